@@ -1,0 +1,37 @@
+"""Typed errors for what a user can get wrong, and for what can break under a running engine.
+
+Every room raises these; entry points show them (the HTTP server maps them to statuses). A message names the
+field, the value, the limit and the remedy, and never holds a path of the engine, an address or a key.
+"""
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """An engine option is wrong, or options contradict each other."""
+
+
+class InvalidRequestError(QuireError, ValueError):
+    """A request breaks a rule of the API or a limit of this engine.
+
+    Attributes:
+        param: the request field at fault (``"prompt"``, ``"top_p"``, ...), or None where no single one is.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class NotYetSupportedError(QuireError, ValueError):
+    """A feature that the API names but this version does not have yet."""
+
+
+class ModelLoadError(QuireError, ValueError):
+    """A model, tokenizer or checkpoint can't be loaded; the message says which file and what to do."""
+
+
+class EngineDeadError(QuireError, RuntimeError):
+    """The engine failed and can serve no further request."""

@@ -1,0 +1,103 @@
+"""What a request gives back to its user: texts, tokens, log-probabilities, why it ended, how long it took.
+
+Made by the output processor, read by users. Names and fields are vLLM's. Knows nothing of the engine.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+_SHOWN_TOKENS = 16  # repr shows this many of a list of tokens
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at one position."""
+
+    logprob: float  # natural log, of the raw distribution
+    rank: int | None = None  # 1 = most likely
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of one monotonic clock; None where they have not."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the first step that computed any of the request."""
+        return _elapsed(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first output token."""
+        return _elapsed(self.arrival_time, self.first_token_time)
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return _elapsed(self.arrival_time, self.finished_time)
+
+
+@dataclass(slots=True, repr=False)
+class CompletionOutput:
+    """One sequence's output."""
+
+    index: int  # among the request's outputs
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None  # sum over token_ids, where logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict (token id -> Logprob) per token
+    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
+    stop_reason: int | str | None = None  # the user's stop token id or string that ended it
+
+    def finished(self) -> bool:
+        """Whether this sequence has ended."""
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
+
+@dataclass(slots=True, repr=False)
+class RequestOutput:
+    """A request's output so far, or the last of it when `finished`."""
+
+    request_id: str
+    prompt: str | None  # None where the prompt came as token ids
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one per prompt token; the first is None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None  # prompt tokens taken from the prefix cache
+    lora_request: Any = None
+
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
+
+def _elapsed(start: float, end: float | None) -> float | None:
+    return None if end is None else end - start
+
+
+def _short_repr(output: CompletionOutput | RequestOutput) -> str:
+    """Every field that says something: no None, long token lists and logprobs cut with their length."""
+    parts: list[str] = []
+    for entry in fields(output):
+        value = getattr(output, entry.name)
+        if value is None:
+            continue
+        if entry.name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
+            head = ", ".join(map(str, value[:_SHOWN_TOKENS]))
+            shown = f"[{head}, ... {len(value)} tokens]"
+        elif entry.name in ("logprobs", "prompt_logprobs"):
+            shown = f"[{len(value)} positions]"
+        else:
+            shown = repr(value)
+        parts.append(f"{entry.name}={shown}")
+    return f"{type(output).__name__}({', '.join(parts)})"

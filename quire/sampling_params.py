@@ -1,0 +1,354 @@
+"""What a user asks of one request: how many tokens, drawn how, stopped by what, reported how.
+
+Users build `SamplingParams`; every room below reads it. Each field's rule is checked when it is built, decoded or
+cloned, so that a SamplingParams in hand keeps them all. Knows no model: limits that depend on one are checked by
+`verify_against_model`. Imports neither torch nor numpy.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, IntEnum
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.utils.suggest import unknown_name_message
+
+GREEDY_TEMPERATURE = 1e-5  # below this a request is greedy
+MIN_TEMPERATURE = 1e-2  # the lowest that tokens are drawn at: below it, a request is as good as greedy
+MAX_LOGIT_BIAS = 100.0
+MAX_NUM_SEQUENCES = 16384
+
+_INT_MAX = 2**63 - 1
+_INF = math.inf
+
+
+class SamplingType(IntEnum):
+    """How a request's tokens are chosen."""
+
+    GREEDY = 0  # the most likely token
+    RANDOM = 1  # drawn; the engine chooses the seed
+    RANDOM_SEED = 2  # drawn; the user chose the seed
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a request holds."""
+
+    CUMULATIVE = 0  # all output so far
+    DELTA = 1  # only what is new since the last one
+    FINAL_ONLY = 2  # nothing until the request has finished
+
+
+class UnknownParameterError(InvalidRequestError, TypeError):
+    """A keyword that SamplingParams does not have (a TypeError too, as for any other call)."""
+
+
+class _NamesUnknownKeywords(type(msgspec.Struct)):
+    # msgspec builds structs in C and would only say "unexpected keyword": this hook finds the name that was meant.
+    def __call__(cls, *args, **kwargs):
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            unknown = [name for name in kwargs if name not in cls.__struct_fields__]
+            if not unknown:
+                raise
+        raise UnknownParameterError(unknown_name_message(cls.__name__, unknown, cls.__struct_fields__), unknown[0])
+
+
+# field -> (lowest, highest, None allowed). Ends are allowed values.
+_INT_RULES: dict[str, tuple[int, int, bool]] = {
+    "n": (1, MAX_NUM_SEQUENCES, False),
+    "best_of": (1, MAX_NUM_SEQUENCES, True),
+    "top_k": (-1, _INT_MAX, False),
+    "seed": (-(2**63), 2**64 - 1, True),
+    "max_tokens": (1, _INT_MAX, True),
+    "min_tokens": (0, _INT_MAX, False),
+    "logprobs": (-1, _INT_MAX, True),
+    "prompt_logprobs": (-1, _INT_MAX, True),
+    "truncate_prompt_tokens": (-1, _INT_MAX, True),
+}
+# field -> (lowest, highest, lowest is allowed, range in words)
+_FLOAT_RULES: dict[str, tuple[float, float, bool, str]] = {
+    "presence_penalty": (-2.0, 2.0, True, "in [-2, 2]"),
+    "frequency_penalty": (-2.0, 2.0, True, "in [-2, 2]"),
+    "repetition_penalty": (0.0, _INF, False, "finite and > 0"),
+    "temperature": (0.0, 2.0, True, "in [0, 2]"),
+    "top_p": (0.0, 1.0, False, "in (0, 1]"),
+    "min_p": (0.0, 1.0, True, "in [0, 1]"),
+}
+_BOOLS = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defaults=True, repr_omit_defaults=True):
+    """Parameters of one request. Fields, defaults and names are vLLM's.
+
+    Values are normalised on the way in: numpy scalars become Python's, ``stop="x"`` becomes ``["x"]``, None becomes
+    ``[]`` for the three list fields, ``seed=-1`` becomes None, a greedy temperature (below 1e-5) becomes 0 and
+    resets top_p, top_k and min_p, which it ignores.
+
+    Raises:
+        InvalidRequestError: (a ValueError) a field breaks its rule; names field, value and range.
+        UnknownParameterError: (a ValueError and a TypeError) no such field; names the nearest.
+        NotYetSupportedError: `structured_outputs` is given.
+    """
+
+    n: int = 1  # sequences returned, 1..16384
+    best_of: int | None = None  # sequences drawn, the n best by cumulative logprob are returned; >= n
+    presence_penalty: float = 0.0  # [-2, 2]; taken once from the logit of every token in the output
+    frequency_penalty: float = 0.0  # [-2, 2]; taken per occurrence in the output
+    repetition_penalty: float = 1.0  # > 0; divides (negative: multiplies) logits of tokens in prompt or output
+    temperature: float = 1.0  # [0, 2]; 0 is greedy
+    top_p: float = 1.0  # (0, 1]; keep the fewest most likely tokens that have this mass
+    top_k: int = 0  # keep the k most likely; 0 and -1: all
+    min_p: float = 0.0  # [0, 1]; keep tokens at least this likely relative to the most likely
+    seed: int | None = None  # 64 bits, signed or unsigned
+    stop: str | list[str] = []  # strings that end the text; a list once built
+    stop_token_ids: list[int] = []  # tokens that end the sequence, besides end-of-sequence
+    bad_words: list[str] = []  # never generated, with or without a leading space
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # output tokens at most; None: to the end of the context
+    min_tokens: int = 0  # output tokens before end-of-sequence or a stop may come
+    logprobs: int | None = None  # alternatives reported per output token; -1: the vocabulary
+    prompt_logprobs: int | None = None  # likewise per prompt token
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit, clamped to +-100
+    allowed_token_ids: list[int] | None = None  # only these may be drawn
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: the context length
+    logits_processors: list[Callable[..., Any]] | None = (
+        None  # (output_ids, logits) or (prompt_ids, output_ids, logits)
+    )
+    structured_outputs: Any = None  # refused: not yet supported
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        for field in _INT_RULES:
+            self._check_int(field)
+        for field in _FLOAT_RULES:
+            self._check_float(field)
+        for field in _BOOLS:
+            value = getattr(self, field)
+            if type(value) is not bool:
+                setattr(self, field, _bool(field, value))
+        self._check_lists()
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+        if self.structured_outputs is not None:
+            raise NotYetSupportedError(
+                "structured_outputs is not supported yet by this version of Quire; leave it out."
+            )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _broken("output_kind", self.output_kind, "a RequestOutputKind")
+        self._normalise()
+        self._check_together()
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """GREEDY, RANDOM or RANDOM_SEED."""
+        if self.temperature < GREEDY_TEMPERATURE:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list with this one, all rules checked anew (fields may have been assigned since)."""
+        return msgspec.structs.replace(self)
+
+    @classmethod
+    def from_generation_defaults(cls, defaults: Mapping[str, Any], **given: Any) -> "SamplingParams":
+        """Parameters from a model's generation_config.json, overridden by the fields in `given`.
+
+        Uses temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens (as max_tokens); None and all
+        other keys are skipped.
+        """
+        fields = {field: defaults[key] for key, field in _GENERATION_DEFAULTS.items() if defaults.get(key) is not None}
+        return cls(**{**fields, **given})
+
+    def verify_against_model(self, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
+        """Check the rules that depend on the engine (`max_logprobs` -1 means no limit).
+
+        Raises:
+            InvalidRequestError: a token id outside the vocabulary, more logprobs than the engine gives, or a length
+                beyond the context.
+        """
+        for field in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, field)
+            if wanted is None or max_logprobs == -1:
+                continue
+            if wanted == -1 or wanted > max_logprobs:
+                remedy = "ask for fewer, or raise the engine's max_logprobs"
+                raise _broken(field, wanted, f"at most max_logprobs = {max_logprobs} (-1 is the vocabulary); {remedy}")
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, field) or ():
+                if token_id >= vocab_size:
+                    raise _broken(field, token_id, f"of token ids in [0, {vocab_size - 1}] (the vocabulary)")
+        for field in ("truncate_prompt_tokens", "min_tokens"):
+            length = getattr(self, field)
+            if length is not None and length > max_model_len:
+                raise _broken(field, length, f"at most the context length, {max_model_len}")
+
+    def _check_int(self, field: str) -> None:
+        low, high, optional = _INT_RULES[field]
+        value = getattr(self, field)
+        if value is None and optional:
+            return
+        value = _int(value)
+        if value is None or not low <= value <= high:
+            words = f"an integer in [{low}, {high}]" if high != _INT_MAX else f"an integer >= {low}"
+            raise _broken(field, getattr(self, field), words + (" or None" if optional else ""))
+        setattr(self, field, value)
+
+    def _check_float(self, field: str) -> None:
+        low, high, closed, words = _FLOAT_RULES[field]
+        given = getattr(self, field)
+        value = _float(given)
+        # Both comparisons are false for NaN; infinity is refused where `high` is infinite too.
+        if value is None or not low <= value <= high or value == _INF or (value == low and not closed):
+            raise _broken(field, given, f"a number {words}")
+        setattr(self, field, value)
+
+    def _check_lists(self) -> None:
+        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
+        self.bad_words = _strings("bad_words", self.bad_words)
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise _broken("allowed_token_ids", [], "a non-empty list of token ids, or None for all tokens")
+        if self.logits_processors is not None:
+            processors = _items("logits_processors", self.logits_processors, "callables")
+            for processor in processors:
+                if not callable(processor):
+                    raise _broken("logits_processors", processor, "a list of callables")
+            self.logits_processors = processors
+
+    def _normalise(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        if self.temperature < GREEDY_TEMPERATURE:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            warnings.warn(
+                f"temperature {self.temperature} is raised to the lowest, {MIN_TEMPERATURE}; 0 is greedy sampling.",
+                stacklevel=4,
+            )
+            self.temperature = MIN_TEMPERATURE
+
+    def _check_together(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise _broken("best_of", self.best_of, f"at least n = {self.n}")
+        num_drawn = self.best_of or self.n
+        if num_drawn > 1 and self.temperature == 0.0:
+            field = "n" if self.n > 1 else "best_of"
+            raise _broken(
+                field,
+                num_drawn,
+                "1 for greedy sampling (temperature 0), where every sequence would be the same; raise temperature",
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _broken("min_tokens", self.min_tokens, f"in [0, max_tokens = {self.max_tokens}]")
+        if self.stop and not self.detokenize:
+            raise _broken("stop", self.stop, "empty when detokenize is False, as there is no text to find it in")
+
+
+def _broken(field: str, value: object, rule: str) -> InvalidRequestError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequestError(f"{field} must be {rule}; it is {shown}.", field)
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number for a numpy or torch scalar; anything else as it is."""
+    kind = type(value)
+    if kind is int or kind is float or kind is bool or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except Exception:  # an array of several values: left to fail the type check
+        return value
+
+
+def _int(value: Any) -> int | None:
+    """The number as an int; None where it is none (a bool, a float, a str)."""
+    if type(value) is int:
+        return value
+    value = _plain(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float(value: Any) -> float | None:
+    """The number as a float; None where it is none (a bool, a str, an int beyond a float's range)."""
+    if type(value) is float:
+        return value
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _bool(field: str, value: Any) -> bool:
+    value = _plain(value)
+    if type(value) is not bool:
+        raise _broken(field, value, "True or False")
+    return value
+
+
+def _items(field: str, value: Any, what: str) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _broken(field, value, f"a list of {what}")
+    return list(value)
+
+
+def _strings(field: str, value: Any) -> list[str]:
+    strings = _items(field, value, "strings")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise _broken(field, string, "a list of non-empty strings")
+    return strings
+
+
+def _token_ids(field: str, value: Any) -> list[int]:
+    token_ids: list[int] = []
+    for item in _items(field, value, "token ids"):
+        token_id = _int(item)
+        if token_id is None or token_id < 0:
+            raise _broken(field, item, "a list of token ids (integers >= 0)")
+        token_ids.append(token_id)
+    return token_ids
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _broken("logit_bias", value, "a dict of token id -> bias")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else _int(key)  # JSON has only string keys
+        if token_id is None or token_id < 0:
+            raise _broken("logit_bias", key, "keyed by token ids (integers >= 0)")
+        number = _float(bias)
+        if number is None or math.isnan(number):
+            raise _broken("logit_bias", bias, "of numbers (clamped to [-100, 100])")
+        biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, number))
+    return biases

@@ -1,0 +1,49 @@
+"""Outputs: fields, times, and a repr a person can read."""
+
+import pickle
+
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+
+def make_output(num_tokens: int = 3) -> RequestOutput:
+    completion = CompletionOutput(
+        index=0,
+        text="a b",
+        token_ids=list(range(num_tokens)),
+        cumulative_logprob=-1.5,
+        logprobs=[{i: Logprob(-0.5, 1, "a")} for i in range(num_tokens)],
+        finish_reason="stop",
+        stop_reason="b",
+    )
+    return RequestOutput("r-1", "hello", [5, 6], None, [completion], True, RequestMetrics(1.0, 1.5, 2.0, 4.0), 0)
+
+
+def test_fields_are_in_the_documented_order() -> None:
+    output = make_output()
+    assert (output.request_id, output.prompt, output.prompt_token_ids, output.finished) == (
+        "r-1",
+        "hello",
+        [5, 6],
+        True,
+    )
+    assert (output.prompt_logprobs, output.num_cached_tokens, output.lora_request) == (None, 0, None)
+    assert output.outputs[0].finished()
+    assert not CompletionOutput(0, "", []).finished()
+    assert Logprob(-0.25) == Logprob(logprob=-0.25, rank=None, decoded_token=None)
+    assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_metrics_are_differences_or_none() -> None:
+    metrics = RequestMetrics(1.0)
+    assert (metrics.time_in_queue, metrics.time_to_first_token, metrics.latency) == (None, None, None)
+    metrics = RequestMetrics(1.0, 1.5, 2.0, 4.0)
+    assert (metrics.time_in_queue, metrics.time_to_first_token, metrics.latency) == (0.5, 1.0, 3.0)
+
+
+def test_repr_says_what_matters_and_cuts_what_is_long() -> None:
+    shown = repr(make_output(500))
+    for words in ("RequestOutput(request_id='r-1'", "text='a b'", "finish_reason='stop'", "... 500 tokens]"):
+        assert words in shown
+    assert "lora_request" not in shown
+    assert len(shown) < 600
+    assert "token_ids=[0, 1, 2]" in repr(make_output(3))

@@ -1,0 +1,278 @@
+"""Every rule of SamplingParams at its edges, and what normalising does."""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+import warnings
+
+import msgspec
+import numpy as np
+import pytest
+
+from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingType
+
+NAN, INF = math.nan, math.inf
+
+
+def noop(output_ids, logits):
+    return logits
+
+
+VALID = [
+    *(("n", v) for v in (1, 2, 16384)),
+    *(("best_of", v) for v in (None, 1, 16384)),
+    *((f, v) for f in ("presence_penalty", "frequency_penalty") for v in (-2, -2.0, 0, 2.0, 2)),
+    *(("repetition_penalty", v) for v in (1e-6, 1, 100.0)),
+    *(("temperature", v) for v in (0, 0.0, 0.01, 1, 2, 2.0)),
+    *(("top_p", v) for v in (1e-9, 0.5, 1, 1.0)),
+    *(("top_k", v) for v in (-1, 0, 1, 10**9)),
+    *(("min_p", v) for v in (0, 0.0, 1, 1.0)),
+    *(("seed", v) for v in (None, 0, 2**64 - 1, -(2**63))),
+    *(("stop", v) for v in ([], ["a"], ["a", "bc"])),
+    *(("stop_token_ids", v) for v in ([], [0], [5, 7])),
+    *(("bad_words", v) for v in ([], ["a"])),
+    *((f, v) for f in ("include_stop_str_in_output", "ignore_eos", "detokenize") for v in (True, False)),
+    *((f, v) for f in ("skip_special_tokens", "spaces_between_special_tokens") for v in (True, False)),
+    *(("max_tokens", v) for v in (None, 1, 10**6)),
+    *(("min_tokens", v) for v in (0, 16)),
+    *((f, v) for f in ("logprobs", "prompt_logprobs") for v in (None, -1, 0, 20)),
+    *(("logit_bias", v) for v in (None, {}, {0: 1.0}, {5: -100.0})),
+    *(("allowed_token_ids", v) for v in (None, [0], [3, 1])),
+    *(("truncate_prompt_tokens", v) for v in (None, -1, 1)),
+    *(("logits_processors", v) for v in (None, [], [noop])),
+    *(("output_kind", v) for v in RequestOutputKind),
+]
+
+INVALID = [
+    *(("n", v) for v in (0, -1, 16385, 1.0, True, None, "1")),
+    *(("best_of", v) for v in (0, 16385, 2.0, True)),
+    *(
+        (f, v)
+        for f in ("presence_penalty", "frequency_penalty")
+        for v in (-2.001, 2.001, NAN, INF, -INF, None, True, "0")
+    ),
+    *(("repetition_penalty", v) for v in (0, 0.0, -1.0, INF, NAN, None, True)),
+    *(("temperature", v) for v in (-1e-9, 2.001, INF, NAN, None, True, "1", 10**400)),
+    *(("top_p", v) for v in (0, 0.0, -0.1, 1.001, NAN, INF, None, True)),
+    *(("top_k", v) for v in (-2, 1.0, True, None, NAN)),
+    *(("min_p", v) for v in (-0.001, 1.001, NAN, None, False)),
+    *(("seed", v) for v in (2**64, -(2**63) - 1, 1.0, True, "1")),
+    *(("stop", v) for v in ("", [""], ["a", ""], [1], 3, {"a": 1}, b"a")),
+    *(("stop_token_ids", v) for v in ([-1], [1.0], [True], ["1"], "12", 3)),
+    *(("bad_words", v) for v in ([""], "a", [None])),
+    *((f, v) for f in ("include_stop_str_in_output", "ignore_eos", "detokenize") for v in (1, 0, None, "yes")),
+    *((f, v) for f in ("skip_special_tokens", "spaces_between_special_tokens") for v in (1, None)),
+    *(("max_tokens", v) for v in (0, -1, 1.0, True, "16")),
+    *(("min_tokens", v) for v in (-1, 17, 1.0, True, None)),
+    *((f, v) for f in ("logprobs", "prompt_logprobs") for v in (-2, 1.0, True, "5")),
+    *(("logit_bias", v) for v in ({-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, {True: 1.0}, {1: NAN}, {1: "2"}, {1: True}, [1])),
+    *(("allowed_token_ids", v) for v in ([], [-1], [True], ["1"], 4)),
+    *(("truncate_prompt_tokens", v) for v in (-2, 1.0, True)),
+    *(("logits_processors", v) for v in ([3], noop, ["noop"])),
+    *(("output_kind", v) for v in (0, "DELTA", None, True)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), VALID)
+def test_values_within_the_rule_are_taken(field: str, value: object) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(("field", "value"), INVALID)
+def test_values_beyond_the_rule_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must be .*; it is ") as caught:
+        SamplingParams(**{field: value})
+    assert isinstance(caught.value, InvalidRequestError)
+    assert caught.value.param == field
+    assert len(str(caught.value)) < 250
+
+
+def test_every_field_has_both_edges_tested() -> None:
+    fields = set(SamplingParams.__struct_fields__) - {"structured_outputs"}
+    assert fields == {field for field, _ in VALID} == {field for field, _ in INVALID}
+
+
+def test_the_message_holds_value_and_range() -> None:
+    with pytest.raises(ValueError, match=r"temperature must be a number in \[0, 2\]; it is 3\.5\."):
+        SamplingParams(temperature=3.5)
+    with pytest.raises(ValueError, match=r"n must be an integer in \[1, 16384\]; it is 0\."):
+        SamplingParams(n=0)
+
+
+def test_defaults_and_order_are_the_documented_ones() -> None:
+    params = SamplingParams()
+    assert (params.n, params.best_of, params.temperature, params.top_p, params.top_k) == (1, None, 1.0, 1.0, 0)
+    assert (params.max_tokens, params.min_tokens, params.stop, params.bad_words) == (16, 0, [], [])
+    assert (params.logprobs, params.detokenize, params.output_kind) == (None, True, RequestOutputKind.CUMULATIVE)
+    assert SamplingParams(3) == SamplingParams(n=3)
+    assert params.stop is not SamplingParams().stop
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temprature", "temperature"), ("topp", "top_p"), ("max_token", "max_tokens"), ("seeds", "seed")],
+)
+def test_an_unknown_keyword_names_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r}; did you mean {meant!r}"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(TypeError):
+        SamplingParams(**{name: 1})
+
+
+def test_too_many_positional_arguments_are_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(*range(100))  # type: ignore[arg-type]
+
+
+def test_none_and_single_strings_are_lists() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.bad_words) == ([], [], [])
+    assert SamplingParams(stop="end").stop == ["end"]
+    assert SamplingParams(stop_token_ids=range(2)).stop_token_ids == [0, 1]  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_become_pythons() -> None:
+    params = SamplingParams(
+        n=np.int64(2),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=np.float64(0.5),
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        stop_token_ids=np.array([4, 5]),  # type: ignore[arg-type]
+        logit_bias={np.int32(3): np.float16(1.0)},  # type: ignore[dict-item]
+    )
+    assert params == SamplingParams(
+        2, temperature=0.5, top_p=0.5, ignore_eos=True, stop_token_ids=[4, 5], logit_bias={3: 1}
+    )
+    assert [type(x) for x in (params.n, params.temperature, params.top_p, params.ignore_eos)] == [
+        int,
+        float,
+        float,
+        bool,
+    ]
+    assert type(params.stop_token_ids[0]) is int
+    for field in ("n", "temperature", "ignore_eos"):
+        with pytest.raises(InvalidRequestError, match=field):
+            SamplingParams(**{field: np.array([1, 1])})
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        SamplingParams(max_tokens=np.bool_(True))  # type: ignore[arg-type]
+
+
+def test_logit_bias_is_clamped_and_takes_jsons_keys() -> None:
+    assert SamplingParams(logit_bias={1: 1e9, "2": -INF, 3: 4}).logit_bias == {1: 100.0, 2: -100.0, 3: 4.0}  # type: ignore[dict-item]
+
+
+def test_seed_minus_one_is_none_and_decides_the_type() -> None:
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(seed=-1).sampling_type is SamplingType.RANDOM
+    assert SamplingParams(seed=0).sampling_type is SamplingType.RANDOM_SEED
+    assert SamplingParams(seed=0, temperature=0).sampling_type is SamplingType.GREEDY
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 9.9e-6])
+def test_greedy_resets_what_it_ignores(temperature: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = SamplingParams(temperature=temperature, top_p=0.5, top_k=3, min_p=0.2)
+    assert params.sampling_type is SamplingType.GREEDY
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.00999])
+def test_a_tiny_temperature_is_raised_with_a_warning(temperature: float) -> None:
+    with pytest.warns(UserWarning, match=f"temperature {temperature} is raised to the lowest, 0.01") as caught:
+        assert SamplingParams(temperature=temperature).temperature == 0.01
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("given", [dict(n=2), dict(best_of=3), dict(n=2, best_of=2)])
+def test_greedy_with_several_sequences_says_so(given: dict) -> None:
+    with pytest.raises(InvalidRequestError, match=r"must be 1 for greedy sampling .*; it is [23]"):
+        SamplingParams(temperature=0, **given)
+
+
+def test_rules_between_fields() -> None:
+    with pytest.raises(InvalidRequestError, match="best_of must be at least n = 3; it is 2"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(InvalidRequestError, match=r"min_tokens must be in \[0, max_tokens = 4\]; it is 5"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+    assert SamplingParams(max_tokens=None, min_tokens=500).min_tokens == 500
+    with pytest.raises(InvalidRequestError, match="stop must be empty when detokenize is False"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_structured_outputs_are_not_there_yet() -> None:
+    with pytest.raises(NotYetSupportedError, match="structured_outputs is not supported yet"):
+        SamplingParams(structured_outputs={"json": {}})
+
+
+def test_clone_is_deep_and_checks_again() -> None:
+    params = SamplingParams(0 + 2, stop=["a"], logit_bias={1: 2.0}, logits_processors=[noop], allowed_token_ids=[1])
+    twin = params.clone()
+    assert twin == params
+    for field in ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "logits_processors"):
+        assert getattr(twin, field) is not getattr(params, field)
+    params.top_p = 7.0
+    with pytest.raises(InvalidRequestError, match="top_p"):
+        params.clone()
+
+
+def test_travels_by_msgpack_pickle_and_copy() -> None:
+    params = SamplingParams(
+        2, seed=2**64 - 1, stop="x", logit_bias={3: 1.5}, temperature=0.3, output_kind=RequestOutputKind.DELTA
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+    assert pickle.loads(pickle.dumps(params)) == params == copy.deepcopy(params)
+    with pytest.raises(msgspec.ValidationError, match="temperature must be"):
+        msgspec.json.decode(b'{"temperature": 5.0}', type=SamplingParams)
+
+
+def test_repr_shows_what_was_set() -> None:
+    assert repr(SamplingParams(temperature=0.5, stop="x")) == "SamplingParams(temperature=0.5, stop=['x'])"
+
+
+def test_generation_defaults_and_what_overrides_them() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "max_new_tokens": 99, "do_sample": True}
+    params = SamplingParams.from_generation_defaults(defaults)
+    assert params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=99)
+    assert SamplingParams.from_generation_defaults({"repetition_penalty": 1.1}).repetition_penalty == 1.1
+    assert SamplingParams.from_generation_defaults(defaults, top_k=5, max_tokens=None).top_k == 5
+    assert SamplingParams.from_generation_defaults({}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(logprobs=21), "logprobs must be at most max_logprobs = 20"),
+        (dict(prompt_logprobs=-1), "prompt_logprobs must be at most max_logprobs = 20"),
+        (dict(stop_token_ids=[5, 100]), r"stop_token_ids must be of token ids in \[0, 99\].*it is 100"),
+        (dict(allowed_token_ids=[100]), "allowed_token_ids"),
+        (dict(logit_bias={100: 1.0}), "logit_bias"),
+        (dict(truncate_prompt_tokens=65), "truncate_prompt_tokens must be at most the context length, 64; it is 65"),
+        (dict(min_tokens=65, max_tokens=None), "min_tokens"),
+    ],
+)
+def test_rules_that_depend_on_the_model(given: dict, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        SamplingParams(**given).verify_against_model(vocab_size=100, max_model_len=64, max_logprobs=20)
+
+
+def test_values_at_the_models_limits_are_taken() -> None:
+    params = SamplingParams(
+        logprobs=20,
+        stop_token_ids=[99],
+        allowed_token_ids=[99],
+        logit_bias={99: 1.0},
+        truncate_prompt_tokens=64,
+        max_tokens=1000,
+    )
+    params.verify_against_model(vocab_size=100, max_model_len=64, max_logprobs=20)
+    SamplingParams(logprobs=-1, prompt_logprobs=500).verify_against_model(100, 64, max_logprobs=-1)
+
+
+def test_import_is_light() -> None:
+    code = "import sys, quire.sampling_params; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+    subprocess.run([sys.executable, "-c", code], check=True)
