@@ -1,0 +1,195 @@
+"""Every option of the engine: `LLM(...)`, `EngineArgs(...)` and the command line's flags all come from this one class.
+
+A field is an option, its ``help`` the documentation and the flag's text. `EngineArgs.resolve` checks the options
+against the model's own configuration, once, and returns the frozen `EngineConfig` that the engine is built from.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.errors import ConfigError, NotYetSupportedError
+from quire.utils.suggest import nearest
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """The options of an engine, under vLLM's names.
+
+    Raises:
+        ConfigError: an option is out of its range; the message names the option, the value and the range.
+        NotYetSupportedError: the option asks for a feature that this version lacks.
+    """
+
+    model: str = _option("demo", "Model directory, hub id, or 'demo' for the small bundled model.")
+    tokenizer: str | None = _option(None, "Tokenizer directory or hub id; the model's own by default.")
+    tokenizer_mode: Literal["auto", "slow", "mistral"] = _option(
+        "auto", "'auto' reads tokenizer.json, 'slow' a SentencePiece tokenizer.model."
+    )
+    skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts and outputs are token ids only.")
+    trust_remote_code: bool = _option(False, "Code shipped with a model is never run; True is refused.")
+    dtype: str = _option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
+    quantization: str | None = _option(None, "Weight quantization; not available yet.")
+    load_format: Literal["auto", "safetensors", "dummy"] = _option(
+        "auto", "'dummy' fills the model with random weights, for measurements."
+    )
+    revision: str | None = _option(None, "Branch, tag or commit of the model on the hub.")
+    tokenizer_revision: str | None = _option(None, "Branch, tag or commit of the tokenizer on the hub.")
+    download_dir: str | None = _option(None, "Where hub downloads are cached; the hub's default place if unset.")
+    hf_overrides: dict[str, Any] | None = _option(None, "Entries that replace those of the model's config.json (JSON).")
+    generation_config: str = _option(
+        "auto", "'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones."
+    )
+    seed: int = _option(0, "Keys the random numbers of requests that bring no seed of their own.")
+    max_model_len: int | None = _option(
+        None, "Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default."
+    )
+    max_num_seqs: int = _option(256, "Most sequences that run in one step.")
+    max_num_batched_tokens: int | None = _option(
+        None, "Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default."
+    )
+    enable_chunked_prefill: bool = _option(
+        True, "Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."
+    )
+    enable_prefix_caching: bool = _option(True, "Keep the KV blocks of finished prompts for requests that begin alike.")
+    scheduling_policy: Literal["fcfs", "priority"] = _option(
+        "fcfs", "First come first served, or by each request's priority (lower runs first)."
+    )
+    block_size: int = _option(16, "Tokens in a KV block.")
+    gpu_memory_utilization: float | None = _option(
+        None,
+        "Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; "
+        "0.92 on a GPU and 0.4 on a CPU by default.",
+    )
+    kv_cache_memory: int | None = _option(None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.")
+    num_kv_blocks: int | None = _option(None, "Number of KV blocks; overrides every measurement.")
+    swap_space: float = _option(
+        4.0, "Host memory for swapped KV blocks, in GiB, on a GPU; a CPU has one memory, and recomputes instead."
+    )
+    max_logprobs: int = _option(20, "Most logprobs that a request may ask for; -1 for no limit.")
+    tensor_parallel_size: int = _option(1, "Devices that share each layer; only 1 yet.")
+    pipeline_parallel_size: int = _option(1, "Devices that share the stack of layers; only 1 yet.")
+    distributed_executor_backend: Literal["uni"] | None = _option(None, "Executor; only 'uni' (in-process) yet.")
+    speculative_config: dict[str, Any] | None = _option(None, "Speculative decoding; not available yet (JSON).")
+    enforce_eager: bool = _option(True, "Run without captured graphs, as this version always does on a CPU.")
+    disable_log_stats: bool = _option(False, "Do not gather per-request timings.")
+    debug: bool = _option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
+
+    def __post_init__(self) -> None:
+        for name, minimum in _MINIMA.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be an integer, got {value!r}.")
+            if value < minimum:
+                raise ConfigError(f"{name} must be at least {minimum}, got {value}.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                shown = ", ".join(repr(c) for c in choices)
+                raise ConfigError(f"{name} must be one of {shown}, got {getattr(self, name)!r}.")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share}.")
+        if not 0.0 <= self.swap_space < float("inf"):
+            raise ConfigError(f"swap_space must be a finite number of GiB, at least 0, got {self.swap_space}.")
+        self._refuse_what_is_not_there_yet()
+
+    def _refuse_what_is_not_there_yet(self) -> None:
+        if self.trust_remote_code:
+            raise NotYetSupportedError(
+                "trust_remote_code=True is refused: Quire never runs code that comes with a model. Leave it False."
+            )
+        for name in ("quantization", "speculative_config"):
+            if getattr(self, name) is not None:
+                raise NotYetSupportedError(f"{name}={getattr(self, name)!r} is not supported yet; leave it None.")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise NotYetSupportedError(f"{name}={getattr(self, name)} is not supported yet; use 1.")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":
+        """EngineArgs from keyword arguments; an unknown one is a ConfigError that names the nearest known one."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                close = nearest(name, known)
+                hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
+                raise ConfigError(f"unknown engine argument {name!r}.{hint}")
+        return cls(**kwargs)
+
+    def resolve(self) -> "EngineConfig":
+        """Read the model's configuration and check the options against it.
+
+        Raises:
+            ConfigError: options contradict each other or the model.
+            ModelLoadError: the model's files are missing or broken.
+        """
+        model = ModelConfig.from_pretrained(
+            self.model,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            revision=self.revision,
+            seed=self.seed,
+            hf_overrides=self.hf_overrides,
+            load_format=self.load_format,
+            download_dir=self.download_dir,
+        )
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
+        return EngineConfig(
+            args=self,
+            model=model,
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=model.max_model_len,
+                policy=self.scheduling_policy,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+            ),
+        )
+
+
+_MINIMA = {
+    "seed": -(2**63),
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "kv_cache_memory": 1,
+    "num_kv_blocks": 1,
+    "max_logprobs": -1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "tokenizer_mode": ("auto", "slow", "mistral"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "scheduling_policy": ("fcfs", "priority"),
+    "distributed_executor_backend": (None, "uni"),
+    "generation_config": ("auto", "vllm", "quire"),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options, resolved: what every room of the engine is built from."""
+
+    args: EngineArgs
+    model: ModelConfig
+    scheduler: SchedulerConfig
+
+    def with_max_model_len(self, max_model_len: int) -> "EngineConfig":
+        """The same configuration for a shorter context (what the KV cache turned out to hold)."""
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, max_model_len=max_model_len),
+            scheduler=dataclasses.replace(self.scheduler, max_model_len=max_model_len),
+        )

@@ -1,0 +1,362 @@
+"""What the engine knows about a model before it loads a weight: shapes, dtype, context length, end-of-sequence ids.
+
+Read from `config.json` and `generation_config.json` of a Hugging Face directory, whose names differ by family and by
+the version of transformers that wrote them. Called once by the engine's set-up; models and the runner only read it.
+Must not know torch, nor which architectures have an implementation (that is `quire.models.registry`).
+"""
+
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
+from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+_DTYPES = {
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
+_UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
+_DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
+_TOO_LARGE = 2**31  # no size of a model reaches it
+
+# model_type -> architecture, for a config.json that names no architecture.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+# What transformers assumes when a key is absent, where that differs between the families.
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096},
+    "opt": {"tie_word_embeddings": True},
+    "gpt2": {"tie_word_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's facts, resolved and checked; make one with `from_pretrained`."""
+
+    model: str  # as the user gave it: a path, a hub id, "demo"
+    path: Path  # the resolved local directory
+    architecture: str  # e.g. "LlamaForCausalLM"
+    model_type: str  # e.g. "llama"; "" where config.json names none
+    hf_config: dict[str, Any]  # parsed config.json with overrides (text part of a multi-modal one); never changed
+    dtype: str  # "float32", "float16" or "bfloat16"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the MLP
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_parameters: dict[str, Any]  # always has "rope_type" and "rope_theta"; unused by learned positions
+    layer_windows: tuple[int | None, ...]  # per layer: tokens a query sees, itself included; None = all before it
+    derived_max_model_len: int  # tokens that the model's position encoding supports
+    max_model_len: int  # tokens of prompt + output that the engine allows
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]  # config.json's first, then generation_config.json's
+    generation_defaults: dict[str, Any]  # sampling values of generation_config.json, under its names
+    seed: int = 0
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The sliding window of the layers that have one (tokens), or None when no layer has."""
+        return next((window for window in self.layer_windows if window is not None), None)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        revision: str | None = None,
+        seed: int = 0,
+        hf_overrides: dict[str, Any] | None = None,
+        load_format: str = "auto",
+        download_dir: str | Path | None = None,
+    ) -> "ModelConfig":
+        """Resolve `model` to a directory (downloading a hub id if need be) and read its configuration.
+
+        Args:
+            model: a local directory, a hub id, "demo" or "demo-draft".
+            dtype: "auto" takes the checkpoint's own dtype (float32 where it names none) and never narrows it; a
+                float32 checkpoint runs in half the memory with "bfloat16" or "half".
+            max_model_len: tokens of prompt + output; at most, and by default, what the position encoding supports.
+            hf_overrides: keys of config.json to replace before it is read.
+            load_format: one of LOAD_FORMATS; "dummy" needs (and downloads) no weights.
+
+        Raises:
+            ConfigError: an argument is wrong. ModelLoadError: a file is missing, broken or contradictory.
+            NotYetSupportedError: the checkpoint is quantized.
+        """
+        _check_arguments(max_model_len, hf_overrides, load_format)
+        name = os.fspath(model)
+        patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
+        path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
+        config = _text_part(_read_json(path, "config.json", name) | (hf_overrides or {}))
+        generation = _read_json(path, "generation_config.json", name) if _has(path, "generation_config.json") else {}
+        if "auto_map" in config:
+            logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
+        _refuse_quantized(config, name)
+        reader = _Reader(config, name)
+        shapes = reader.shapes()
+        rope = reader.rope_parameters()
+        derived = reader.derived_max_model_len(rope, max_model_len)
+        return cls(
+            model=name,
+            path=path,
+            architecture=reader.architecture,
+            model_type=reader.model_type,
+            hf_config=config,
+            dtype=_resolve_dtype(dtype, config),
+            **shapes,
+            rope_parameters=rope,
+            layer_windows=reader.layer_windows(shapes["num_layers"]),
+            derived_max_model_len=derived,
+            max_model_len=_resolve_max_model_len(max_model_len, derived),
+            tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
+            bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
+            eos_token_ids=_eos_token_ids(config, generation),
+            generation_defaults=_generation_defaults(generation, name),
+            seed=seed,
+        )
+
+
+class _Reader:
+    """Reads one config.json by whichever names its family uses; every error names the key and the model."""
+
+    def __init__(self, config: dict[str, Any], model: str) -> None:
+        self.config = config
+        self.model = model
+        model_type = config.get("model_type")
+        self.model_type: str = model_type if isinstance(model_type, str) else ""
+        self.architecture = self._architecture()
+        self._defaults = _FAMILY_DEFAULTS.get(self.model_type, {})
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value under the first of `names` that is there and not null, else the family's default or `default`."""
+        for name in names:
+            if self.config.get(name) is not None:
+                return self.config[name]
+        # A null in the file is a statement ("no sliding window"); only an absent key takes the family's default.
+        if any(name in self.config for name in names):
+            return default
+        return next((self._defaults[name] for name in names if name in self._defaults), default)
+
+    def positive_int(self, *names: str, default: int | None = None) -> int:
+        value = self.get(*names, default=default)
+        if value is None:
+            hint = ""
+            if self.architecture not in _ARCHITECTURES.values():
+                hint = f" Architecture {self.architecture!r} is not one that this version of Quire reads."
+            raise self.error(f"has no {' or '.join(map(repr, names))}.{hint}")
+        if type(value) is not int or not 1 <= value < _TOO_LARGE:
+            raise self.error(f"has {names[0]} = {value!r}; it must be a whole number from 1 to {_TOO_LARGE - 1}.")
+        return value
+
+    def error(self, complaint: str) -> ModelLoadError:
+        return ModelLoadError(f"config.json of model {self.model!r} {complaint}")
+
+    def shapes(self) -> dict[str, int]:
+        """The sizes that ModelConfig has under the same names, checked against one another."""
+        hidden = self.positive_int("hidden_size", "n_embd")
+        heads = self.positive_int("num_attention_heads", "n_head")
+        kv_heads = self.positive_int("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise self.error(f"has {heads} attention heads, which {kv_heads} key-value heads don't divide evenly.")
+        derived_head_dim = hidden // heads if hidden % heads == 0 else None
+        if derived_head_dim is None and self.get("head_dim") is None:
+            raise self.error(f"has hidden_size = {hidden}, which {heads} attention heads don't divide evenly.")
+        return {
+            "vocab_size": self.positive_int("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": self.positive_int("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
+            "num_layers": self.positive_int("num_hidden_layers", "n_layer"),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": self.positive_int("head_dim", default=derived_head_dim),
+        }
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """One form of `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta` (before it)."""
+        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            raise self.error(f"has rope_scaling = {rope!r}; it must be an object or null.")
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise NotYetSupportedError(f"Model {self.model!r} has rope parameters per layer type: not supported yet.")
+        rope = dict(rope)
+        legacy_type = rope.pop("type", "default")
+        rope.setdefault("rope_type", legacy_type)
+        rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
+        for key in ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
+            value = rope.get(key)
+            if value is not None and not (_is_number(value) and 0 < value < _TOO_LARGE**2):
+                raise self.error(f"has {key} = {value!r} among its rope parameters; it must be a number over 0.")
+        if not isinstance(rope["rope_type"], str):
+            raise self.error(f"has rope_type = {rope['rope_type']!r}; it must be a name.")
+        return rope
+
+    def derived_max_model_len(self, rope: dict[str, Any], requested: int | None) -> int:
+        """Tokens that the position encoding supports, rope scaling included (the same rule as vLLM's)."""
+        names = ("max_position_embeddings", "n_positions")
+        if self.get(*names) is None:
+            logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
+        length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
+        if rope["rope_type"] in _UNSCALED_ROPE_TYPES:
+            return length
+        if rope["rope_type"] == "yarn":
+            length = rope.get("original_max_position_embeddings") or length
+        return int(length * (rope.get("factor") or 1.0))
+
+    def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """The sliding window of each layer: by `layer_types`, else by the family's older keys."""
+        window = self.get("sliding_window")
+        if self.model_type.startswith("qwen") and not self.get("use_sliding_window", default=False):
+            window = None
+        if window is None:
+            return (None,) * num_layers
+        window = self.positive_int("sliding_window")
+        layer_types = self.get("layer_types")
+        if isinstance(layer_types, list):
+            if len(layer_types) != num_layers:
+                raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
+            return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        first = 0
+        if self.model_type.startswith("qwen"):
+            first = self.get("max_window_layers", default=28)
+            if type(first) is not int:
+                raise self.error(f"has max_window_layers = {first!r}; it must be a whole number.")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+
+    def _architecture(self) -> str:
+        names = self.config.get("architectures")
+        if names is None and self.model_type in _ARCHITECTURES:
+            return _ARCHITECTURES[self.model_type]
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            return names[0]
+        raise self.error(
+            "doesn't say which architecture it is: add \"architectures\", for example ['LlamaForCausalLM'], "
+            'to the file or to hf_overrides, or a "model_type" among ' + ", ".join(_ARCHITECTURES) + "."
+        )
+
+
+def _check_arguments(max_model_len: Any, hf_overrides: Any, load_format: Any) -> None:
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
+    if max_model_len is not None and (type(max_model_len) is not int or max_model_len < 1):
+        raise ConfigError(f"max_model_len must be a whole number of at least 1; got {max_model_len!r}.")
+    if hf_overrides is not None and not isinstance(hf_overrides, dict):
+        raise ConfigError(f"hf_overrides must be an object of config.json keys and values; got {hf_overrides!r}.")
+
+
+def _has(path: Path, file: str) -> bool:
+    return (path / file).is_file()
+
+
+def _read_json(path: Path, file: str, model: str) -> dict[str, Any]:
+    """Parse a JSON object from `path / file`; ModelLoadError says what is wrong with it."""
+    try:
+        value = json.loads((path / file).read_bytes())
+    except FileNotFoundError:
+        hint = describe_unsupported_files(path) or "Is it a model directory in Hugging Face layout?"
+        raise ModelLoadError(f"Model {model!r} has no {file}. {hint}") from None
+    except OSError as error:
+        raise ModelLoadError(f"{file} of model {model!r} can't be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} of model {model!r} is not valid JSON ({error}); fetch it again.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file} of model {model!r} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a multi-modal config.json, under the architecture of the whole."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {key: value for key, value in config.items() if key != "text_config"}
+    return whole | text | {key: whole[key] for key in ("architectures",) if whole.get(key)}
+
+
+def _refuse_quantized(config: dict[str, Any], model: str) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise NotYetSupportedError(
+            f"Model {model!r} is quantized with {method!r}, which is not supported yet: use an unquantized checkpoint."
+        )
+
+
+def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
+    """The dtype to run in: the user's, or for "auto" the checkpoint's."""
+    if requested != "auto":
+        if requested not in _DTYPES:
+            raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {requested!r}.")
+        return _DTYPES[requested]
+    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    resolved = _DTYPES.get(str(named).removeprefix("torch."))
+    if resolved is None:
+        raise ConfigError(f"The checkpoint's dtype {named!r} is not supported: choose one with dtype, e.g. 'bfloat16'.")
+    return resolved
+
+
+def _resolve_max_model_len(requested: int | None, derived: int) -> int:
+    if requested is None:
+        return derived
+    if requested > derived:
+        raise ConfigError(
+            f"max_model_len = {requested} is more than the {derived} tokens that the model supports: lower it, or "
+            "scale the model's positions with hf_overrides={'rope_scaling': ...}."
+        )
+    return requested
+
+
+def _token_ids(value: Any) -> list[int]:
+    """The token ids in an `*_token_id` value: null, one id, or a list."""
+    values = value if isinstance(value, list) else [value]
+    return [token_id for token_id in values if type(token_id) is int and token_id >= 0]
+
+
+def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    ids = _token_ids(config.get("eos_token_id")) + _token_ids(generation.get("eos_token_id"))
+    return tuple(dict.fromkeys(ids))
+
+
+def _generation_defaults(generation: dict[str, Any], model: str) -> dict[str, Any]:
+    """The sampling values that generation_config.json states; a value that is no number is left out, with a warning."""
+    defaults: dict[str, Any] = {}
+    for key in _SAMPLING_KEYS:
+        value = generation.get(key)
+        if value is None:
+            continue
+        if not _is_number(value) or (key in _INTEGER_SAMPLING_KEYS and type(value) is not int):
+            logger.warning("generation_config.json of %s: %s = %r ignored", model, key, value)
+            continue
+        defaults[key] = value
+    return defaults
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,144 @@
+"""Where a model's files are: the bundled model, a local directory, or a repository of the Hugging Face hub.
+
+Called by `quire.config.model` and the tokenizer's set-up. Turns every failure of the hub into a ModelLoadError that
+says what to do. Must not know what the files hold; huggingface_hub is imported only when a hub id is asked for.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from quire.errors import ModelLoadError
+
+CONFIG_PATTERNS = (
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+)
+WEIGHT_PATTERNS = ("*.safetensors",)
+
+# Copies of the weights in other layouts, which some repositories carry beside the one that is read.
+_IGNORE_PATTERNS = ("original/*", "consolidated*.safetensors", "*/*.safetensors", "*/*.json", "adapter_model*")
+_BUNDLED = {"demo": Path("demo"), "demo-draft": Path("demo", "draft")}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_TRUE = {"1", "ON", "YES", "TRUE"}
+_METADATA_TIMEOUT = 10.0  # seconds for one answer of the hub
+
+
+def resolve_model_path(
+    model: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    cache_dir: str | Path | None = None,
+    allow_patterns: tuple[str, ...] = CONFIG_PATTERNS + WEIGHT_PATTERNS,
+) -> Path:
+    """The local directory of `model`; a hub id is downloaded (only `allow_patterns`) unless it is cached.
+
+    "demo" and "demo-draft" are the bundled models ("./demo" is a directory of that name). With HF_HUB_OFFLINE set
+    only the cache is looked at. `revision` (branch, tag or commit) and `cache_dir` matter for hub ids only.
+
+    Raises:
+        ModelLoadError: nothing is there, or the hub can't be reached or refuses; the message has the remedy.
+    """
+    name = os.fspath(model)
+    if name in _BUNDLED:
+        return _bundled(name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"Model {name!r} is a file; give the directory that holds config.json and *.safetensors.")
+    if _looks_local(name):
+        raise ModelLoadError(f"Model directory {name!r} does not exist; check the path.")
+    if not _HUB_ID.fullmatch(name) or ".." in name or "--" in name:
+        raise ModelLoadError(f"Model {name!r} is neither a directory nor a hub id (owner/name).")
+    return _download(name, revision, cache_dir, allow_patterns)
+
+
+def describe_unsupported_files(path: Path) -> str | None:
+    """One sentence on weights in `path` that Quire does not read (GGUF, pickle, Mistral's layout), or None."""
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if any(name.endswith(".gguf") for name in names):
+        return "It holds GGUF files, which are not supported: use the model's safetensors checkpoint."
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+        return (
+            "It holds pickle files (.bin, .pt, .pth), which can run code and are refused: convert them to safetensors, "
+            "for example with transformers' save_pretrained."
+        )
+    if any(name.startswith("consolidated") for name in names):
+        return "It holds Mistral's consolidated layout only: use the Hugging Face layout (model*.safetensors)."
+    if any(name.startswith("adapter_") for name in names):
+        return "It holds an adapter only: give the base model that the adapter was made for."
+    return None
+
+
+def _bundled(name: str) -> Path:
+    path = Path(__file__).resolve().parent.parent / _BUNDLED[name]
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"The bundled model {name!r} is not in this installation: install the full package.")
+    return path
+
+
+def _looks_local(name: str) -> bool:
+    return not name or name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")
+
+
+def _download(name: str, revision: str | None, cache_dir: str | Path | None, allow_patterns: tuple[str, ...]) -> Path:
+    # Imported here: it costs 0.3 s, and most models are local directories.
+    from huggingface_hub import errors as hub_errors
+    from huggingface_hub import snapshot_download
+
+    # Read at each call: huggingface_hub itself looks at the environment only when first imported.
+    offline = any(os.environ.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        only_cache = offline or not _hub_answers(name, revision)
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=list(allow_patterns),
+                ignore_patterns=list(_IGNORE_PATTERNS),
+                local_files_only=only_cache,
+            )
+        )
+    except hub_errors.GatedRepoError as error:
+        raise ModelLoadError(
+            f"Model {name!r} is gated: accept its licence on its hub page, then log in with `hf auth login` or "
+            "set HF_TOKEN."
+        ) from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise ModelLoadError(f"Model {name!r} has no revision {revision!r} on the hub.") from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"Model {name!r} is neither a local directory nor a public repository of the hub; check the spelling, or "
+            "log in with `hf auth login` or set HF_TOKEN if it is private."
+        ) from error
+    except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled) as error:
+        why, remedy = "the hub can't be reached", "check the network"
+        if offline:
+            why, remedy = "HF_HUB_OFFLINE forbids to download it", "unset HF_HUB_OFFLINE"
+        raise ModelLoadError(
+            f"Model {name!r}{at} is not, or not wholly, in the local cache, and {why}: {remedy}, or give a directory."
+        ) from error
+    except Exception as error:  # the hub's client lets its transport's and the disk's errors through
+        raise ModelLoadError(f"Model {name!r}{at} can't be downloaded ({type(error).__name__}); try again.") from error
+
+
+def _hub_answers(name: str, revision: str | None) -> bool:
+    """Whether the hub can be reached; snapshot_download asks too, but on a dead network it waits for ever."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(name, revision=revision, timeout=_METADATA_TIMEOUT)
+    except HfHubHTTPError:  # an answer, if a refusal: snapshot_download falls back on the cache or says why
+        return True
+    except Exception:  # whatever the transport raises
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""How much memory this process may still take, and how much it has: the host's word and the control group's.
+
+Called by the worker to size the KV cache on a CPU, and by benchmarks. Linux is measured exactly; elsewhere the answer
+is the system's own estimate. Must not know what the memory is for.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNLIMITED = 2**60  # control groups v1 write a number near 2**63 for "no limit"
+
+
+def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be allocated without swapping: the least of what the host and each enclosing group have left.
+
+    `proc` and `cgroup` are the mount points (tests give others). Page cache that can be dropped counts as free.
+    """
+    host = _meminfo_available(proc / "meminfo")
+    if host is None:
+        host = _sysconf_available()
+    return max(0, min([host, *_cgroup_headrooms(proc / "self" / "cgroup", cgroup)]))
+
+
+def process_rss_bytes(proc: Path = Path("/proc")) -> int:
+    """Bytes of this process that are resident now (where there is no /proc: at the peak)."""
+    try:
+        return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        import resource  # absent on Windows; only reached where there is no /proc
+        import sys
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
+
+
+def _meminfo_available(path: Path) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _sysconf_available() -> int:
+    """Free pages where the system tells them, else half of all (macOS)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * page
+    except (ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * page // 2
+
+
+def _cgroup_headrooms(membership: Path, root: Path) -> Iterator[int]:
+    """Limit minus usage of each memory group from this process's own up to the root of the mount."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            base, names, reclaimable = root, ("memory.max", "memory.current"), "inactive_file"
+        elif "memory" in controllers.split(","):
+            names, reclaimable = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+            base = root / "memory"
+        else:
+            continue
+        own = base / group.lstrip("/")
+        # In a container the group's path may be the host's, while the mount shows the container's group as its root.
+        for directory in [own, *own.parents]:
+            headroom = _headroom(directory, *names, reclaimable)
+            if headroom is not None:
+                yield headroom
+            if directory == base:
+                break
+
+
+def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable_key: str) -> int | None:
+    try:
+        limit = int((directory / limit_file).read_text())  # "max" is no number: no limit
+        if limit >= _UNLIMITED:
+            return None
+        usage = int((directory / usage_file).read_text())
+    except (OSError, ValueError):
+        return None
+    reclaimable = 0
+    try:
+        for line in (directory / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == reclaimable_key:
+                reclaimable = int(value)
+    except (OSError, ValueError):
+        pass
+    return limit - max(0, usage - reclaimable)

@@ -1,0 +1,388 @@
+"""ModelConfig reads what every family and both generations of transformers write, and names what it can't read."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.config.model import ModelConfig
+from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError, QuireError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write(directory: Path, config: Any, generation: Any = None) -> Path:
+    for name, value in (("config.json", config), ("generation_config.json", generation)):
+        if value is not None:
+            (directory / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    return directory
+
+
+def load(directory: Path, config: Any, generation: Any = None, **kwargs: Any) -> ModelConfig:
+    return ModelConfig.from_pretrained(write(directory, config, generation), **kwargs)
+
+
+def test_llama_facts(tmp_path: Path) -> None:
+    config = load(tmp_path, LLAMA | {"num_key_value_heads": 4}, seed=7)
+    assert (config.model, config.path) == (str(tmp_path), tmp_path)
+    assert (config.architecture, config.model_type, config.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (512, 64, 172, 3)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 8)
+    assert (config.derived_max_model_len, config.max_model_len, config.sliding_window) == (256, 256, None)
+    assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings, config.seed) == (1, (2,), False, 7)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert config.generation_defaults == {}
+
+
+def test_key_value_heads_default_to_all_heads(tmp_path: Path) -> None:
+    assert load(tmp_path, LLAMA).num_kv_heads == 8
+    assert load(tmp_path, LLAMA | {"num_key_value_heads": None}).num_kv_heads == 8
+
+
+def test_gpt2_names(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 99}
+    config = load(tmp_path, gpt2)
+    assert config.architecture == "GPT2LMHeadModel"  # from model_type: the file names none
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (48, 4, 4, 12)
+    assert (config.num_layers, config.derived_max_model_len, config.intermediate_size) == (2, 128, 192)
+    assert config.tie_word_embeddings
+    assert config.dtype == "float32"
+    assert load(tmp_path, gpt2 | {"n_inner": 100, "tie_word_embeddings": False}).intermediate_size == 100
+    assert not load(tmp_path, gpt2 | {"tie_word_embeddings": False}).tie_word_embeddings
+
+
+def test_opt_names(tmp_path: Path) -> None:
+    opt = LLAMA | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 96}
+    del opt["intermediate_size"]
+    config = load(tmp_path, opt | {"word_embed_proj_dim": 32})
+    assert (config.intermediate_size, config.hidden_size, config.tie_word_embeddings) == (96, 64, True)
+    assert config.hf_config["word_embed_proj_dim"] == 32
+
+
+def test_explicit_head_dim_and_qwen3_default(tmp_path: Path) -> None:
+    assert load(tmp_path, LLAMA | {"head_dim": 32}).head_dim == 32
+    assert load(tmp_path, LLAMA | {"hidden_size": 65, "head_dim": 32}).head_dim == 32
+    assert load(tmp_path, LLAMA | {"model_type": "qwen3"}).head_dim == 128
+
+
+def test_modern_rope_parameters_and_dtype(tmp_path: Path) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
+    read = load(tmp_path, config | {"dtype": "float16", "rope_parameters": rope})
+    assert read.rope_parameters == rope
+    assert read.dtype == "float16"
+    assert read.derived_max_model_len == 256  # llama3's max_position_embeddings is the scaled length
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 256),
+        ({"type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "linear", "factor": 2.5}, 640),
+        ({"type": "dynamic", "factor": 4.0}, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "yarn", "factor": 4.0}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 256),
+    ],
+)
+def test_legacy_rope_scaling_and_derived_length(tmp_path: Path, scaling: Any, length: int) -> None:
+    config = load(tmp_path, LLAMA | {"rope_scaling": scaling, "rope_theta": 500.0})
+    assert config.derived_max_model_len == config.max_model_len == length
+    assert config.rope_parameters["rope_theta"] == 500.0
+    assert config.rope_parameters["rope_type"] == (scaling or {}).get(
+        "type", (scaling or {}).get("rope_type", "default")
+    )
+    assert "type" not in config.rope_parameters
+
+
+def test_sliding_window_of_mistral(tmp_path: Path) -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    assert load(tmp_path, mistral | {"sliding_window": 32}).layer_windows == (32, 32, 32)
+    assert load(tmp_path, mistral | {"sliding_window": None}).layer_windows == (None, None, None)
+    assert load(tmp_path, mistral).sliding_window == 4096  # what transformers assumes
+
+
+def test_sliding_window_of_qwen_is_off_unless_used(tmp_path: Path) -> None:
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1}
+    assert load(tmp_path, qwen).sliding_window is None
+    assert load(tmp_path, qwen | {"use_sliding_window": False}).layer_windows == (None, None, None)
+    used = load(tmp_path, qwen | {"use_sliding_window": True})
+    assert (used.layer_windows, used.sliding_window) == ((None, 32, 32), 32)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert load(tmp_path, qwen | {"use_sliding_window": True, "layer_types": kinds}).layer_windows == (32, None, 32)
+    with pytest.raises(ModelLoadError, match="2 layer_types for 3 layers"):
+        load(tmp_path, qwen | {"use_sliding_window": True, "layer_types": kinds[:2]})
+
+
+@pytest.mark.parametrize(
+    ("asked", "resolved"),
+    [("auto", "bfloat16"), ("half", "float16"), ("float", "float32"), ("float16", "float16"), ("float32", "float32")],
+)
+def test_dtype(tmp_path: Path, asked: str, resolved: str) -> None:
+    assert load(tmp_path, LLAMA, dtype=asked).dtype == resolved
+
+
+def test_dtype_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"auto, float32, float, float16, half, bfloat16; got 'fp8'"):
+        load(tmp_path, LLAMA, dtype="fp8")
+    with pytest.raises(ConfigError, match="'float64' is not supported"):
+        load(tmp_path, LLAMA | {"torch_dtype": "float64"})
+    assert load(tmp_path, LLAMA | {"torch_dtype": "float64"}, dtype="half").dtype == "float16"
+    assert load(tmp_path, LLAMA | {"torch_dtype": "torch.float16"}).dtype == "float16"
+    assert load(tmp_path, LLAMA | {"torch_dtype": None}).dtype == "float32"
+
+
+def test_max_model_len(tmp_path: Path) -> None:
+    config = load(tmp_path, LLAMA, max_model_len=100)
+    assert (config.max_model_len, config.derived_max_model_len) == (100, 256)
+    with pytest.raises(ConfigError, match=r"max_model_len = 257 .* 256 tokens"):
+        load(tmp_path, LLAMA, max_model_len=257)
+    for bad in (0, -1, True, 1.5, "4k"):
+        with pytest.raises(ConfigError, match="max_model_len must be"):
+            load(tmp_path, LLAMA, max_model_len=bad)
+
+
+def test_length_missing_from_the_file(tmp_path: Path) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    assert load(tmp_path, config).max_model_len == 2048
+    assert load(tmp_path, config, max_model_len=5000).max_model_len == 5000
+    with pytest.raises(ConfigError, match="max_model_len must be"):
+        load(tmp_path, config, max_model_len=-1)
+
+
+def test_end_of_sequence_ids_are_merged(tmp_path: Path) -> None:
+    assert load(tmp_path, LLAMA, {"eos_token_id": [2, 1]}).eos_token_ids == (2, 1)
+    assert load(tmp_path, LLAMA | {"eos_token_id": [9, 8]}, {"eos_token_id": 7}).eos_token_ids == (9, 8, 7)
+    assert load(tmp_path, LLAMA | {"eos_token_id": None, "bos_token_id": None}, {}).eos_token_ids == ()
+
+
+def test_generation_defaults_are_sampling_values_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generation = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": None,
+        "repetition_penalty": "high",
+        "max_new_tokens": 64,
+        "do_sample": True,
+        "_from_model_config": True,
+    }
+    with caplog.at_level(logging.WARNING):
+        config = load(tmp_path, LLAMA, generation)
+    assert config.generation_defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 64}
+    assert "repetition_penalty" in caplog.text
+
+
+def test_overrides(tmp_path: Path) -> None:
+    overrides = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "eos_token_id": 5}
+    config = load(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "default"}}, hf_overrides=overrides)
+    assert (config.derived_max_model_len, config.eos_token_ids) == (512, (5,))
+    assert config.hf_config["eos_token_id"] == 5
+    with pytest.raises(ConfigError, match="hf_overrides must be an object"):
+        load(tmp_path, LLAMA, hf_overrides=["eos_token_id"])
+
+
+def test_text_part_of_a_multi_modal_config(tmp_path: Path) -> None:
+    whole = {
+        "architectures": ["SomeVisionModel"],
+        "model_type": "some_vision",
+        "text_config": LLAMA,
+        "dtype": "float16",
+    }
+    config = load(tmp_path, whole)
+    assert (config.architecture, config.model_type, config.hidden_size) == ("SomeVisionModel", "llama", 64)
+    assert "text_config" not in config.hf_config
+
+
+def test_code_of_the_checkpoint_is_never_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('ran')")
+    auto_map = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    assert load(tmp_path, LLAMA | {"auto_map": auto_map, "trust_remote_code": True}).architecture == "LlamaForCausalLM"
+    assert "modeling_evil" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"hidden_size": None}, "no 'hidden_size' or 'n_embd'"),
+        ({"hidden_size": "64"}, "hidden_size = '64'"),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"vocab_size": -5}, "vocab_size = -5"),
+        ({"num_key_value_heads": 3}, "8 attention heads, which 3"),
+        ({"num_attention_heads": 7}, "hidden_size = 64, which 7"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings = 'long'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor = -1"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor = 'two'"),
+        ({"rope_theta": 0}, "rope_theta = 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, "factor = 1e+308"),
+        ({"rope_scaling": {"type": 3, "factor": 1.0}}, "rope_type = 3"),
+        ({"vocab_size": 10**400}, "vocab_size = 1000"),
+        ({"architectures": [], "model_type": "llama"}, "which architecture"),
+        ({"architectures": None, "model_type": "new"}, "which architecture"),
+        ({"architectures": [3]}, "which architecture"),
+    ],
+)
+def test_contradictory_config(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load(tmp_path, LLAMA | change)
+    assert complaint in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_infinity_is_no_factor(tmp_path: Path) -> None:
+    text = json.dumps(LLAMA | {"rope_scaling": {"type": "linear", "factor": float("inf")}})
+    with pytest.raises(ModelLoadError, match="factor = inf"):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", "[" * 100_000, "1" * 10_000])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_broken_json_names_the_file(tmp_path: Path, file: str, text: str) -> None:
+    write(tmp_path, LLAMA)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ModelLoadError, match=file.replace(".", r"\.")):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_missing_config_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no config\.json.*Hugging Face layout"):
+        ModelConfig.from_pretrained(tmp_path)
+    (tmp_path / "model.Q4_K_M.gguf").touch()
+    with pytest.raises(ModelLoadError, match="GGUF"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_quantized_checkpoint_names_the_method(tmp_path: Path) -> None:
+    with pytest.raises(NotYetSupportedError, match="'awq'"):
+        load(tmp_path, LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+    with pytest.raises(NotYetSupportedError, match="per layer type"):
+        load(tmp_path, LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}})
+
+
+def test_unknown_load_format(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="auto, safetensors, dummy; got 'pt'"):
+        load(tmp_path, LLAMA, load_format="pt")
+
+
+def test_unreadable_shapes_of_an_unknown_architecture_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="'MambaForCausalLM' is not one"):
+        load(tmp_path, {"architectures": ["MambaForCausalLM"], "hidden_size": 64, "vocab_size": 8})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+config_keys = st.sampled_from(
+    [*LLAMA, "head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "rope_theta", "sliding_window"]
+    + ["use_sliding_window", "layer_types", "text_config", "dtype", "quantization_config", "tie_word_embeddings"]
+)
+rope_kinds = st.sampled_from(["linear", "yarn", "default", 3])
+rope_values = st.fixed_dictionaries({"rope_type": rope_kinds, "factor": json_values})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(change=st.dictionaries(config_keys, json_values | rope_values, max_size=4))
+def test_any_config_is_read_or_refused_in_words(tmp_path: Path, change: dict[str, Any]) -> None:
+    try:
+        config = load(tmp_path, LLAMA | change)
+    except QuireError:
+        return
+    assert config.max_model_len >= 1
+    assert config.num_heads % config.num_kv_heads == 0
+    assert len(config.layer_windows) == config.num_layers
+
+
+EXPECTED = {
+    "llama-3-8b": ("LlamaForCausalLM", 4096, 32, 8, 128, 8192, False),
+    "qwen2-0_5b": ("Qwen2ForCausalLM", 1024, 16, 16, 64, 32768, True),
+    "qwen2-7b": ("Qwen2ForCausalLM", 3584, 28, 4, 128, 32768, False),
+    "qwen3-0.6b": ("Qwen3ForCausalLM", 1024, 16, 8, 128, 32768, True),
+    "qwen3-4b": ("Qwen3ForCausalLM", 2560, 32, 8, 128, 40960, True),
+    "qwen3-8b": ("Qwen3ForCausalLM", 4096, 32, 8, 128, 40960, False),
+    "qwen3-30b": ("Qwen3MoeForCausalLM", 2048, 32, 4, 128, 40960, False),
+}
+
+
+def test_real_configs(shared_data: Path) -> None:
+    seen = {}
+    for directory in sorted((shared_data / "configs").iterdir()):
+        if directory.name == "deepseek-r1":
+            with pytest.raises(NotYetSupportedError, match="'fp8'"):
+                ModelConfig.from_pretrained(directory)
+            continue
+        c = ModelConfig.from_pretrained(directory)
+        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+        seen[directory.name] = (c.architecture, c.hidden_size, *heads, c.derived_max_model_len, c.tie_word_embeddings)
+        assert c.sliding_window is None
+    assert seen == EXPECTED
+
+
+def test_stories260k(shared_data: Path) -> None:
+    config = ModelConfig.from_pretrained(shared_data / "models" / "stories260K")
+    assert (config.num_layers, config.head_dim, config.dtype) == (5, 8, "float32")
+    assert config.eos_token_ids == (2, 1)
+    assert config.tie_word_embeddings
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, quire.config.model\n"
+        "heavy = {'torch', 'numpy', 'huggingface_hub', 'transformers', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "OPT", "GPT2"])
+def test_defaults_agree_with_transformers(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = getattr(transformers, f"{family}Config")()
+    reference.save_pretrained(tmp_path)
+    config = ModelConfig.from_pretrained(tmp_path)
+    for ours, theirs in {
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "vocab_size": "vocab_size",
+        "derived_max_model_len": "max_position_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }.items():
+        assert getattr(config, ours) == getattr(reference, theirs), ours
+    assert config.num_kv_heads == getattr(reference, "num_key_value_heads", reference.num_attention_heads)
+    assert config.sliding_window == getattr(reference, "sliding_window", None)
+    if hasattr(reference, "rope_parameters"):
+        assert config.rope_parameters == reference.rope_parameters
+    # The same file without what a default explains still means the same.
+    text = json.loads((tmp_path / "config.json").read_text())
+    for key in ("tie_word_embeddings", "sliding_window", "use_sliding_window", "layer_types", "head_dim"):
+        text.pop(key, None)
+    bare = load(tmp_path, text)
+    assert (bare.layer_windows, bare.head_dim) == (config.layer_windows, config.head_dim)
+    assert bare.tie_word_embeddings == config.tie_word_embeddings

@@ -1,0 +1,201 @@
+"""Where a model is found: bundled, local or in a hub cache laid out by hand; nothing here touches the network."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors as hub_errors
+
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.utils import hub
+from quire.utils.hub import describe_unsupported_files, resolve_model_path
+
+COMMIT = "a" * 40
+PACKAGE = Path(hub.__file__).parent.parent
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def cache_with(directory: Path, name: str, files: dict[str, str], ref: str = "main") -> Path:
+    """A hub cache that holds one snapshot of `name`."""
+    repository = directory / ("models--" + name.replace("/", "--"))
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / ref).write_text(COMMIT)
+    for file, text in files.items():
+        (snapshot / file).write_text(text)
+    return snapshot
+
+
+def refused(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model_path(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_local_directory_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the hub"))
+    assert resolve_model_path(tmp_path) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert resolve_model_path("owner/name") == Path("owner/name")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model_path("~/owner") == tmp_path / "owner"
+
+
+@pytest.mark.parametrize("name", ["./absent", "../absent", "/absent/model", "~/absent", "a/b/c", "absent/", "", "a\\b"])
+def test_path_that_is_not_there(name: str) -> None:
+    assert f"{name!r} does not exist" in refused(name)
+
+
+@pytest.mark.parametrize("name", ["what is this", "a--b/c", "owner/na..me", "owner/näme", "-x", "owner/x\n"])
+def test_what_is_neither_path_nor_hub_id(name: str) -> None:
+    assert "neither a directory nor a hub id" in refused(name)
+
+
+def test_file_instead_of_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert "is a file" in refused(tmp_path / "model.safetensors")
+
+
+def test_bundled_models_come_before_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "package" / "utils" / "hub.py"))
+    assert "'demo' is not in this installation" in refused("demo")
+    for directory in ("demo", "demo/draft"):
+        (tmp_path / "package" / directory).mkdir(parents=True)
+        (tmp_path / "package" / directory / "config.json").touch()
+    assert resolve_model_path("demo") == tmp_path / "package" / "demo"
+    assert resolve_model_path("demo-draft") == tmp_path / "package" / "demo" / "draft"
+    assert resolve_model_path("./demo") == Path("demo")
+
+
+@pytest.mark.usefixtures("offline")
+def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
+    text = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 16, "vocab_size": 9}'
+    snapshot = cache_with(tmp_path, "owner/name", {"config.json": text})
+    assert resolve_model_path("owner/name", cache_dir=tmp_path) == snapshot
+    assert resolve_model_path("owner/name", COMMIT, cache_dir=tmp_path) == snapshot
+    assert ModelConfig.from_pretrained("owner/name", download_dir=tmp_path).hidden_size == 8
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_is_not_cached_says_so_offline(tmp_path: Path) -> None:
+    cache_with(tmp_path, "owner/name", {"config.json": "{}"}, ref="v1")
+    assert resolve_model_path("owner/name", "v1", cache_dir=tmp_path).name == COMMIT
+    message = refused("owner/name", "v2", cache_dir=tmp_path)
+    assert "'owner/name' at revision 'v2'" in message
+    assert "HF_HUB_OFFLINE" in message
+    assert "HF_HUB_OFFLINE" in refused("owner/other", cache_dir=tmp_path)
+
+
+def test_dead_network_falls_back_on_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    asked: list[dict[str, Any]] = []
+
+    def model_info(self: Any, name: str, **kwargs: Any) -> None:
+        asked.append(kwargs)
+        raise TimeoutError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    assert "the hub can't be reached" in refused("owner/name", cache_dir=tmp_path)
+    snapshot = cache_with(tmp_path, "owner/name", {"config.json": "{}"})
+    assert resolve_model_path("owner/name", cache_dir=tmp_path) == snapshot
+    assert all(0 < kwargs["timeout"] <= 10 for kwargs in asked)
+
+
+class Response:
+    """What the hub's errors want to know of an HTTP response."""
+
+    headers: dict[str, str] = {}
+    request = None
+    status_code = 403
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (hub_errors.GatedRepoError, "accept its licence"),
+        (hub_errors.RepositoryNotFoundError, "check the spelling"),
+        (hub_errors.RevisionNotFoundError, "no revision 'v9'"),
+        (hub_errors.HfHubHTTPError, "can't be downloaded (HfHubHTTPError)"),
+        (OSError, "can't be downloaded (OSError)"),
+        (RuntimeError, "can't be downloaded (RuntimeError)"),
+    ],
+)
+def test_refusals_of_the_hub(monkeypatch: pytest.MonkeyPatch, error: type[Exception], remedy: str) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        hub_error = issubclass(error, hub_errors.HfHubHTTPError)
+        raise error("https://secret.example/?token=x", **({"response": Response()} if hub_error else {}))
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(hub, "_hub_answers", lambda name, revision: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    message = refused("owner/name", "v9")
+    assert remedy in message
+    assert "'owner/name'" in message
+    assert "secret" not in message
+
+
+def test_only_what_is_read_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "consolidated.safetensors",
+        "original/params.json",
+        "onnx/model.safetensors",
+        "pytorch_model.bin",
+        "model.Q4.gguf",
+        "modeling_evil.py",
+        "README.md",
+    ]
+    fetched: list[str] = []
+
+    def download(name: str, **kwargs: Any) -> str:
+        patterns = {key: kwargs[key] for key in ("allow_patterns", "ignore_patterns")}
+        fetched[:] = huggingface_hub.utils.filter_repo_objects(repository, **patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "_hub_answers", lambda name, revision: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model_path("owner/name") == tmp_path
+    assert fetched == repository[:8]
+    resolve_model_path("owner/name", allow_patterns=hub.CONFIG_PATTERNS)
+    assert fetched == [name for name in repository[:8] if not name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("file", "word"),
+    [
+        ("model.Q4_K_M.gguf", "GGUF"),
+        ("pytorch_model.bin", "pickle"),
+        ("consolidated.00.pth", "pickle"),
+        ("consolidated.safetensors", "consolidated"),
+        ("adapter_model.safetensors", "adapter"),
+    ],
+)
+def test_unsupported_files_are_described(tmp_path: Path, file: str, word: str) -> None:
+    assert describe_unsupported_files(tmp_path) is None
+    (tmp_path / file).touch()
+    assert word in (describe_unsupported_files(tmp_path) or "")
+
+
+def test_import_leaves_the_hub_client_alone() -> None:
+    import subprocess
+
+    code = "import sys, quire.utils.hub; assert 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
