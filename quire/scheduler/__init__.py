@@ -1,0 +1,1 @@
+"""Who runs next: requests, sequences, queues, policies, the scheduler. Imports nothing below the base but kvcache."""

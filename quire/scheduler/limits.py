@@ -1,0 +1,38 @@
+"""What a request must satisfy to be able to run in this engine at all.
+
+The scheduler asks before it takes a request, so that nothing waits for what can never be.
+"""
+
+from quire.config.scheduler import SchedulerConfig
+from quire.errors import InvalidRequestError
+from quire.kvcache.manager import KVManager
+from quire.protocol import NewRequest
+
+
+def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManager) -> None:
+    """Check a request's lengths against the context and the whole KV cache.
+
+    Raises:
+        InvalidRequestError: the prompt is empty, leaves no room for an output token, or prompt and output together
+            don't fit in all KV blocks.
+    """
+    num_prompt, limit = len(request.prompt_token_ids), config.max_model_len
+    if not num_prompt:
+        raise InvalidRequestError("the prompt is empty; it must have at least 1 token.", "prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
+    if num_prompt >= limit:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt} tokens, and the maximum context length is {limit} tokens, of which at least "
+            "1 is for the output. Shorten the prompt or raise max_model_len.",
+            "prompt",
+        )
+    # The last token that is sampled is never computed, so it takes no place.
+    longest = min(num_prompt + request.max_tokens, limit) - 1
+    if kv.num_blocks_for(longest) > kv.num_blocks:
+        raise InvalidRequestError(
+            f"the request can never fit: {num_prompt} prompt tokens and max_tokens={request.max_tokens} need "
+            f"{kv.num_blocks_for(longest)} KV blocks of {kv.block_size} tokens, and there are {kv.num_blocks}. "
+            "Shorten the prompt, lower max_tokens, or give the KV cache more memory.",
+            "max_tokens",
+        )

@@ -1,0 +1,94 @@
+"""The scheduler as a Hypothesis state machine: adds, aborts and steps in any order, on the simulation's fake executor.
+
+Where the simulation finds a failure after thousands of steps, this one finds the shortest way to it.
+"""
+
+import random
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from simulation import STOP_TOKENS, USER_STOP_TOKEN, World, make_world
+
+from quire.protocol import NewRequest
+from quire.sampling_params import SamplingParams
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)  # few different ones, so that prefixes are shared
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    world: World
+
+    @initialize(seed=st.integers(0, 500))
+    def start(self, seed: int) -> None:
+        self.world = make_world(random.Random(seed))
+        self.num_added = 0
+
+    @rule(
+        prompt=TOKENS,
+        n=st.integers(1, 4),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "a"]),
+        wants_prompt_logprobs=st.booleans(),
+        fault=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        n: int,
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        wants_prompt_logprobs: bool,
+        fault: tuple[int, int] | None,
+    ) -> None:
+        self.num_added += 1
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            stop_token_ids=[USER_STOP_TOKEN],
+            prompt_logprobs=0 if wants_prompt_logprobs else None,
+        )
+        request = NewRequest(
+            request_id=f"r{self.num_added}",
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            max_tokens=max_tokens,
+            stop_token_ids=STOP_TOKENS,
+            seed=n,
+            arrival_time=self.world.clock,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.world.add(request, faults=dict([fault]) if fault else None)
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.world.step()
+
+    @rule(data=st.data(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+        request_id = data.draw(st.sampled_from([*self.world.expectations, "nobody"]))
+        if in_flight:
+            self.world.step(abort_in_flight=request_id)
+        else:
+            self.world.abort(request_id)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.world.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain(2_000)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
