@@ -1,0 +1,380 @@
+"""The loader fills a model from good files in any layout, and names file, tensor and numbers of a bad one."""
+
+import json
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from quire.config.model import ModelConfig
+from quire.errors import ConfigError, ModelLoadError
+from quire.worker import weight_loader
+from quire.worker.safetensors_header import read_header
+from quire.worker.weight_loader import LoadReport, load_model_weights
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 16,
+    "max_position_embeddings": 32,
+}
+
+
+class TinyModel(nn.Module):
+    """Three parameters under their checkpoint names; other names are ignored, as a model may."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8, dtype=dtype)
+        self.proj = nn.Linear(8, 6, dtype=dtype)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, torch.nan)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            if name in parameters:
+                parameters[name].copy_(tensor)
+                loaded.add(name)
+        return loaded
+
+
+def good_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed.weight": (16, 8), "proj.weight": (6, 8), "proj.bias": (6,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def config_of(directory: Path) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return ModelConfig.from_pretrained(directory)
+
+
+def load(
+    directory: Path, model: nn.Module | None = None, progress: Any = False, load_format: str = "auto"
+) -> tuple[nn.Module, LoadReport]:
+    model = model or TinyModel()
+    report = load_model_weights(model, config_of(directory), load_format, progress)
+    return model, report
+
+
+def assert_loaded(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    for name, tensor in good_tensors().items():
+        assert torch.equal(dict(model.named_parameters())[name], tensor.to(dtype)), name
+
+
+def write_shards(directory: Path, home: dict[str, str], index: dict[str, str] | None = None) -> None:
+    """Write each tensor into the file that `home` gives it, and `index` (default: the truth) as the index."""
+    tensors = good_tensors()
+    for file in set(home.values()):
+        save_file({name: tensors[name] for name, place in home.items() if place == file}, directory / file)
+    text = json.dumps({"metadata": {}, "weight_map": home if index is None else index})
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+HOME = {"embed.weight": A, "proj.weight": B, "proj.bias": B}
+
+
+def pack(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(begin: int, end: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+# --- good checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_single_file(tmp_path: Path, load_format: str) -> None:
+    save_file(good_tensors(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, report = load(tmp_path, load_format=load_format)
+    assert_loaded(model)
+    assert (report.num_files, report.num_bytes) == (1, 4 * (16 * 8 + 6 * 8 + 6))
+    assert report.seconds > 0
+
+
+def test_cast_on_copy(tmp_path: Path) -> None:
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    model, _ = load(tmp_path, TinyModel(torch.bfloat16))
+    assert_loaded(model, torch.bfloat16)
+
+
+def test_shards_with_and_without_index(tmp_path: Path) -> None:
+    write_shards(tmp_path, HOME)
+    model, report = load(tmp_path)
+    assert_loaded(model)
+    assert report.num_files == 2
+    (tmp_path / "model.safetensors.index.json").unlink()
+    model, report = load(tmp_path)
+    assert_loaded(model)
+    assert report.num_files == 2
+
+
+def test_copies_in_other_layouts_are_ignored(tmp_path: Path) -> None:
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    save_file(good_tensors(), tmp_path / "consolidated.safetensors")
+    save_file(good_tensors(), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
+    assert load(tmp_path)[1].num_files == 1
+
+
+def test_extra_tensors_are_left_to_the_model(tmp_path: Path) -> None:
+    save_file(good_tensors() | {"rotary.inv_freq": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert_loaded(load(tmp_path)[0])
+
+
+def test_windows_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_loader, "_WINDOW_BYTES", 200)  # tensors of 512, 24 and 192 bytes
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    opened: list[Path] = []
+    real = weight_loader.safe_open
+    monkeypatch.setattr(weight_loader, "safe_open", lambda path, **kw: opened.append(path) or real(path, **kw))
+    assert_loaded(load(tmp_path)[0])
+    assert len(opened) == 2
+
+
+def test_progress_is_told_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    calls: list[tuple[int, int]] = []
+    _, report = load(tmp_path, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (report.num_bytes, report.num_bytes)
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert capsys.readouterr().err == ""
+    load(tmp_path, progress=True)
+    assert "Loading weights: 100%" in capsys.readouterr().err
+
+
+# --- bad checkpoints --------------------------------------------------------------------------------------------------
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load(directory)
+    return str(caught.value)
+
+
+def test_no_weights_says_what_is_supported(tmp_path: Path) -> None:
+    assert "no *.safetensors" in refused(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "pickle" in refused(tmp_path)
+
+
+def test_unknown_load_format(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="auto, safetensors, dummy; got 'pt'"):
+        load(tmp_path, load_format="pt")
+
+
+def test_missing_tensors_are_listed(tmp_path: Path) -> None:
+    tensors = good_tensors()
+    save_file({"embed.weight": tensors["embed.weight"]}, tmp_path / "model.safetensors")
+    message = refused(tmp_path)
+    assert "lacks 2 of the model's tensors: proj.bias, proj.weight" in message
+    assert "LlamaForCausalLM" in message
+
+
+def test_wrong_shape_names_the_tensor(tmp_path: Path) -> None:
+    save_file(good_tensors() | {"proj.weight": torch.zeros(5, 8)}, tmp_path / "model.safetensors")
+    message = refused(tmp_path)
+    assert "'proj.weight' [5, 8] of model.safetensors" in message
+    assert "does not fit" in message
+
+
+def test_the_models_own_refusal_gets_the_file(tmp_path: Path) -> None:
+    class Strict(TinyModel):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            for name, _ in weights:
+                raise ModelLoadError(f"no place for {name!r}")
+            return set()
+
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"^model\.safetensors: no place for 'embed\.weight'"):
+        load(tmp_path, Strict())
+
+
+def test_tensors_of_a_merged_parameter_are_listed_by_their_own_names(tmp_path: Path) -> None:
+    class Merged(TinyModel):
+        missing_weights = {"q.weight", "k.weight"}
+
+    save_file({"embed.weight": good_tensors()["embed.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lacks 2 of the model's tensors: k\.weight, q\.weight\."):
+        load(tmp_path, Merged())
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    write_shards(tmp_path, HOME)
+    (tmp_path / B).unlink()
+    assert f"names 1 missing shards: {B}" in refused(tmp_path)
+
+
+def test_index_that_lies(tmp_path: Path) -> None:
+    write_shards(tmp_path, HOME, index=HOME | {"proj.bias": A})
+    assert f"places tensor 'proj.bias' in {A}, but it is in {B}" in refused(tmp_path)
+    write_shards(tmp_path, HOME, index=HOME | {"ghost": A})
+    assert f"places tensor 'ghost' in {A}, but no shard holds it" in refused(tmp_path)
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    write_shards(tmp_path, HOME)
+    tensors = good_tensors()
+    save_file({name: tensors[name] for name in ("embed.weight", "proj.bias")}, tmp_path / A)
+    assert f"'proj.bias' of {str(tmp_path)!r} is in both {A} and {B}" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', "[" * 100_000])
+def test_broken_index(tmp_path: Path, text: str) -> None:
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file", ["../up.safetensors", "/abs.safetensors", "sub/a.safetensors", "model.bin", "", 3, None]
+)
+def test_index_that_leads_out_of_the_directory(tmp_path: Path, file: Any) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    save_file(good_tensors(), tmp_path / "up.safetensors")
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"embed.weight": file}}))
+    assert "no *.safetensors name" in refused(inside)
+
+
+ONE = entry(0, 32, [8])
+BAD_FILES = {
+    "empty": (b"", "has 0"),
+    "shorter than its length field": (b"\x01\x00", "has 2"),
+    "header longer than the file": (pack(b"{}", length=1000), "claims 1000 bytes, the file has 10"),
+    "header length huge": (pack(b"{}", length=2**64 - 1), "claims 18446744073709551615 bytes"),
+    "header not JSON": (pack(b"{oops}"), "not valid JSON"),
+    "header not UTF-8": (pack(b'{"\xff": 1}'), "not valid JSON"),
+    "header nested deep": (pack(b"[" * 100_000), "not valid JSON"),
+    "header a list": (pack([]), "not a JSON object"),
+    "metadata of numbers": (pack({"__metadata__": {"a": 1}}), "__metadata__"),
+    "tensor twice": (pack(b'{"a": 1, "a": 2}'), "'a' occurs twice"),
+    "key twice": (
+        pack(b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [], "data_offsets": [0, 4]}}'),
+        "'dtype' occurs",
+    ),
+    "entry a number": (pack({"a": 1}), "tensor 'a' needs"),
+    "entry lacks a key": (pack({"a": {"dtype": "F32", "shape": []}}), "tensor 'a' needs"),
+    "unknown dtype": (pack({"a": entry(0, 32, [8], "F128")}, bytes(32)), "'a' has dtype 'F128'"),
+    "dtype a list": (pack({"a": ONE | {"dtype": []}}, bytes(32)), "'a' has dtype []"),
+    "negative size": (pack({"a": entry(0, 32, [-8])}, bytes(32)), "shape [-8]"),
+    "float size": (pack({"a": entry(0, 32, [8.0])}, bytes(32)), "shape [8.0]"),
+    "one offset": (pack({"a": ONE | {"data_offsets": [0]}}, bytes(32)), "data_offsets [0]"),
+    "end before begin": (pack({"a": entry(32, 0, [8])}, bytes(32)), "needs 32 bytes but spans -32"),
+    "wrong span": (pack({"a": entry(0, 16, [8])}, bytes(16)), "F32 [8], needs 32 bytes but spans 16"),
+    "wrong dtype size": (pack({"a": entry(0, 32, [8], "BF16")}, bytes(32)), "BF16 [8], needs 16 bytes but spans 32"),
+    "product overflows": (pack({"a": entry(0, 0, [2**62, 2**62])}), "spans 0"),
+    "overlap": (pack({"a": ONE, "b": entry(16, 48, [8])}, bytes(48)), "'b' begins at byte 16 and overlaps"),
+    "gap": (pack({"a": ONE, "b": entry(40, 72, [8])}, bytes(72)), "'b' begins at byte 40 and leaves a gap"),
+    "gap at the start": (pack({"a": entry(8, 40, [8])}, bytes(40)), "'a' begins at byte 8"),
+    "truncated data": (pack({"a": ONE}, bytes(31)), "'a' ends at byte 32 of the data, of which the file holds 31"),
+    "bytes left over": (pack({"a": ONE}, bytes(33)), "file holds 33"),
+    "no tensors but data": (pack({}, bytes(4)), "file holds 4"),
+}
+
+
+@pytest.mark.parametrize(("data", "complaint"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_corrupt_file(tmp_path: Path, data: bytes, complaint: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    message = refused(tmp_path)
+    assert message.startswith("model.safetensors")
+    assert complaint in message
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(good_tensors(), path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 23):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+            read_header(path)
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    assert "model.safetensors can't be read" in refused(tmp_path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=4)), min_size=1, max_size=3))
+def test_any_corruption_of_the_header_is_an_error_or_harmless(tmp_path: Path, edits: list[tuple[int, bytes]]) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(good_tensors(), path)
+    data = bytearray(path.read_bytes())
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    for position, new in edits:
+        position %= header_end
+        new = new[: header_end - position]
+        data[position : position + len(new)] = new
+    path.write_bytes(data)
+    try:
+        model, _ = load(tmp_path)
+    except ModelLoadError:
+        return
+    # An edit may still rename, reorder or reinterpret tensors, but every parameter was filled from the file.
+    assert all(name in {e.name for e in read_header(path)} for name, _ in model.named_parameters())
+
+
+# --- dummy weights ----------------------------------------------------------------------------------------------------
+
+
+def dummy(directory: Path, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    config = ModelConfig.from_pretrained(directory, seed=seed, load_format="dummy")
+    report = load_model_weights(model, config, load_format="dummy", progress=False)
+    parameters = dict(model.named_parameters())
+    assert report.num_files == 0
+    assert report.num_bytes == sum(p.numel() * p.element_size() for p in parameters.values())
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def test_dummy_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
+    first = dummy(tmp_path, TinyModel())
+    torch.manual_seed(99)
+    again = dummy(tmp_path, TinyModel())
+    alone = dummy(tmp_path, nn.ModuleDict({"proj": nn.Linear(8, 6)}))
+    other = dummy(tmp_path, TinyModel(), seed=1)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        assert not torch.equal(tensor, other[name])
+    assert torch.equal(first["proj.weight"], alone["proj.weight"])
+    assert not torch.equal(first["embed.weight"][:6], first["proj.weight"])
+
+
+def test_dummy_weights_of_another_dtype_are_the_same_rounded(tmp_path: Path) -> None:
+    full, half = dummy(tmp_path, TinyModel()), dummy(tmp_path, TinyModel(torch.bfloat16))
+    assert all(torch.equal(tensor.bfloat16(), half[name]) for name, tensor in full.items())
+
+
+def test_dummy_weights_leave_the_global_generator_alone(tmp_path: Path) -> None:
+    model = TinyModel()
+    before = torch.get_rng_state()
+    dummy(tmp_path, model)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_dummy_scales(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(64), "wide": nn.Linear(512, 1200)})  # over two periods long
+    values = dummy(tmp_path, model)
+    assert torch.equal(values["norm.weight"], torch.ones(64))
+    assert 0 < values["norm.bias"].abs().max() < 0.1
+    wide = values["wide.weight"]
+    assert abs(wide.std().item() - 0.02) < 1e-3
+    assert abs(wide.mean().item()) < 1e-3
+    assert wide.unique(dim=0).shape[0] == 1200  # equal rows would tie logits
