@@ -1,0 +1,6 @@
+"""Lets the tests in this directory import the helper modules beside them (`simulation`)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
