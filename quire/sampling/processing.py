@@ -1,0 +1,97 @@
+"""Rows of logits as float32, and what changes them before a token is chosen, in vLLM's order:
+
+allowed_token_ids, bad_words, min_tokens, logit_bias, the user's logits_processors, then penalties (repetition over
+prompt and output, frequency and presence over the output). Called by the sampler with a row of its own; touches only
+the entries concerned. Knows nothing of temperature or drawing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.sampling.state import Floats, SamplingState
+
+_NEVER = float("-inf")
+
+
+class RowError(Exception):
+    """One row can't be sampled; the message is for the user. Other rows go on."""
+
+
+def float32_array(logits: torch.Tensor) -> Floats:
+    """The tensor as a float32 numpy array, of its shape; shares memory where it is float32 already. On the CPU."""
+    logits = logits.detach()
+    if logits.dtype is not torch.bfloat16:
+        return logits.float().numpy()
+    # A bfloat16 is the upper half of a float32. In numpy, as torch would wake its threads for each row.
+    bits = logits.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    bits <<= np.uint32(16)
+    return bits.view(np.float32)
+
+
+def process_logits(logits: Floats, state: SamplingState) -> None:
+    """Apply all that `state` asks for to `logits`, float32 [vocabulary], in place.
+
+    Raises:
+        RowError: a logits processor of the user raised or returned something else than logits.
+    """
+    if state.allowed_token_ids is not None:
+        kept = logits[state.allowed_token_ids]
+        logits.fill(_NEVER)
+        logits[state.allowed_token_ids] = kept
+    if state.bad_token_ids is not None:
+        logits[state.bad_token_ids] = _NEVER
+    output = state.output_token_ids
+    for *prefix, last in state.bad_sequences:
+        if output[-len(prefix) :] == prefix:
+            logits[last] = _NEVER
+    if len(output) < state.min_tokens:
+        logits[state.stop_token_ids] = _NEVER
+    if state.bias_ids is not None:
+        logits[state.bias_ids] += state.biases
+    for processor, wants_prompt in state.logits_processors:
+        # Copies, as a processor that edits its arguments must not edit the sequence.
+        arguments = [list(state.prompt_token_ids)] if wants_prompt else []
+        _run_processor(processor, [*arguments, list(output)], torch.from_numpy(logits))
+    if state.penalised:
+        _penalise(logits, state)
+
+
+def _penalise(logits: Floats, state: SamplingState) -> None:
+    assert state.counts is not None
+    params = state.params
+    ids, counts = state.counts.ids, state.counts.counts
+    values = logits[ids]
+    if params.repetition_penalty != 1.0:
+        penalty = params.repetition_penalty
+        positive = values > 0
+        values[positive] /= penalty
+        values[~positive] *= penalty
+    if params.frequency_penalty != 0.0:
+        values -= params.frequency_penalty * counts
+    if params.presence_penalty != 0.0:
+        values[counts > 0] -= params.presence_penalty
+    logits[ids] = values
+
+
+def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: torch.Tensor) -> None:
+    name = getattr(processor, "__name__", type(processor).__name__)
+    try:
+        result = processor(*arguments, logits)
+    except Exception as error:
+        raise RowError(f"logits processor {name!r} raised {type(error).__name__}: {error}") from error
+    if result is logits:
+        return
+    if not isinstance(result, torch.Tensor) or result.shape != logits.shape or not result.is_floating_point():
+        found = (
+            f"a {result.dtype} tensor of shape {list(result.shape)}"
+            if isinstance(result, torch.Tensor)
+            else f"{type(result).__name__}"
+        )
+        raise RowError(
+            f"logits processor {name!r} must return logits, a floating-point tensor of shape {list(logits.shape)}; "
+            f"it returned {found}."
+        )
+    logits.copy_(result.detach())

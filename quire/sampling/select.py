@@ -1,0 +1,152 @@
+"""Which tokens may be drawn, with what weight, and the draw: pure functions of one row of logits.
+
+Probabilities are integers: weight = floor(exp((logit - max) / temperature) * 2**40). Integer sums don't depend on their
+order, so a row's outcome depends on neither batch nor thread, and no rounding can put a draw past the end. The order of
+tokens is: larger logit first, then lower id. Called by the sampler and logprobs; knows no request.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.sampling.state import Floats, Ids
+
+WEIGHT_BITS = 40  # weights sum below 2**63 for any vocabulary under 2**23 tokens
+_FULL_WEIGHT = 2**WEIGHT_BITS
+_MAX_LISTED = 1024  # up to this top_k the tokens left are listed in order
+_CHUNK = 512  # weights summed at once in a long table
+
+Weights = npt.NDArray[np.int64]
+
+
+def weigh(logits: Floats, maxima: Floats | float, temperatures: Floats | float = 1.0) -> Weights:
+    """Integer weights, int64 [..., V], of float32 logits [..., V]; a row's maximum weighs 2**40.
+
+    `maxima`, the rows' largest logits (finite), and `temperatures` are one number for all or [..., 1].
+    """
+    # numpy on purpose: torch's exp wakes its thread pool for a few thousand elements, which costs more than it saves
+    # (and milliseconds when another process holds the second core).
+    scaled = logits - np.asarray(maxima, np.float32)
+    if isinstance(temperatures, np.ndarray) or temperatures != 1.0:
+        scaled /= np.asarray(temperatures, np.float32)
+    np.exp(scaled, out=scaled)
+    scaled *= np.float32(_FULL_WEIGHT)
+    return scaled.astype(np.int64)
+
+
+def leading_ids(logits: Floats, k: int) -> Ids:
+    """Ids of the first min(k, number not masked) tokens, in order: larger logit first, then lower id.
+
+    No sort of the vocabulary: the k-th largest of 2k or more column maxima is at most the k-th largest logit, and few
+    tokens reach it.
+    """
+    size = len(logits)
+    num_rows = size // (2 * _MAX_LISTED)
+    if k >= size:
+        bound = -math.inf
+    elif k <= _MAX_LISTED and num_rows >= 2:
+        num_columns = size // num_rows
+        maxima = logits[: num_rows * num_columns].reshape(num_rows, num_columns).max(0)
+        bound = np.partition(maxima, num_columns - k)[num_columns - k]
+    else:
+        bound = np.partition(logits, size - k)[size - k]
+    ids = np.flatnonzero(logits >= bound if bound > -math.inf else logits > -math.inf)
+    return ids[np.argsort(-logits[ids], kind="stable")[:k]]
+
+
+class DrawTable:
+    """Tokens, ascending, with weights (not all 0) and running sums: what one token is drawn from.
+
+    `ids` None stands for [0, len(weights)).
+    """
+
+    def __init__(self, ids: Ids | None, weights: Weights) -> None:
+        self.ids = ids
+        self.weights = weights
+        self._width = _CHUNK if len(weights) > 8 * _CHUNK else 1
+        num_chunks = len(weights) // self._width
+        sums = weights
+        if self._width > 1:  # a running sum over all would cost more than the weights did
+            body, tail = weights[: num_chunks * _CHUNK], weights[num_chunks * _CHUNK :]
+            sums = np.append(body.reshape(num_chunks, _CHUNK).sum(1), tail.sum())
+        self._sums = np.cumsum(sums)
+        self.total = int(self._sums[-1])
+
+    def pick(self, bits: int) -> int:
+        """The first token whose running sum is above floor(total * bits / 2**64); never one of weight 0."""
+        target = self.total * bits >> 64
+        index = int(np.searchsorted(self._sums, target, side="right"))
+        if self._width > 1:
+            start = index * _CHUNK
+            inside = np.cumsum(self.weights[start : start + _CHUNK])
+            before = int(self._sums[index - 1]) if index else 0
+            index = start + int(np.searchsorted(inside, target - before, side="right"))
+        return index if self.ids is None else int(self.ids[index])
+
+
+def candidates(
+    logits: Floats, maximum: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[DrawTable, int]:
+    """The tokens left by min_p and top_k, and the mass of top_p for `draw` (0: the table is cut to it already).
+
+    min_p leaves tokens of at least min_p times the largest probability; top_k the first k of those; top_p the fewest
+    first of those whose mass is at least top_p of theirs.
+    """
+    floor = math.ceil(min_p * _FULL_WEIGHT)
+    if top_k <= _MAX_LISTED:
+        ids = leading_ids(logits, top_k)
+        weights = weigh(logits[ids], maximum, temperature)
+        num_kept = int(np.count_nonzero(weights >= floor))
+        if top_p < 1.0:
+            sums = np.cumsum(weights[:num_kept])
+            num_kept = int(np.searchsorted(sums, _share(int(sums[-1]), top_p))) + 1
+        order = np.argsort(ids[:num_kept])
+        return DrawTable(ids[order], weights[order]), 0
+    weights = weigh(logits, maximum, temperature)
+    if floor:
+        weights *= weights >= floor
+    if top_k < len(logits):
+        last = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
+        reaches = logits >= last
+        ties = np.flatnonzero(logits == last)
+        excess = int(np.count_nonzero(reaches)) - top_k
+        reaches[ties[len(ties) - excess :]] = False
+        weights *= reaches
+    table = DrawTable(None, weights)
+    return table, _share(table.total, top_p) if top_p < 1.0 else 0
+
+
+def draw(table: DrawTable, mass: int, logits: Floats, random_bits: Callable[[int], int]) -> int:
+    """One token of `table`; with `mass`, of the fewest first tokens that have that much, which takes no sort:
+
+    a token is one of them if those before it have less. If not, all from it on are none either: they are dropped, and
+    attempt 1, 2, ... is drawn from the rest, so that the tokens of the mass keep their relative chances. Attempts are
+    total / mass in the mean at most. `random_bits` gives 64 bits for an attempt; `logits` are those of the table.
+    """
+    weights = table.weights
+    attempt = 0
+    while True:
+        token_id = table.pick(random_bits(attempt))
+        if not mass:
+            return token_id
+        before = ids_before(logits, token_id)
+        weights_before = weights[before]
+        if int(weights_before.sum()) < mass:
+            return token_id
+        table = DrawTable(before, weights_before)
+        attempt += 1
+
+
+def ids_before(logits: Floats, token_id: int) -> Ids:
+    """Ids, ascending, of the tokens that come before `token_id` in the order."""
+    value = logits[token_id]
+    before = logits > value
+    before[:token_id] |= logits[:token_id] == value
+    return np.flatnonzero(before)
+
+
+def _share(total: int, top_p: float) -> int:
+    """The mass that top_p asks for. In floating point, so that 0.1 of ten equal weights is one of them."""
+    return min(total, math.ceil(top_p * total))

@@ -1,0 +1,147 @@
+"""What the sampler knows of one sequence: its parameters as arrays and flags, its tokens, their counts.
+
+The runner makes one per sequence, never per batch row, and appends every drawn token. All facts that don't change are
+worked out here, once, so that the sampler's loop only reads flags. Knows no other sequence.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.sampling_params import SamplingParams, SamplingType
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence and how often its output has each. O(1) per token; arrays double as they fill.
+
+    `ids[:num]` are distinct, prompt's first; `counts[:num]` is 0 for those only in the prompt.
+    """
+
+    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
+        distinct = list(dict.fromkeys(prompt_token_ids))
+        self._index = {token_id: i for i, token_id in enumerate(distinct)}
+        self.num = len(distinct)
+        self._ids: Ids = np.zeros(max(64, 2 * self.num), np.int64)
+        self._ids[: self.num] = distinct
+        self._counts: Floats = np.zeros(len(self._ids), np.float32)
+
+    @property
+    def ids(self) -> Ids:
+        """Distinct token ids, [num]."""
+        return self._ids[: self.num]
+
+    @property
+    def counts(self) -> Floats:
+        """Occurrences in the output, [num]."""
+        return self._counts[: self.num]
+
+    def add(self, token_id: int) -> None:
+        """Count one more output token."""
+        index = self._index.setdefault(token_id, self.num)
+        if index == self.num:
+            if index == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[index] = token_id
+            self.num += 1
+        self._counts[index] += 1
+
+
+class SamplingState:
+    """One sequence's parameters and tokens, ready for the sampler.
+
+    Args:
+        params: the request's; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 mean off.
+        prompt_token_ids: in the vocabulary.
+        seed: 64-bit key of the request's random numbers.
+        sequence_index: which of the request's sequences this is; part of the key.
+        vocab_size: width of the logits; ids beyond it in the lists below are left out.
+        stop_token_ids: tokens that may not come before `min_tokens` tokens have.
+        bad_words_token_ids: token sequences that must not be completed within the output.
+        output_token_ids: drawn before now (a resumed or forked sequence).
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        seed: int,
+        sequence_index: int,
+        vocab_size: int,
+        stop_token_ids: Iterable[int] = (),
+        bad_words_token_ids: Iterable[Sequence[int]] = (),
+        output_token_ids: Iterable[int] = (),
+    ) -> None:
+        self.params = params
+        self.prompt_token_ids = prompt_token_ids
+        self.output_token_ids: list[int] = []
+        self.seed = seed
+        self.sequence_index = sequence_index
+        self.greedy = params.sampling_type is SamplingType.GREEDY
+        self.temperature = params.temperature
+        self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        self.top_p = params.top_p
+        self.min_p = params.min_p
+        self.truncates = not self.greedy and (self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0)
+        self.num_logprobs = params.logprobs  # None: not asked for; -1: the vocabulary
+
+        def ids(values: Iterable[int] | None) -> Ids | None:
+            kept = sorted({value for value in values or () if 0 <= value < vocab_size})
+            return np.array(kept, np.int64) if kept else None
+
+        bad_words = [list(word) for word in bad_words_token_ids if word and 0 <= word[-1] < vocab_size]
+        self.bad_token_ids = ids(word[0] for word in bad_words if len(word) == 1)
+        self.bad_sequences = [word for word in bad_words if len(word) > 1]
+        self.allowed_token_ids = ids(params.allowed_token_ids)
+        self.stop_token_ids = ids(stop_token_ids)
+        self.min_tokens = params.min_tokens if self.stop_token_ids is not None else 0
+        biases = {token_id: bias for token_id, bias in (params.logit_bias or {}).items() if token_id < vocab_size}
+        self.bias_ids: Ids | None = np.array(list(biases), np.int64) if biases else None
+        self.biases: Floats = np.array(list(biases.values()), np.float32)
+        self.logits_processors = [(f, _wants_prompt(f)) for f in params.logits_processors or ()]
+        self.penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        self.counts: TokenCounts | None = None
+        if self.penalised:  # the prompt counts for the repetition penalty only
+            self.counts = TokenCounts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self._always_processes = bool(self.penalised or self.logits_processors or self.bad_sequences) or not (
+            self.allowed_token_ids is self.bad_token_ids is self.bias_ids is None
+        )
+        for token_id in output_token_ids:
+            self.append(token_id)
+
+    @property
+    def position(self) -> int:
+        """Index in the output of the token to be drawn next."""
+        return len(self.output_token_ids)
+
+    @property
+    def processes(self) -> bool:
+        """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
+        return self._always_processes or len(self.output_token_ids) < self.min_tokens
+
+    def append(self, token_id: int) -> None:
+        """Record a drawn token."""
+        self.output_token_ids.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+
+def _wants_prompt(processor: Callable[..., Any]) -> bool:
+    """Whether a logits processor takes (prompt_ids, output_ids, logits): three positional arguments without default."""
+    try:
+        parameters = inspect.signature(processor).parameters.values()
+    except (TypeError, ValueError):  # a builtin without signature
+        return False
+    required = (
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )
+    return sum(1 for _ in required) >= 3
