@@ -1,0 +1,1 @@
+"""Executors: how a step reaches the workers; they differ only in transport."""

@@ -1,0 +1,1 @@
+"""The worker: device, memory, weights, the model runner and its rows."""

@@ -1,0 +1,79 @@
+"""A worker: one device, its memory, its share of the model, and the runner that carries out steps on it.
+
+Executors start workers and hand them plans. A worker knows the resolved configuration and no other worker; it never
+sees a queue or a policy.
+"""
+
+import math
+
+import torch
+
+from quire.attention.registry import select_backend
+from quire.config.engine_args import EngineConfig
+from quire.models.registry import build_model
+from quire.protocol import StepPlan, StepResult
+from quire.utils.memory import available_memory_bytes
+from quire.worker.memory import MemoryReport
+from quire.worker.model_runner import ModelRunner
+from quire.worker.rows import RowTable
+from quire.worker.weight_loader import LoadReport, load_model_weights
+
+
+class Worker:
+    """Loads the model, reports memory, allocates the KV cache, executes plans."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._backend = select_backend()
+        self._model = build_model(config.model, self._backend)
+        self._runner: ModelRunner | None = None
+
+    def load(self, progress: bool = True) -> LoadReport:
+        """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
+        return load_model_weights(
+            self._model, self._config.model, load_format=self._config.args.load_format, progress=progress
+        )
+
+    def memory_report(self) -> MemoryReport:
+        """Measure what is free now that the weights are loaded."""
+        model, scheduler = self._config.model, self._config.scheduler
+        # Transient tensors, in fp32 to be safe: about a dozen of the hidden size per token, the MLP's two, and the
+        # logits with the sampler's two copies for every sequence that may be sampled.
+        per_token = 12 * model.hidden_size + 2 * model.intermediate_size
+        activations = 4 * scheduler.max_num_batched_tokens * per_token
+        activations += 4 * 3 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * model.vocab_size
+        elements = math.prod(self._cache_shape(1)) * self._model.num_layers
+        return MemoryReport(
+            available_bytes=available_memory_bytes(),
+            activation_bytes=activations,
+            block_bytes=elements * self._model.dtype.itemsize,
+        )
+
+    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocate the KV cache; its pages cost memory once they are first written."""
+        caches = [
+            torch.empty(self._cache_shape(num_blocks), dtype=self._model.dtype) for _ in range(self._model.num_layers)
+        ]
+        table = RowTable(self._config.scheduler.max_num_seqs, max_model_len, self._config.args.block_size)
+        self._runner = ModelRunner(self._model, self._backend, caches, table, poison=self._config.args.debug)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one step."""
+        assert self._runner is not None, "initialize_cache comes first"
+        return self._runner.execute(plan)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model itself, for `LLM.apply_model`."""
+        return self._model
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the rows are inconsistent."""
+        if self._runner is not None:
+            self._runner.table.check_integrity()
+
+    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        model = self._model
+        return self._backend.kv_cache_shape(
+            num_blocks, self._config.args.block_size, model.num_kv_heads, model.head_dim
+        )
