@@ -50,8 +50,8 @@ def plan_kv_blocks(config: EngineConfig, report: MemoryReport) -> KVPlan:
         if num_blocks < 1:
             raise ConfigError(
                 f"no memory for the KV cache: {budget // MIB} MiB are left for it and one block of {block_size} tokens "
-                f"takes {report.block_bytes / MIB:.2f} MiB. Set kv_cache_memory, raise gpu_memory_utilization, or lower "
-                f"max_num_batched_tokens (now {config.scheduler.max_num_batched_tokens})."
+                f"takes {report.block_bytes / MIB:.2f} MiB. Set kv_cache_memory, raise gpu_memory_utilization, or "
+                f"lower max_num_batched_tokens (now {config.scheduler.max_num_batched_tokens})."
             )
     if num_blocks >= blocks_per_context:
         return KVPlan(num_blocks, max_model_len)

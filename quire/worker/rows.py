@@ -107,6 +107,7 @@ class RowTable:
         assert len(used) + len(self._free) == len(self.states), "a row is lost"
         for row in self._free:
             assert self.states[row] is None, f"free row {row} keeps a sampling state"
-            assert not self.num_tokens[row] and not self.num_blocks[row], f"free row {row} keeps counts"
+            assert not self.num_tokens[row], f"free row {row} keeps a token count"
+            assert not self.num_blocks[row], f"free row {row} keeps a block count"
             assert not self.token_ids[row].any(), f"free row {row} keeps tokens"
             assert not self.block_tables[row].any(), f"free row {row} keeps blocks"

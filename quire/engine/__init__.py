@@ -1,0 +1,1 @@
+"""The engine: add requests, step, turn tokens into outputs."""

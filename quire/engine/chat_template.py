@@ -1,0 +1,371 @@
+"""Conversations to prompts by a model's chat template, as transformers renders them.
+
+`LLM.chat`, the tokenizer and the server render through `ChatTemplate`. Messages are checked and copied to plain JSON
+first, so that a template sees nothing else; the template runs in `template_sandbox`. It knows nothing of token ids.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, Protocol
+
+import jinja2
+from jinja2 import nodes
+
+from quire.engine.template_sandbox import Sandbox, TemplateLimitError
+from quire.errors import InvalidRequestError
+
+MAX_TEMPLATE_CHARS = 1 << 20
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA_PARTS = ("image", "audio", "video", "file")
+# What `render` and its callers set, or transformers' apply_chat_template takes for itself.
+RESERVED_NAMES = frozenset(
+    ("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt")
+    + ("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict")
+    + ("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "chat_template_kwargs")
+)
+
+
+class TemplateOwner(Protocol):
+    """What a chat template needs of a tokenizer."""
+
+    chat_template: str | dict[str, str] | None
+    special_tokens_map: dict[str, str]
+
+
+class ChatTemplate:
+    """A model's template, or its several by name, with the special tokens that templates may write."""
+
+    def __init__(
+        self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str], name: str | None = None
+    ) -> None:
+        """`name`: which of several templates to use; by default "tool_use" when there are tools, else "default"."""
+        self._template, self._special_tokens, self._name = template, special_tokens, name
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: TemplateOwner, chat_template: str | None = None) -> "ChatTemplate":
+        """The tokenizer's template, or `chat_template` instead: Jinja text, or the name of one of several."""
+        own = tokenizer.chat_template
+        if chat_template is not None and isinstance(own, dict) and chat_template in own:
+            return cls(own, tokenizer.special_tokens_map, chat_template)
+        return cls(own if chat_template is None else chat_template, tokenizer.special_tokens_map)
+
+    def select(self, tools: Sequence[Any] | None = None) -> str:
+        """The template's text.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        if isinstance(self._template, str):
+            return self._template
+        if not self._template:
+            raise InvalidRequestError(
+                "the model has no chat template; pass one as chat_template, or use a plain prompt.", "chat_template"
+            )
+        name = self._name or ("tool_use" if tools is not None and "tool_use" in self._template else "default")
+        if name not in self._template:
+            raise InvalidRequestError(
+                f"the model has no default chat template; pass chat_template as one of {sorted(self._template)}.",
+                "chat_template",
+            )
+        return self._template[name]
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of one conversation; encode it without adding special tokens.
+
+        Args:
+            messages: dicts with role and content. Content is a string, a list of text parts, or None beside
+                tool_calls. Parts are joined by newlines unless the template goes through them itself; tool-call
+                arguments written as JSON text are parsed.
+            tools: JSON schemas of functions; documents: dicts. Both go to the template as they are.
+            add_generation_prompt: open the assistant's turn after the last message.
+            continue_final_message: end right after the last message's content, for the model to go on with it.
+            chat_template_kwargs: further variables for the template.
+
+        Raises:
+            InvalidRequestError: bad messages, no template, the template's own complaint, or bounds overstepped.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them.",
+                "continue_final_message",
+            )
+        text = self.select(tools)
+        template, takes_parts = _compile(text)
+        conversation = _read_messages(messages, takes_parts)
+        variables = dict(self._special_tokens) | _read_variables(chat_template_kwargs)
+        variables |= {
+            "tools": _read_objects(tools, "tools"),
+            "documents": _read_objects(documents, "documents"),
+            "add_generation_prompt": add_generation_prompt,
+            "messages": conversation,
+        }
+        if not continue_final_message:
+            return _run(template, variables)
+        mark = f"FINALMESSAGE{secrets.token_hex(8)} "  # letters only, so that no filter changes it
+        final = _mark_final_message(conversation, mark, text)
+        return _cut_at_mark(_run(template, variables), mark, final)
+
+
+@cache
+def _sandbox() -> Sandbox:
+    return Sandbox()
+
+
+@lru_cache(maxsize=64)
+def _compile(text: str) -> tuple[jinja2.Template, bool]:
+    """The compiled template, and whether it goes through lists of content parts."""
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise InvalidRequestError(
+            f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}.", "chat_template"
+        )
+    try:
+        return _sandbox().from_string(text), iterates_content(_sandbox().parse(text))
+    except jinja2.TemplateSyntaxError as error:
+        reason = f"{error.message} (line {error.lineno})"
+    except (RecursionError, ValueError, SyntaxError, MemoryError) as error:
+        reason = f"{type(error).__name__} while compiling"
+    raise InvalidRequestError(f"the chat template is no valid Jinja: {reason}.", "chat_template")
+
+
+def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    try:
+        return _sandbox().run(template, variables)
+    except TemplateLimitError as error:
+        reason, param = f"the chat template was stopped: {error.message}", "chat_template"
+    except jinja2.TemplateError as error:
+        reason, param = f"the chat template refused the conversation: {error.message}", "messages"
+    except Exception as error:  # whatever a template's expressions can raise
+        reason, param = f"the chat template failed: {type(error).__name__}: {error}", "messages"
+    raise InvalidRequestError(re.sub(r" at 0x[0-9a-fA-F]+", "", reason)[:1000], param)
+
+
+# --- messages
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A fresh copy of JSON data; subclasses become their base types, objects of client libraries dicts."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(k, where): _plain(v, where) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, where) for v in value]
+    if callable(getattr(value, "model_dump", None)):  # pydantic, as the openai client returns
+        return _plain(value.model_dump(), where)
+    raise InvalidRequestError(
+        f"{where} holds a {type(value).__name__}; only JSON data (dict, list, str, numbers, None) can be passed.",
+        re.split(r"\W", where)[0],
+    )
+
+
+def _to_plain(value: Any, where: str) -> Any:
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise InvalidRequestError(f"{where} is nested too deeply.", re.split(r"\W", where)[0]) from None
+
+
+def _read_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name in values or {}:
+        if not isinstance(name, str) or name in RESERVED_NAMES:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't set {name!r}; pass it as an argument of its own, if there is one.",
+                "chat_template_kwargs",
+            )
+    return _to_plain(values or {}, "chat_template_kwargs")
+
+
+def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
+    plain = _to_plain(values, name)
+    if plain is not None and not (isinstance(plain, list) and all(isinstance(v, dict) for v in plain)):
+        raise InvalidRequestError(f"{name} must be a list of dicts (JSON schemas, for tools).", name)
+    return plain
+
+
+def _read_messages(messages: Any, takes_parts: bool) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequestError("messages must be a list of at least one dict with role and content.", "messages")
+    return [_read_message(message, f"messages[{i}]", takes_parts) for i, message in enumerate(messages)]
+
+
+def _read_message(given: Any, where: str, takes_parts: bool) -> dict[str, Any]:
+    """One message as the template sees it: no None entries, parsed tool calls, reasoning under its names."""
+    plain = _to_plain(given, where)
+    if not isinstance(plain, dict):
+        raise InvalidRequestError(f"{where} is a {type(given).__name__}, not a dict with role and content.", "messages")
+    message = {name: value for name, value in plain.items() if value is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"{where} needs a role, such as 'user'; got {role!r}.", "messages")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_read_tool_call(call, where) for call in message["tool_calls"]]
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
+    if "content" in message:
+        message["content"] = _read_content(message["content"], f"{where}.content", takes_parts)
+    elif not (role == "assistant" and (reasoning or "tool_calls" in message or "function_call" in message)):
+        raise InvalidRequestError(
+            f"{where} has no content; only an assistant's message with tool_calls may be without.", "messages"
+        )
+    if reasoning is not None:
+        message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
+    return message
+
+
+def _read_tool_call(call: Any, where: str) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            name = function.get("name")
+            raise InvalidRequestError(
+                f"{where}: the arguments of tool call {name!r} are no JSON.", "messages"
+            ) from None
+    return call | {"function": function | {"arguments": arguments or {}}}
+
+
+def _read_content(content: Any, where: str, takes_parts: bool) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"{where} must be a string or a list of text parts, got {type(content).__name__}.", "messages"
+        )
+    parts = [_read_part(part, f"{where}[{i}]", takes_parts) for i, part in enumerate(content)]
+    return parts if takes_parts else "\n".join(part["text"] for part in parts)
+
+
+def _read_part(part: Any, where: str, takes_parts: bool) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _TEXT_PARTS:
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where} of type {kind!r} needs a string 'text'.", "messages")
+        return part | {"type": "text"}
+    if isinstance(kind, str) and any(medium in kind for medium in _MEDIA_PARTS):
+        raise InvalidRequestError(f"{where} is of type {kind!r}, but this model takes text only.", "messages")
+    if takes_parts and isinstance(kind, str):
+        return part  # a kind of this template's own, such as "thinking"
+    raise InvalidRequestError(
+        f"{where} must be a dict of type 'text', got {kind or type(part).__name__!r}.", "messages"
+    )
+
+
+def _mark_final_message(conversation: list[dict[str, Any]], mark: str, template: str) -> str:
+    """Append `mark` to the last message's text, and return that text as it was."""
+    message = conversation[-1]
+    content = message.get("content")
+    if content is None or "content" not in template:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with content, and a template that writes it.",
+            "continue_final_message",
+        )
+    if isinstance(content, str):
+        message["content"] = content + mark
+        return content
+    for part in reversed(content):
+        if "text" in part:
+            text = part["text"]
+            part["text"] = text + mark
+            return text
+    raise InvalidRequestError("continue_final_message found no text in the last message.", "continue_final_message")
+
+
+def _cut_at_mark(prompt: str, mark: str, final: str) -> str:
+    bare = mark.strip()
+    if bare not in prompt or final.strip() not in prompt:
+        raise InvalidRequestError(
+            "continue_final_message can't be done: this chat template does not write the last message's content as it "
+            "is. Leave continue_final_message False.",
+            "continue_final_message",
+        )
+    place = prompt.rindex(bare)
+    # A template that trims its messages took the mark's own space away, and so takes the content's.
+    return prompt[:place] if prompt.startswith(mark, place) else prompt[:place].rstrip()
+
+
+# --- does a template go through content parts?
+
+
+def iterates_content(tree: nodes.Template) -> bool:
+    """Whether a template has a loop over a message's content, so that it takes a list of parts as it is.
+
+    Follows `messages` through loops, indexing, assignments and macro arguments by name, which is what templates do.
+    """
+    lists, items, contents = {"messages"}, set[str](), set[str]()
+    macros = {macro.name: [a.name for a in macro.args] for macro in tree.find_all(nodes.Macro)}
+    before = None
+    while before != (len(lists), len(items), len(contents)):
+        before = len(lists), len(items), len(contents)
+        for name, value in _bindings(tree, macros):
+            kind = _kind(value, lists, items, contents)
+            if kind is not None:
+                kind.add(name)
+        for loop in tree.find_all(nodes.For):
+            if isinstance(loop.target, nodes.Name) and _kind(loop.iter, lists, items, contents) is lists:
+                items.add(loop.target.name)
+    return any(_kind(loop.iter, lists, items, contents) is contents for loop in tree.find_all(nodes.For))
+
+
+def _bindings(tree: nodes.Template, macros: dict[str, list[str]]) -> Iterator[tuple[str, nodes.Node]]:
+    """(name, expression) of every assignment, and of every macro argument."""
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name | nodes.NSRef):
+            target = assign.target
+            yield (target.name if isinstance(target, nodes.Name) else f"{target.name}.{target.attr}"), assign.node
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            yield from zip(macros[call.node.name], call.args, strict=False)
+
+
+def _kind(node: Any, lists: set[str], items: set[str], contents: set[str]) -> set[str] | None:
+    """Which of the three sets the expression belongs to: message lists, messages, contents."""
+    if isinstance(node, nodes.Name):
+        name = node.name
+        return next((names for names in (lists, items, contents) if name in names), None)
+    if isinstance(node, nodes.Filter):
+        return _kind(node.node, lists, items, contents)
+    if isinstance(node, nodes.CondExpr):
+        return _kind(node.expr1, lists, items, contents) or _kind(node.expr2, lists, items, contents)
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get" and node.args:
+        node = nodes.Getitem(node.node.node, node.args[0], "load")
+    if not isinstance(node, nodes.Getattr | nodes.Getitem):
+        return None
+    key = node.attr if isinstance(node, nodes.Getattr) else node.arg
+    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        dotted = f"{node.node.name}.{key}"
+        for names in (lists, items, contents):
+            if dotted in names:
+                return names
+    owner = _kind(node.node, lists, items, contents)
+    if owner is lists:
+        return lists if isinstance(key, nodes.Slice) else items
+    if owner is items:
+        name = key.value if isinstance(key, nodes.Const) else key
+        return contents if name == "content" else None
+    return contents if owner is contents and isinstance(key, nodes.Slice) else None

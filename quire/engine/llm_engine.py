@@ -1,0 +1,200 @@
+"""The engine for one thread: add requests, step, read outputs.
+
+`LLM` and the command line drive it, and so do users who want their own loop. It joins the input processor, the core
+and the output processor, and holds no policy of its own.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from quire.config.cache import CacheConfig
+from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.tokenizer import Tokenizer, load_tokenizer
+from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.executor.base import Executor
+from quire.executor.inprocess import InProcessExecutor
+from quire.kvcache.manager import KVManager
+from quire.metrics.stats import EngineStats
+from quire.outputs import RequestOutput
+from quire.protocol import SequenceOutput
+from quire.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
+from quire.utils.hub import resolve_model_path
+from quire.worker.memory import plan_kv_blocks
+
+logger = logging.getLogger("quire")
+
+
+class LLMEngine:
+    """A synchronous engine. Make one with `from_engine_args`."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.executor = executor
+        self.core = core
+        self.tokenizer = tokenizer
+        self._inputs = InputProcessor(config, tokenizer)
+        self._outputs = OutputProcessor(tokenizer)
+        self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> "LLMEngine":
+        """Load the model and build the engine.
+
+        Raises:
+            ConfigError, NotYetSupportedError: the options.
+            ModelLoadError: the model's or the tokenizer's files.
+        """
+        start = time.perf_counter()
+        config = engine_args.resolve()
+        tokenizer = _load_tokenizer(engine_args, config)
+        executor = InProcessExecutor(config)
+        loaded = executor.start(progress=show_progress)
+        plan = plan_kv_blocks(config, executor.memory_report())
+        if plan.max_model_len < config.model.max_model_len:
+            logger.warning(
+                "max_model_len lowered from %d to %d tokens: that is what the KV cache holds",
+                config.model.max_model_len,
+                plan.max_model_len,
+            )
+            config = config.with_max_model_len(plan.max_model_len)
+        executor.initialize_cache(plan.num_blocks, plan.max_model_len)
+        cache = CacheConfig(
+            block_size=engine_args.block_size,
+            num_blocks=plan.num_blocks,
+            enable_prefix_caching=engine_args.enable_prefix_caching,
+        )
+        core = EngineCore(config, Scheduler(config.scheduler, KVManager(cache)), executor)
+        logger.info("%s; dtype %s", loaded, config.model.dtype)
+        logger.info(
+            "KV cache: %d blocks of %d tokens (%d tokens); context %d tokens; ready in %.2f s",
+            plan.num_blocks,
+            cache.block_size,
+            plan.num_blocks * cache.block_size,
+            plan.max_model_len,
+            time.perf_counter() - start,
+        )
+        return cls(config, executor, core, tokenizer)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request; `step` will return its outputs.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter breaks a rule, the request can never fit, or its id is used.
+        """
+        if lora_request is not None:
+            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
+        self.submit(self.process_input(request_id, prompt, params, arrival_time, priority), params)
+
+    def process_input(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> ProcessedInput:
+        """Validate a request without queueing it."""
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
+        # The engine's copy: a caller may change or reuse theirs.
+        params = params.clone()
+        ranked = params.best_of is not None and params.best_of > params.n
+        if ranked and params.logprobs is None:
+            params.logprobs = 0  # best_of ranks by the sampled tokens' logprobs
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        return self._inputs.process(request_id, prompt, params, arrival, priority)
+
+    def submit(self, processed: ProcessedInput, params: SamplingParams) -> None:
+        """Queue a validated request; params are the user's own, for the outputs' form."""
+        request = processed.request
+        self.core.add(request)
+        user = request.sampling_params
+        if user.logprobs != params.logprobs:
+            user = user.clone()
+            user.logprobs = params.logprobs
+        self._outputs.add(request, processed.prompt, user)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns the outputs of the requests that have news, finished ones for the last time."""
+        news, self._pending = self._pending, []
+        if self.core.has_unfinished():
+            try:
+                news = news + self.core.step()
+            except KeyboardInterrupt:
+                self._pending = news + self.core.cancel_step()
+                raise
+        processed = self._outputs.process(news)
+        for request_id, sequence_index in processed.stopped:
+            self.core.finish_sequence(request_id, sequence_index)
+        return processed.outputs
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests now; their final outputs ("abort") come with the next step. Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            if one in self._outputs:
+                self._pending.extend(self.core.abort(one))
+
+    def discard_outputs(self, request_ids: Iterable[str]) -> None:
+        """Forget aborted requests whose final outputs nobody waits for."""
+        dropped = set(request_ids)
+        self._pending = [news for news in self._pending if news.request_id not in dropped]
+        for request_id in dropped:
+            self._outputs.discard(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has more to return."""
+        return len(self._outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests whose final output is still to come."""
+        return len(self._outputs)
+
+    def unfinished_request_ids(self) -> list[str]:
+        """Their ids, in order of arrival."""
+        return self._outputs.request_ids()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
+        return self.core.scheduler.reset_prefix_cache()
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function on the worker's model."""
+        return self.executor.apply_model(function)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters and gauges at this moment."""
+        return EngineStats.of(self.core.scheduler)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the engine's state is inconsistent."""
+        self.core.check_integrity()
+
+    def shutdown(self) -> None:
+        """Abort what is unfinished and release the model's memory."""
+        self.abort_request(self.unfinished_request_ids())
+        self.executor.stop()
+
+
+def _load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    path = config.model.path
+    if args.tokenizer is not None:
+        path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
+    return load_tokenizer(path, args.tokenizer_mode)

@@ -1,0 +1,220 @@
+"""From sampled token ids to what a user reads: text, stop strings, logprobs, request outputs.
+
+The engine calls `process` after each step with the scheduler's news; stop strings found here go back to the core as
+sequences to finish. It keeps one record per request, and knows nothing of scheduling or tensors.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.tokenizer import Tokenizer
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.protocol import NewRequest, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger("quire")
+
+LogprobDict = dict[int, Logprob]
+
+
+@dataclass
+class ProcessedOutputs:
+    """Outputs to hand out, and sequences that a stop string ended: (request_id, sequence_index)."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
+
+
+class _SequenceRecord:
+    """One sequence's output so far."""
+
+    def __init__(self, index: int, detokenizer: IncrementalDetokenizer | None) -> None:
+        self.index = index
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.logprobs: list[LogprobDict] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_sent = 0  # tokens already handed out, for DELTA
+
+    def completion(self, params: SamplingParams, delta: bool, index: int) -> CompletionOutput:
+        """What to hand out: everything so far, or what is new since the last call."""
+        start = self.num_sent if delta else 0
+        self.num_sent = len(self.token_ids)
+        finished = self.finish_reason is not None
+        text = self.detokenizer.get_next_output_text(finished, delta) if self.detokenizer else ""
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=self.token_ids[start:],
+            cumulative_logprob=self.cumulative_logprob if params.logprobs is not None else None,
+            logprobs=self.logprobs[start:] if params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class _RequestRecord:
+    """One request's sequences and facts, from its arrival to its last output."""
+
+    def __init__(self, request: NewRequest, prompt: str | None, params: SamplingParams, tokenizer: Tokenizer | None):
+        self.request = request
+        self.prompt = prompt
+        self.params = params  # as the user gave them; the request's may ask for logprobs to rank by
+        self.tokenizer = tokenizer
+        self.sequences = [
+            _SequenceRecord(i, self._detokenizer() if params.detokenize else None) for i in range(request.num_sequences)
+        ]
+        self.prompt_logprobs: list[LogprobDict | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None for _ in request.prompt_token_ids]
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.num_cached_tokens = 0
+
+    def _detokenizer(self) -> IncrementalDetokenizer:
+        assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            self.request.prompt_token_ids,
+            stop=self.params.stop,
+            include_stop_str_in_output=self.params.include_stop_str_in_output,
+            min_tokens=self.params.min_tokens,
+            skip_special_tokens=self.params.skip_special_tokens,
+            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+        )
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finish_reason is not None for s in self.sequences)
+
+    def update(self, news: SequenceOutput) -> bool:
+        """Take in one sequence's news; returns whether a stop string ended the sequence just now."""
+        sequence = self.sequences[news.sequence_index]
+        if sequence.finish_reason is not None:
+            return False
+        self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens)
+        if news.prompt_logprobs is not None:
+            self._add_prompt_logprobs(news.prompt_logprobs)
+        if news.new_token_ids and self.metrics.first_token_time is None:
+            self.metrics.first_token_time = time.monotonic()
+        tokens, stop_string = news.new_token_ids, None
+        if sequence.detokenizer is not None and tokens:
+            ended_by_token = news.finish_reason == "stop"
+            stop_string, num_used = sequence.detokenizer.update(tokens, ended_by_token)
+            tokens = tokens[:num_used]
+        sequence.token_ids.extend(tokens)
+        for entry in (news.logprobs or [])[: len(tokens)]:
+            sequence.cumulative_logprob += entry.logprobs[0]
+            if self.params.logprobs is not None:
+                sequence.logprobs.append(self._logprob_dict(entry))
+        if stop_string is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", stop_string
+            # The scheduler has ended it already when it ran out of room on the very same token.
+            return news.finish_reason is None
+        sequence.finish_reason, sequence.stop_reason = news.finish_reason, news.stop_reason
+        if news.error is not None:
+            sequence.stop_reason = news.error
+            logger.warning("request %s failed: %s", self.request.request_id, news.error)
+        return False
+
+    def fail(self, message: str) -> list[tuple[str, int]]:
+        """End every sequence with an error; returns those that the scheduler must still finish."""
+        unfinished = [s for s in self.sequences if s.finish_reason is None]
+        for sequence in unfinished:
+            sequence.finish_reason, sequence.stop_reason = "error", message
+        return [(self.request.request_id, s.index) for s in unfinished]
+
+    def output(self) -> RequestOutput | None:
+        """The output to hand out after a step, or None when there is nothing to say yet."""
+        kind, params, finished = self.params.output_kind, self.params, self.finished
+        ranked = self.request.num_sequences > params.n
+        if (kind == RequestOutputKind.FINAL_ONLY or ranked) and not finished:
+            return None
+        delta = kind == RequestOutputKind.DELTA
+        chosen = self.sequences
+        if ranked:
+            # Stable: equal likelihoods keep the order of their draw.
+            chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: params.n]
+        if finished:
+            self.metrics.finished_time = time.monotonic()
+        completions = [
+            s.completion(params, delta, rank if ranked else s.index)
+            for rank, s in enumerate(chosen)
+            if not delta or finished or s.num_sent < len(s.token_ids)
+        ]
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=completions,
+            finished=finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        # By position: a request that was preempted within its prompt computes, and reports, a part twice.
+        assert self.prompt_logprobs is not None
+        for offset, entry in enumerate(part.entries):
+            self.prompt_logprobs[part.start + offset] = self._logprob_dict(entry)
+
+    def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
+        found: LogprobDict = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True):
+            if token_id not in found:
+                text = self.tokenizer.decode([token_id], skip_special_tokens=False) if self.tokenizer else None
+                found[token_id] = Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        return found
+
+
+class OutputProcessor:
+    """Records of all live requests."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._records: dict[str, _RequestRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._records
+
+    def request_ids(self) -> list[str]:
+        """Ids of the live requests, in order of arrival."""
+        return list(self._records)
+
+    def add(self, request: NewRequest, prompt: str | None, params: SamplingParams) -> None:
+        """Open a record; params are the user's own."""
+        self._records[request.request_id] = _RequestRecord(request, prompt, params, self._tokenizer)
+
+    def discard(self, request_id: str) -> None:
+        """Close a record without an output."""
+        self._records.pop(request_id, None)
+
+    def process(self, news: list[SequenceOutput]) -> ProcessedOutputs:
+        """Turn a step's news into outputs, at most one per request, in the order of the batch."""
+        result = ProcessedOutputs()
+        touched: dict[str, _RequestRecord] = {}
+        for item in news:
+            record = self._records.get(item.request_id)
+            if record is None:
+                continue
+            touched[item.request_id] = record
+            try:
+                if record.update(item):
+                    result.stopped.append((item.request_id, item.sequence_index))
+            except Exception as error:  # one request's text must not stop its neighbours
+                logger.exception("request %s: its output could not be processed", item.request_id)
+                result.stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
+        for request_id, record in touched.items():
+            output = record.output()
+            if record.finished:
+                del self._records[request_id]
+            if output is not None and (output.finished or output.outputs):
+                result.outputs.append(output)
+        return result

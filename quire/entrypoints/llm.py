@@ -1,0 +1,265 @@
+"""`LLM`: offline generation, the class most people meet first.
+
+Scripts call `generate` or `chat` with all their prompts and get all results back, in order. It turns calls into
+requests and drives an `LLMEngine` to the end; it holds no scheduling or model code.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from tqdm import tqdm
+
+from quire.config.engine_args import EngineArgs
+from quire.config.model import ModelConfig
+from quire.engine.chat_template import ChatTemplate
+from quire.engine.input_processor import PromptType, TextPrompt, TokensPrompt
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.metrics.stats import EngineStats
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+ChatMessage = dict[str, Any]
+ParamsType = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """An offline engine for one model.
+
+    Args:
+        model: a model directory, a hub id, or "demo" for the bundled model.
+        **kwargs: any field of `EngineArgs`.
+
+    Raises:
+        ConfigError, NotYetSupportedError: an option is unknown, out of range, or not there yet.
+        ModelLoadError: the model can't be loaded.
+    """
+
+    def __init__(self, model: str = "demo", *, show_progress: bool = True, **kwargs: Any) -> None:
+        args = EngineArgs.from_kwargs(model=str(model), **kwargs)
+        self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress)
+        self._request_ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer (InvalidRequestError under skip_tokenizer_init)."""
+        if self.llm_engine.tokenizer is None:
+            raise InvalidRequestError("there is no tokenizer, since skip_tokenizer_init=True.")
+        return self.llm_engine.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's resolved configuration."""
+        return self.llm_engine.config.model
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when no parameters are passed: the model's generation_config.json, if it has one."""
+        if self.llm_engine.config.args.generation_config != "auto":
+            return SamplingParams()
+        return SamplingParams.from_generation_defaults(self.model_config.generation_defaults)
+
+    @overload
+    def generate(
+        self,
+        prompts: str | TextPrompt | TokensPrompt | list[int],
+        sampling_params: ParamsType | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | list[int] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: ParamsType | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | list[int] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: ParamsType | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        priority: int | list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many.
+
+        Args:
+            prompts: a str, a list of token ids, a dict {"prompt": str} or {"prompt_token_ids": [...]} (either may
+                carry a "cache_salt"), or a list of any of these.
+            sampling_params: one for all, or one for each prompt; the model's defaults if None.
+            use_tqdm: show a progress bar with input and output tokens per second.
+            lora_request: not supported yet.
+            priority: one for all or one each; lower runs first under scheduling_policy="priority".
+
+        Returns:
+            One `RequestOutput` per prompt, in the order of the prompts.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters break a rule; nothing has been computed then, and the
+                message says which prompt.
+        """
+        if lora_request is not None:
+            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
+        many = _as_list(prompts)
+        params = self._params_for(sampling_params, len(many))
+        priorities = priority if isinstance(priority, list) else [priority or 0] * len(many)
+        if len(priorities) != len(many):
+            message = f"{len(priorities)} priorities for {len(many)} prompts; give one each."
+            raise InvalidRequestError(message, "priority")
+        ids = self._add_all(many, params, priorities)
+        return self._run(ids, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[ChatMessage] | Sequence[list[ChatMessage]],
+        sampling_params: ParamsType | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: Any = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            chat_template: Jinja text to use instead of the model's own template.
+            add_generation_prompt: open the assistant's turn after the last message.
+            continue_final_message: go on with the last message instead of answering it.
+            tools: tool definitions handed to the template.
+            chat_template_kwargs: further variables for the template.
+
+        Raises:
+            InvalidRequestError: bad messages, no template, or the template's own complaint.
+        """
+        if not messages:
+            raise InvalidRequestError("messages is empty; pass at least one message.", "messages")
+        conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
+        tokenizer = self.get_tokenizer()
+        template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
+        prompts: list[PromptType] = []
+        for place, conversation in enumerate(conversations):
+            try:
+                text = template.render(
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            except InvalidRequestError as error:
+                raise _of_prompt(error, place, len(conversations), "conversation") from None
+            # A template writes its own special tokens.
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def get_metrics(self) -> EngineStats:
+        """The engine's counters and gauges."""
+        return self.llm_engine.stats()
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function on the model itself; one result per worker."""
+        return self.llm_engine.apply_model(function)
+
+    def _params_for(self, given: ParamsType | None, num_prompts: int) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * num_prompts
+        # Anything that is no sequence of them is told so for the first prompt.
+        params: list[SamplingParams] = list(given) if isinstance(given, Sequence) else [given] * num_prompts
+        if len(params) != num_prompts:
+            raise InvalidRequestError(
+                f"{len(params)} sampling params for {num_prompts} prompts; give one for all, or one each.",
+                "sampling_params",
+            )
+        return params
+
+    def _add_all(self, prompts: list[PromptType], params: list[SamplingParams], priorities: list[int]) -> list[str]:
+        """Queue all requests, or none: every prompt is checked before the first step."""
+        processed = []
+        for place, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            try:
+                if isinstance(one, SamplingParams):
+                    one = _final_only(one)
+                entry = self.llm_engine.process_input(str(next(self._request_ids)), prompt, one, priority=priority)
+                processed.append((entry, one))
+            except InvalidRequestError as error:
+                raise _of_prompt(error, place, len(prompts)) from None
+        ids: list[str] = []
+        for place, (entry, one) in enumerate(processed):
+            try:
+                self.llm_engine.submit(entry, one)
+            except InvalidRequestError as error:
+                self._drop(ids)
+                raise _of_prompt(error, place, len(prompts)) from None
+            ids.append(entry.request.request_id)
+        return ids
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        """Step until every one of these requests has its final output."""
+        waiting = set(ids)
+        done: dict[str, RequestOutput] = {}
+        num_input = num_output = 0
+        bar = tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        try:
+            while waiting:
+                for output in self.llm_engine.step():
+                    if not output.finished or output.request_id not in waiting:
+                        continue
+                    waiting.remove(output.request_id)
+                    done[output.request_id] = output
+                    num_input += len(output.prompt_token_ids or ())
+                    num_output += sum(len(o.token_ids) for o in output.outputs)
+                    elapsed = max(bar.format_dict["elapsed"], 1e-6)
+                    bar.set_postfix_str(
+                        f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s", False
+                    )
+                    bar.update()
+        except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
+            self._drop(list(waiting))
+            raise
+        finally:
+            bar.close()
+        return [done[request_id] for request_id in ids]
+
+    def _drop(self, ids: list[str]) -> None:
+        self.llm_engine.abort_request(ids)
+        self.llm_engine.discard_outputs(ids)
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """Offline calls read only the last output, so no text is built for the steps before."""
+    if params.output_kind == RequestOutputKind.FINAL_ONLY:
+        return params
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _as_list(prompts: Any) -> list[PromptType]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]  # type: ignore[list-item]
+    many = list(prompts)
+    if not many:
+        return []
+    # [1, 2, 3] is one prompt of token ids; [[1, 2], [3]] and ["a", "b"] are several prompts.
+    return [many] if all(hasattr(p, "__index__") for p in many) else many
+
+
+def _of_prompt(error: InvalidRequestError, place: int, num_prompts: int, noun: str = "prompt") -> InvalidRequestError:
+    if num_prompts == 1:
+        return error
+    return InvalidRequestError(f"{noun} {place} of {num_prompts}: {error}", error.param)

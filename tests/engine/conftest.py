@@ -1,0 +1,83 @@
+"""Fixtures for tests that drive a whole engine: tiny random models of every family, and the two real ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BASE = {
+    "vocab_size": 199,
+    "hidden_size": 40,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+FAMILIES = {
+    "llama": BASE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "mistral": BASE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": 199,
+        "hidden_size": 40,
+        "word_embed_proj_dim": 40,
+        "ffn_dim": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "do_layer_norm_before": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 199,
+        "n_embd": 40,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def family_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory with nothing but a config.json for each family; load them with load_format="dummy"."""
+    root = tmp_path_factory.mktemp("families")
+    found = {}
+    for name, config in FAMILIES.items():
+        found[name] = root / name
+        found[name].mkdir()
+        (found[name] / "config.json").write_text(json.dumps(config))
+    return found
+
+
+@pytest.fixture(scope="session")
+def model_options(family_dirs: dict[str, Path]):
+    """Engine options that load a model by its short name; skips where its files are absent."""
+
+    def options(name: str) -> dict[str, object]:
+        if name in family_dirs:
+            return {"model": str(family_dirs[name]), "load_format": "dummy", "skip_tokenizer_init": True}
+        if name == "stories260K":
+            path = Path(__file__).parents[3] / "shared" / "data" / "models" / name
+            if not path.is_dir():
+                pytest.skip("shared test data is absent")
+            return {"model": str(path), "skip_tokenizer_init": True}
+        return {"model": name, "skip_tokenizer_init": True}
+
+    return options

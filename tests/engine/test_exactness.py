@@ -1,0 +1,207 @@
+"""Same request, same tokens and logprobs, bit for bit, whatever happens around it.
+
+Each model runs one set of requests alone, one after another, without prefix cache: the baseline. Every other way of
+running the same requests must give equal tokens and equal floats.
+"""
+
+import itertools
+import random
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from quire import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+
+MODELS = ["llama", "mistral", "qwen2", "qwen3", "opt", "gpt2", "stories260K", "demo"]
+DTYPES = ["float32", "bfloat16"]
+NUM_REQUESTS = 32
+
+
+class Variant(NamedTuple):
+    """One way to run the set of requests."""
+
+    together: int  # requests queued at once
+    budget: int  # max_num_batched_tokens
+    block_size: int
+    prefix: bool  # prefix caching, and the whole set once more, to be found in the cache
+    preempted: bool  # too few blocks for what runs
+    chunked: bool = True
+
+
+# Every value of every axis meets every value of every other one (a test below counts).
+VARIANTS = [
+    Variant(2, 16, 8, prefix=False, preempted=True),
+    Variant(2, 64, 16, prefix=True, preempted=False),
+    Variant(2, 512, 64, prefix=False, preempted=False),
+    Variant(7, 16, 16, prefix=False, preempted=False),
+    Variant(7, 64, 64, prefix=False, preempted=True),
+    Variant(7, 512, 8, prefix=True, preempted=False),
+    Variant(32, 16, 64, prefix=True, preempted=True),
+    Variant(32, 64, 8, prefix=False, preempted=False),
+    Variant(32, 512, 16, prefix=False, preempted=True),
+    Variant(7, 512, 16, prefix=False, preempted=False, chunked=False),
+]
+FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
+
+
+def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of many lengths, in pairs with a common beginning; half greedy, half seeded with penalties."""
+    rng = random.Random(11)
+    found = []
+    shared: list[int] = []
+    for i in range(NUM_REQUESTS):
+        if i % 4 == 0:
+            shared = [rng.randrange(3, vocab_size) for _ in range(rng.choice([8, 17, 40, 64]))]
+        tail = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 24))]
+        prompt = tail if i % 4 == 3 else shared + tail
+        length = rng.randrange(24, 37) if i % 4 < 2 else rng.randrange(2, 10)
+        if i % 2 == 0:
+            params = SamplingParams(temperature=0, max_tokens=length, logprobs=3, ignore_eos=True)
+        else:
+            params = SamplingParams(
+                temperature=0.9,
+                top_p=0.9,
+                top_k=20 if i % 8 == 1 else 0,
+                min_p=0.02 if i % 8 == 3 else 0.0,
+                seed=i,
+                max_tokens=length,
+                logprobs=2,
+                presence_penalty=0.4,
+                frequency_penalty=0.3,
+                repetition_penalty=1.2,
+                min_tokens=1,
+            )
+        if i % 8 == 5:
+            params.prompt_logprobs = 2
+        found.append((prompt, params))
+    return found
+
+
+def facts(output: RequestOutput) -> list[tuple[Any, ...]]:
+    """All that a user can see of a request's tokens, floats included."""
+    prompt = [p and {t: (x.logprob, x.rank) for t, x in p.items()} for p in output.prompt_logprobs or []]
+    rows = []
+    for c in output.outputs:
+        assert c.logprobs is not None
+        steps = [{t: (x.logprob, x.rank) for t, x in step.items()} for step in c.logprobs]
+        rows.append((c.index, list(c.token_ids), c.cumulative_logprob, steps, c.finish_reason, prompt))
+    return rows
+
+
+def engine(options: dict[str, Any], dtype: str, **changes: Any) -> LLMEngine:
+    base = {
+        "dtype": dtype,
+        "max_model_len": 256,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+        "num_kv_blocks": 1024,
+        "debug": True,
+    }
+    return LLMEngine.from_engine_args(EngineArgs(**(options | base | changes)), show_progress=False)
+
+
+def drain(one: LLMEngine) -> dict[str, list[tuple[Any, ...]]]:
+    found = {}
+    while one.has_unfinished_requests():
+        for output in one.step():
+            if output.finished:
+                found[output.request_id] = facts(output)
+    one.check_integrity()
+    return found
+
+
+def run(one: LLMEngine, todo: list[tuple[list[int], SamplingParams]], together: int) -> list[Any]:
+    found: dict[str, Any] = {}
+    for low in range(0, len(todo), together):
+        for i, (prompt, params) in list(enumerate(todo))[low : low + together]:
+            one.add_request(str(i), prompt, params)
+        found |= drain(one)
+    assert one.stats().kv_cache_usage_perc == 0, "idle means an empty pool"
+    return [found[str(i)] for i in range(len(todo))]
+
+
+@pytest.fixture(scope="module")
+def baseline(model_options):
+    """Each model's requests, alone; computed once per model and dtype."""
+    known: dict[tuple[str, str], list[Any]] = {}
+
+    def alone(model: str, dtype: str) -> list[Any]:
+        if (model, dtype) not in known:
+            one = engine(model_options(model), dtype)
+            known[model, dtype] = run(one, requests(one.config.model.vocab_size), together=1)
+        return known[model, dtype]
+
+    return alone
+
+
+def check_variant(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
+    changes: dict[str, Any] = {
+        "max_num_batched_tokens": variant.budget,
+        "block_size": variant.block_size,
+        "enable_prefix_caching": variant.prefix,
+        "enable_chunked_prefill": variant.chunked,
+    }
+    if variant.preempted:
+        changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
+    one = engine(model_options(model), dtype, **changes)
+    todo = requests(one.config.model.vocab_size)
+    expected = baseline(model, dtype)
+    assert run(one, todo, variant.together) == expected
+    stats = one.stats()
+    if variant.preempted:
+        assert stats.num_preemptions_total > 0, "nothing was preempted, so nothing was tested"
+    if variant.prefix:
+        assert run(one, todo, variant.together) == expected
+        if not variant.preempted:
+            hits = one.stats().prefix_cache_hits_total
+            assert hits > stats.prefix_cache_hits_total, "no prefix was found again"
+
+
+def test_the_variants_cover_every_pair_of_values() -> None:
+    axes = [sorted({v[i] for v in VARIANTS[:9]}) for i in range(5)]
+    assert [len(values) for values in axes] == [3, 3, 3, 2, 2]
+    for i, j in itertools.combinations(range(5), 2):
+        met = {(v[i], v[j]) for v in VARIANTS}
+        assert met >= set(itertools.product(axes[i], axes[j])), f"axes {i} and {j}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[5], VARIANTS[8]])
+def test_exactness_llama(model_options, baseline, dtype: str, variant: Variant) -> None:
+    check_variant(model_options, baseline, "llama", dtype, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
+def test_exactness_matrix(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
+    check_variant(model_options, baseline, model, dtype, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_forks_equal_separate_requests(model_options, model: str, dtype: str, prefix_caching: bool) -> None:
+    """n = 4 computes its prompt once; four requests that draw as its forks would give the same."""
+    one = engine(model_options(model), dtype, enable_prefix_caching=prefix_caching, block_size=8)
+    prompt = requests(one.config.model.vocab_size)[1][0][:21]
+    params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=12, logprobs=2, repetition_penalty=1.1)
+    one.add_request("forks", prompt, params)
+    before = one.stats().prefix_cache_queries_total
+    forks = drain(one)["forks"]
+    assert len({tuple(row[1]) for row in forks}) > 1, "the forks drew the same tokens"
+
+    single = params.clone()
+    single.n = 1
+    for i in range(4):
+        processed = one.process_input(f"separate-{i}", prompt, single)
+        request = msgspec.structs.replace(processed.request, first_sequence_index=i)
+        one.submit(type(processed)(request, None), single)
+    separate = drain(one)
+    assert [separate[f"separate-{i}"][0][1:] for i in range(4)] == [row[1:] for row in forks]
+    if prefix_caching:
+        assert one.stats().prefix_cache_queries_total > before

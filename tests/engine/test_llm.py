@@ -1,0 +1,244 @@
+"""`LLM` as a user of the offline API sees it, on the bundled model."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+
+PROMPTS = ["Once upon a time", "The old captain looked at the sea and", "In the morning"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(model="demo", max_num_seqs=8, debug=True, show_progress=False)
+
+
+@pytest.fixture(autouse=True)
+def idle_engine(request: pytest.FixtureRequest):
+    """Whatever a test does, it leaves nothing behind."""
+    yield
+    if "llm" in request.fixturenames:
+        engine = request.getfixturevalue("llm").llm_engine
+        assert not engine.has_unfinished_requests()
+        assert engine.stats().kv_cache_usage_perc == 0
+        engine.check_integrity()
+
+
+def greedy(n: int, **options) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **options)
+
+
+def test_every_form_of_prompt(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    forms = [PROMPTS[0], ids, {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}]
+    several = llm.generate(forms, greedy(5), use_tqdm=False)
+    alone = [llm.generate(form, greedy(5), use_tqdm=False)[0] for form in forms]
+    texts = {o.outputs[0].text for o in several + alone}
+    assert len(texts) == 1
+    assert texts.pop()
+    assert [o.prompt for o in several] == [PROMPTS[0], None, PROMPTS[0], None]
+    assert all(o.prompt_token_ids == ids for o in several)
+
+
+def test_results_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = [greedy(9), greedy(3), greedy(6)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [o.prompt for o in outputs] == PROMPTS
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 3, 6]
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+    assert llm.generate([], greedy(1)) == []
+
+
+def test_text_is_the_decoded_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("It was a dark night", SamplingParams(seed=3, max_tokens=40), use_tqdm=False)
+    completion = output.outputs[0]
+    tokenizer = llm.get_tokenizer()
+    whole = tokenizer.decode(list(output.prompt_token_ids or []) + list(completion.token_ids))
+    assert whole.endswith(completion.text)
+    assert completion.text.startswith((" ", ",", "."))
+
+
+def test_default_parameters_come_from_the_model(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    defaults = llm.model_config.generation_defaults
+    assert defaults, "the bundled model has sampling defaults"
+    assert params.temperature == defaults["temperature"]
+    assert llm.generate("Hello", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_stop_string_and_stop_token(llm: LLM) -> None:
+    (free,) = llm.generate(PROMPTS[1], greedy(30), use_tqdm=False)
+    text, ids = free.outputs[0].text, list(free.outputs[0].token_ids)
+    stop = text[10:14]
+    (cut,) = llm.generate(PROMPTS[1], greedy(30, stop=stop), use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    (kept,) = llm.generate(PROMPTS[1], greedy(30, stop=[stop], include_stop_str_in_output=True), use_tqdm=False)
+    assert kept.outputs[0].text == text[: text.index(stop) + len(stop)]
+    (by_id,) = llm.generate(PROMPTS[1], greedy(30, stop_token_ids=[ids[7]]), use_tqdm=False)
+    first = ids.index(ids[7])
+    assert list(by_id.outputs[0].token_ids) == ids[: first + 1]
+    assert (by_id.outputs[0].finish_reason, by_id.outputs[0].stop_reason) == ("stop", ids[7])
+
+
+def test_n_and_best_of(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=12, logprobs=0)
+    (three,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert [c.index for c in three.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in three.outputs}) == 3
+    best = params.clone()
+    best.n, best.best_of = 1, 3
+    (one,) = llm.generate(PROMPTS[0], best, use_tqdm=False)
+    ranked = sorted(three.outputs, key=lambda c: -(c.cumulative_logprob or 0.0))
+    assert len(one.outputs) == 1
+    assert list(one.outputs[0].token_ids) == list(ranked[0].token_ids)
+    silent = SamplingParams(n=1, best_of=3, temperature=1.0, seed=1, max_tokens=12)
+    (same,) = llm.generate(PROMPTS[0], silent, use_tqdm=False)
+    assert list(same.outputs[0].token_ids) == list(ranked[0].token_ids)
+    assert same.outputs[0].logprobs is None
+
+
+def test_more_sequences_than_fit_at_once(llm: LLM) -> None:
+    params = SamplingParams(n=20, temperature=1.0, seed=1, max_tokens=4)
+    (many,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    few = params.clone()
+    few.n = 2
+    (two,) = llm.generate(PROMPTS[0], few, use_tqdm=False)
+    assert [len(c.token_ids) > 0 for c in many.outputs] == [True] * 20
+    assert [list(c.token_ids) for c in many.outputs[:2]] == [list(c.token_ids) for c in two.outputs]
+
+
+def test_logprobs(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], greedy(4, logprobs=3, prompt_logprobs=1), use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert completion.cumulative_logprob is not None
+    total = 0.0
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token].rank == 1
+        assert entry[token].logprob == max(x.logprob for x in entry.values())
+        assert len(entry) == 3
+        assert entry[token].decoded_token == llm.get_tokenizer().decode([token], skip_special_tokens=False)
+        total += entry[token].logprob
+    assert completion.cumulative_logprob == pytest.approx(total)
+    prompt = output.prompt_logprobs
+    assert prompt is not None
+    assert prompt[0] is None
+    assert output.prompt_token_ids is not None
+    assert len(prompt) == len(output.prompt_token_ids)
+    assert all(t in (p or {}) for t, p in zip(output.prompt_token_ids[1:], prompt[1:], strict=True))
+
+
+def test_unseeded_requests_differ_but_repeat_from_run_to_run() -> None:
+    def texts() -> list[str]:
+        one = LLM(model="demo", max_num_seqs=8, show_progress=False)
+        params = SamplingParams(temperature=1.0, max_tokens=12)
+        outputs = one.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
+        return [o.outputs[0].text for o in outputs]
+
+    first = texts()
+    assert first[0] != first[1]
+    assert texts() == first
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Good morning, captain. Where are we going?"}]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    (one,) = llm.chat(conversation, params, use_tqdm=False)
+    both = llm.chat([conversation, conversation], params, use_tqdm=False)
+    assert one.outputs[0].text.strip()
+    assert [o.outputs[0].text for o in both] == [one.outputs[0].text] * 2
+    (other,) = llm.chat(conversation, params, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    assert other.prompt == conversation[0]["content"]
+    with pytest.raises(InvalidRequestError, match="messages is empty"):
+        llm.chat([], params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+        ([5, 10**9], r"token id 1000000000 \(place 1\) is out of the vocabulary"),
+        ([5, -1], "out of the vocabulary"),
+        ({"prompt_token_ids": [5, 1.5]}, "ids must be integers"),
+        ({"prompt_token_ids": [5, True]}, "ids must be integers"),
+        ({"prompt": 5}, "got int"),
+        ({"text": "x"}, "unknown prompt entry 'text'"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string"),
+        ([7] * 5000, "maximum context length"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_any_work(llm: LLM, prompt, message: str) -> None:
+    if prompt != []:
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.generate(prompt, greedy(1))
+    with pytest.raises(ValueError, match=rf"prompt 1 of 3: .*{message}"):
+        llm.generate(["fine", prompt, "fine"], greedy(1))
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_wrong_counts_and_types(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="2 sampling params for 3 prompts"):
+        llm.generate(PROMPTS, [greedy(1), greedy(1)])
+    with pytest.raises(InvalidRequestError, match="1 priorities for 3 prompts"):
+        llm.generate(PROMPTS, greedy(1), priority=[1])
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
+        llm.generate("x", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(NotYetSupportedError, match="lora_request"):
+        llm.generate("x", greedy(1), lora_request=object())  # type: ignore[arg-type]
+
+
+def test_unknown_and_bad_options() -> None:
+    with pytest.raises(ConfigError, match="'max_modellen'.*'max_model_len'"):
+        LLM(model="demo", max_modellen=3)
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
+        LLM(model="demo", max_num_seqs=0)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\], got 1.5"):
+        LLM(model="demo", gpu_memory_utilization=1.5)
+    with pytest.raises(NotYetSupportedError, match="tensor_parallel_size=2"):
+        LLM(model="demo", tensor_parallel_size=2)
+    with pytest.raises(NotYetSupportedError, match="trust_remote_code"):
+        LLM(model="demo", trust_remote_code=True)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(model="demo", max_model_len=10**6)
+
+
+def test_skip_tokenizer_init() -> None:
+    one = LLM(model="demo", skip_tokenizer_init=True, show_progress=False)
+    (output,) = one.generate([[5, 6, 7]], greedy(3), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    assert output.outputs[0].text == ""
+    with pytest.raises(InvalidRequestError, match="needs a tokenizer"):
+        one.generate("text", greedy(1))
+    with pytest.raises(InvalidRequestError, match="stop needs a tokenizer"):
+        one.generate([[5]], SamplingParams(stop="x"))
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, greedy(3))
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "input: " in shown
+    assert "output: " in shown
+
+
+def test_a_raising_logits_processor_ends_only_its_own_request(llm: LLM) -> None:
+    def broken(output_ids, logits):
+        raise RuntimeError("boom")
+
+    expected = [o.outputs[0].text for o in llm.generate(PROMPTS, greedy(5), use_tqdm=False)]
+    params = [greedy(5), greedy(5, logits_processors=[broken]), greedy(5)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert "boom" in str(outputs[1].outputs[0].stop_reason)
+    assert [outputs[0].outputs[0].text, outputs[2].outputs[0].text] == [expected[0], expected[2]]
+
+
+def test_interrupt_leaves_nothing_behind(llm: LLM) -> None:
+    def interrupt(output_ids, logits):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(5, logits_processors=[interrupt]), use_tqdm=False)
