@@ -1,8 +1,13 @@
-"""Fixtures for all tests."""
+"""What all tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Set before torch is first imported, and for child processes too: the models here are tiny, and two OpenMP threads on a
+# busy machine wait for each other at every operation.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ROOT = Path(__file__).resolve().parent.parent
 

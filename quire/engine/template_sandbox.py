@@ -2,8 +2,8 @@
 
 `chat_template` compiles and renders through it; it knows nothing of messages. Bounds, all within this process: CPU
 time is checked in every loop pass and call, sizes before text, lists or numbers are made, and the output as it grows.
-What remains: comparing lists that hold one another many times over is one step of C code that no check can end; a
-server that takes templates from strangers renders them in a process that it can kill.
+What remains: no check ends a single step of C code once it runs (comparing lists that hold one another many times
+over, say), so a server that takes templates from strangers renders them in a process that it can kill.
 """
 
 import functools
@@ -111,7 +111,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None) if isinstance(__obj, BuiltinMethodType) else None
         if isinstance(owner, str | bytes | int):
             args = tuple(map(_listed, args))
-            _guard_method(owner, __obj.__name__, args)
+            _guard_method(owner, __obj.__name__, (*args, *kwargs.values()))
         return _made(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -228,7 +228,7 @@ def _tojson(
 
 def _check(size: int, limit: int) -> None:
     if size > limit:
-        raise TemplateLimitError(f"it makes something of size {size:.0f}, over the limit of {limit}")
+        raise TemplateLimitError(f"it makes something larger than the limit of {limit}")
 
 
 def _tick() -> None:
@@ -296,12 +296,26 @@ def _guard_widths(_: Any, *args: Any) -> None:
         _check(width if isinstance(width, int) else len(width) if isinstance(width, str) else 0, MAX_WIDTH)
 
 
+def _guard_text(text: Any, *args: Any) -> None:
+    """Filters that copy the rest of the text for each thing that they find in it."""
+    _check(len(text) if isinstance(text, str) else 0, MAX_WIDTH)
+    _guard_widths(text, *args)
+
+
+def _guard_sum(values: Any, *_: Any) -> None:
+    _measured(values)
+    if any(isinstance(value, list | tuple) for value in values):
+        _check(len(values), MAX_WIDTH // 100)  # each addition copies what there is
+
+
 def _guard_method(owner: Any, name: str, args: tuple[Any, ...]) -> None:
     """Methods of text and numbers whose result may be far larger than what they are given."""
     if name == "replace":
         _guard_replace(owner, *args)
     elif name == "join":
         _guard_join(*args[:1], owner)
+    elif name in ("rfind", "rindex", "rsplit", "rpartition") and args and isinstance(args[0], str):
+        _check(len(owner) * len(args[0]), 1 << 30)  # unlike find, quadratic at worst
     elif name == "translate":
         raise TemplateLimitError("translate() is not available")
     elif name in ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"):
@@ -312,8 +326,10 @@ _FILTER_GUARDS: dict[str, Callable[..., Any]] = {
     "replace": _guard_replace,
     "join": _guard_join,
     "format": lambda text, *values: _guard_percent(str(text), values),
-    **dict.fromkeys(("string", "pprint", "sum", "sort", "unique", "groupby", "xmlattr", "urlencode"), _measured),
-    **dict.fromkeys(("center", "indent", "batch", "slice", "round", "truncate", "wordwrap"), _guard_widths),
+    "sum": _guard_sum,
+    **dict.fromkeys(("striptags", "urlize", "wordwrap"), _guard_text),
+    **dict.fromkeys(("string", "pprint", "sort", "unique", "groupby", "xmlattr", "urlencode"), _measured),
+    **dict.fromkeys(("center", "indent", "batch", "slice", "round", "truncate"), _guard_widths),
 }
 
 
@@ -324,7 +340,7 @@ def _guarded(function: Callable[..., Any], guard: Callable[..., Any] | None) -> 
     @functools.wraps(function)  # takes that mark along
     def checked(*args: Any, **kwargs: Any) -> Any:
         _tick()
-        if guard is _measured or guard is _guard_join:
+        if guard in (_measured, _guard_join, _guard_sum):
             args = (*args[:place], _listed(args[place]), *args[place + 1 :])
         if guard is _measured:
             _measured(args[place])

@@ -64,12 +64,10 @@ class SentencePieceBackend:
         self.added_tokens: dict[int, tuple[str, bool]] = {}
         named = (*config.named_tokens.values(), *config.extra_special_tokens)
         special = {token.content for token in named}
-        for token in (*(config.added_tokens[i] for i in sorted(config.added_tokens)), *named):
-            index = self._base_id(token.content)
-            known = {content for content, _ in self.added_tokens.values()}
-            if token.content not in known:
-                index = max(self._size, *self.added_tokens, 0) if index is None else index
-                index = index + (index in self.added_tokens)
+        for given, token in (*sorted(config.added_tokens.items()), *((None, token) for token in named)):
+            base = self._base_id(token.content)
+            if all(token.content != content for content, _ in self.added_tokens.values()):
+                index = next(i for i in (base, given, max(self._size - 1, *self.added_tokens, 0) + 1) if i is not None)
                 self.added_tokens[index] = (token.content, token.special or token.content in special)
         self._added_ids = {content: i for i, (content, _) in self.added_tokens.items()}
         longest_first = sorted(self._added_ids, key=len, reverse=True)
@@ -92,7 +90,7 @@ class SentencePieceBackend:
         text.encode()  # a lone surrogate raises here
         ids: list[int] = []
         for place, part in enumerate(self._pattern.split(text) if self._pattern else [text]):
-            if part in self._added_ids and place % 2:
+            if place % 2:
                 ids.append(self._added_ids[part])
             elif part:
                 ids.extend((self._later if place else self._processor).encode(part))
