@@ -67,16 +67,14 @@ def family_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def model_options(family_dirs: dict[str, Path]):
+def model_options(family_dirs: dict[str, Path], request: pytest.FixtureRequest):
     """Engine options that load a model by its short name; skips where its files are absent."""
 
     def options(name: str) -> dict[str, object]:
         if name in family_dirs:
             return {"model": str(family_dirs[name]), "load_format": "dummy", "skip_tokenizer_init": True}
         if name == "stories260K":
-            path = Path(__file__).parents[3] / "shared" / "data" / "models" / name
-            if not path.is_dir():
-                pytest.skip("shared test data is absent")
+            path = request.getfixturevalue("shared_data") / "models" / name
             return {"model": str(path), "skip_tokenizer_init": True}
         return {"model": name, "skip_tokenizer_init": True}
 
