@@ -18,6 +18,10 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import RowTable
 from quire.worker.weight_loader import LoadReport, load_model_weights
 
+# A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
+# a second thread, and milliseconds less than waiting for one on a busy machine.
+SMALL_MODEL = 16_000_000
+
 
 class Worker:
     """Loads the model, reports memory, allocates the KV cache, executes plans."""
@@ -27,6 +31,8 @@ class Worker:
         self._backend = select_backend()
         self._model = build_model(config.model, self._backend)
         self._runner: ModelRunner | None = None
+        num_parameters = sum(p.numel() for p in self._model.parameters())
+        self._num_threads = 1 if num_parameters < SMALL_MODEL else torch.get_num_threads()
 
     def load(self, progress: bool = True) -> LoadReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
@@ -58,9 +64,16 @@ class Worker:
         self._runner = ModelRunner(self._model, self._backend, caches, table, poison=self._config.args.debug)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step."""
+        """Carry out one step, on this worker's number of threads; the process's own setting is left as it was."""
         assert self._runner is not None, "initialize_cache comes first"
-        return self._runner.execute(plan)
+        outside = torch.get_num_threads()
+        if outside == self._num_threads:
+            return self._runner.execute(plan)
+        torch.set_num_threads(self._num_threads)
+        try:
+            return self._runner.execute(plan)
+        finally:
+            torch.set_num_threads(outside)
 
     @property
     def model(self) -> torch.nn.Module:
