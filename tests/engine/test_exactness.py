@@ -47,15 +47,15 @@ FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two 
 
 def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
     """Prompts of many lengths, in pairs with a common beginning; half greedy, half seeded with penalties."""
-    rng = random.Random(11)
+    rng, sizes = random.Random(11), random.Random(12)  # apart, so that every vocabulary gets the same lengths
     found = []
     shared: list[int] = []
     for i in range(NUM_REQUESTS):
         if i % 4 == 0:
-            shared = [rng.randrange(3, vocab_size) for _ in range(rng.choice([8, 17, 40, 64]))]
-        tail = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 24))]
+            shared = [rng.randrange(3, vocab_size) for _ in range(sizes.choice([8, 17, 40, 64]))]
+        tail = [rng.randrange(3, vocab_size) for _ in range(sizes.randrange(1, 24))]
         prompt = tail if i % 4 == 3 else shared + tail
-        length = rng.randrange(24, 37) if i % 4 < 2 else rng.randrange(2, 10)
+        length = sizes.randrange(24, 37) if i % 4 < 2 else sizes.randrange(2, 10)
         if i % 2 == 0:
             params = SamplingParams(temperature=0, max_tokens=length, logprobs=3, ignore_eos=True)
         else:
