@@ -1,0 +1,107 @@
+"""Command-line flags made from typed fields: an engine option or a sampling parameter is declared once, elsewhere.
+
+The subcommands call this while the parser is built, so it must stay cheap: no torch, no tokenizer. A field's type
+decides how its flag is read, its help text is what `--help` shows.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import types
+import typing
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config.engine_args import EngineArgs
+from quire.errors import ConfigError
+
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def human_int(text: str) -> int:
+    """A whole number, with an optional suffix: k, m, g, t are powers of 1000 and K, M, G, T powers of 1024."""
+    if match := re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text):
+        return int(match[1]) * (_DECIMAL | _BINARY | {"": 1})[match[2]]
+    if match := re.fullmatch(r"(\d+)\.(\d+)([kmgt])", text):
+        scaled = int(match[1] + match[2]) * _DECIMAL[match[3]]
+        if scaled % 10 ** len(match[2]) == 0:
+            return scaled // 10 ** len(match[2])
+    raise ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 4k (= 4000) or 4K (= 4096)")
+
+
+def positive_int(text: str) -> int:
+    """`human_int`, at least 1."""
+    if (value := human_int(text)) < 1:
+        raise ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"not valid JSON ({error}): {text!r}") from None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"must be a JSON object such as '{{\"key\": 1}}', got {text!r}")
+    return value
+
+
+def flag_name(field_name: str) -> str:
+    """`max_model_len` -> `--max-model-len`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, default: Any, help_text: str) -> None:
+    """Add the flag of one field. Where the user leaves it out, the namespace has no such attribute.
+
+    Args:
+        hint: the field's type: bool, int, float, str, a Literal, a dict, or one of these or None.
+        default: shown in the help, unless it is None or a bool.
+    """
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    spec: dict[str, Any]
+    if typing.get_origin(hint) is typing.Literal:
+        spec = {"choices": list(typing.get_args(hint))}
+    elif hint is bool:
+        spec = {"action": argparse.BooleanOptionalAction}
+        help_text += f" (on by default: {flag_name('no_' + name)} turns it off)" if default else ""
+    else:
+        readers = {int: (human_int, "N"), float: (float, "X"), str: (str, "TEXT"), dict: (json_object, "JSON")}
+        reader, metavar = readers[typing.get_origin(hint) or hint]
+        spec = {"type": reader, "metavar": metavar}
+    if default is not None and hint is not bool:
+        help_text += f" (default: {default})"
+    group.add_argument(flag_name(name), dest=name, default=SUPPRESS, help=help_text.replace("%", "%%"), **spec)
+
+
+def add_engine_flags(parser: ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
+    """Add MODEL and one flag for every field of `EngineArgs`; `defaults` replaces some of its defaults here."""
+    parser.add_argument(
+        "model_argument", nargs="?", metavar="MODEL", help="model directory or hub id (default: the bundled 'demo')"
+    )
+    group = parser.add_argument_group("engine options")
+    hints = typing.get_type_hints(EngineArgs)
+    for field in dataclasses.fields(EngineArgs):
+        default = (defaults or {}).get(field.name, field.default)
+        add_typed_flag(group, field.name, hints[field.name], default, field.metadata["help"])
+    parser.set_defaults(**(defaults or {}))
+
+
+def engine_args_from(namespace: Namespace) -> EngineArgs:
+    """The engine options that the user gave; EngineArgs' defaults for the rest.
+
+    Raises:
+        ConfigError: the model is named twice and differently, or an option is out of range.
+    """
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    given = {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
+    if namespace.model_argument is not None:
+        if given.get("model", namespace.model_argument) != namespace.model_argument:
+            raise ConfigError(f"the model is named twice: {namespace.model_argument!r} and --model {given['model']!r}.")
+        given["model"] = namespace.model_argument
+    return EngineArgs(**given)

@@ -1,0 +1,110 @@
+"""The `quire` command: finds the subcommand, runs it, and turns what went wrong into one line and an exit code.
+
+Exit codes: 0 done, 1 the work failed, 2 wrong usage or configuration, 130 interrupted, 141 the reader of our output
+went away. An error that is not ours to expect keeps its traceback: it is a bug.
+"""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import quire
+from quire.entrypoints.cli import bench, chat, generate
+from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
+from quire.utils.suggest import nearest
+
+_USAGE_ERRORS = (ConfigError, InvalidRequestError, NotYetSupportedError)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, and reports an error without pages of usage."""
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nSee '{self.prog} --help'.\n")
+
+
+def build_parser() -> Parser:
+    """The whole command line; each leaf sets `run` (its function) and `parser` (itself, for error messages)."""
+    parser = Parser(prog="quire", description="Run large language models.")
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_leaf(commands, "generate", "continue prompts", generate.add_flags, generate.run)
+    _add_leaf(commands, "chat", "talk with a model in the terminal", chat.add_flags, chat.run)
+    bench_help = "measure latency or throughput"
+    measures = commands.add_parser("bench", help=bench_help).add_subparsers(metavar="WHAT", required=True)
+    latency_help, throughput_help = "time one batch of prompts, run again and again", "time many requests given at once"
+    _add_leaf(measures, "latency", latency_help, bench.add_latency_flags, bench.run_latency)
+    _add_leaf(measures, "throughput", throughput_help, bench.add_throughput_flags, bench.run_throughput)
+    _add_leaf(commands, "version", "show the version", None, _print_version)
+    return parser
+
+
+def _add_leaf(
+    commands: argparse._SubParsersAction,
+    name: str,
+    help_text: str,
+    add_flags: Callable[[argparse.ArgumentParser], None] | None,
+    run: Callable[[argparse.Namespace], None],
+) -> None:
+    leaf = commands.add_parser(name, help=help_text, description=f"{help_text.capitalize()}.")
+    leaf.set_defaults(run=run, parser=leaf)
+    if add_flags is not None:
+        add_flags(leaf)
+        leaf.usage = "%(prog)s [MODEL] [options]"
+
+
+def _print_version(_: argparse.Namespace) -> None:
+    print(f"quire {quire.__version__}")
+
+
+def _with_dashes(arguments: Sequence[str]) -> list[str]:
+    """`--max_model_len=8` as `--max-model-len=8`: both spellings of a flag are one; values stay as they are."""
+    result: list[str] = []
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return result + list(arguments[position:])
+        name, equals, value = argument.partition("=")
+        result.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
+    return result
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Report the first argument that no flag took, with the nearest flag there is."""
+    name = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = nearest(name, known) if name.startswith("-") else None
+    parser.error(f"unknown argument {name}." + (f" Did you mean {close}?" if close else ""))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` by default) and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may write what this terminal can't show
+    try:
+        namespace, unknown = parser.parse_known_args(_with_dashes(arguments))
+        if unknown:
+            _refuse_unknown(namespace.parser, unknown)
+        namespace.run(namespace)
+        sys.stdout.flush()
+    except QuireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, _USAGE_ERRORS) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0

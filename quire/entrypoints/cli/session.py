@@ -1,0 +1,103 @@
+"""What the subcommands share: an `LLM` made from the flags, sampling flags, and one request streamed step by step.
+
+torch comes in here and only here, inside `load`, once the command line is known to be in order.
+"""
+
+import itertools
+import time
+import typing
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Generator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.entrypoints.cli.flags import add_typed_flag, engine_args_from
+from quire.outputs import RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.entrypoints.llm import LLM
+
+_SAMPLING_HELP = {
+    "max_tokens": "most tokens to generate",
+    "temperature": "0 always takes the likeliest token; higher is more random",
+    "top_p": "sample from the likeliest tokens that make up this share of the probability",
+    "top_k": "sample from the k likeliest tokens; 0 for all",
+    "min_p": "drop tokens less likely than this share of the likeliest one",
+    "presence_penalty": "against tokens that have come already",
+    "frequency_penalty": "against tokens by how often they have come",
+    "repetition_penalty": "against tokens of the prompt and the output; 1 is none",
+    "min_tokens": "generate at least this many tokens",
+    "ignore_eos": "go on after the end-of-sequence token",
+}
+_request_numbers = itertools.count()
+
+
+def load(namespace: Namespace) -> tuple["LLM", float]:
+    """The LLM that the engine flags describe, and the seconds it took (importing torch included)."""
+    args = engine_args_from(namespace)
+    start = time.perf_counter()
+    from quire.entrypoints.llm import LLM
+
+    llm = LLM(**{field.name: getattr(args, field.name) for field in fields(args)})
+    return llm, time.perf_counter() - start
+
+
+def add_sampling_flags(parser: ArgumentParser, help_texts: Mapping[str, str] | None = None) -> None:
+    """Flags for the sampling parameters that a person wants at a terminal; `--seed` is an engine flag already.
+
+    Args:
+        help_texts: further fields of `SamplingParams`, or another help text for one of the usual.
+    """
+    group = parser.add_argument_group("sampling (defaults: the model's generation_config.json, then these)")
+    hints = typing.get_type_hints(SamplingParams)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+    for name, help_text in (_SAMPLING_HELP | dict(help_texts or {})).items():
+        default = None if name == "max_tokens" else defaults[name]
+        add_typed_flag(group, name, hints[name], default, help_text)
+    group.add_argument("--stop", action="append", default=SUPPRESS, metavar="TEXT", help="end before this text; repeat")
+
+
+def sampling_given(namespace: Namespace) -> dict[str, Any]:
+    """The sampling flags that the user gave, checked while no time has gone into loading a model yet.
+
+    Raises:
+        InvalidRequestError: a value is out of its range.
+    """
+    given = {name: value for name, value in vars(namespace).items() if name in SamplingParams.__struct_fields__}
+    given.pop("seed", None)  # the engine's, which keys requests without a seed
+    SamplingParams(**given)
+    return given
+
+
+def sampling_params(llm: "LLM", given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
+    """The flags given, over the model's own defaults; `max_tokens` where neither says how many."""
+    defaults = llm.get_default_sampling_params()
+    if defaults.max_tokens == SamplingParams().max_tokens:
+        given = {"max_tokens": max_tokens} | given
+    return msgspec.structs.replace(defaults, **given)
+
+
+def stream(llm: "LLM", prompt: Any, params: SamplingParams) -> Generator[RequestOutput, None, None]:
+    """Run one request and yield its outputs as they come, each holding only what is new.
+
+    Closing the iterator before its end aborts the request.
+
+    Raises:
+        InvalidRequestError: the prompt or the parameters are refused.
+    """
+    engine, request_id = llm.llm_engine, f"stream-{next(_request_numbers)}"
+    engine.add_request(request_id, prompt, msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA))
+    finished = False
+    try:
+        while not finished:
+            for output in engine.step():
+                if output.request_id == request_id:
+                    finished = output.finished
+                    yield output
+    finally:
+        if not finished:
+            engine.abort_request(request_id)
+            engine.discard_outputs([request_id])

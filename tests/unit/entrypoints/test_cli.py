@@ -1,0 +1,245 @@
+"""The command line against a fake `LLM`: flags, streams, files, exit codes; nothing here imports torch."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.entrypoints.cli.flags import engine_args_from, human_int
+from quire.entrypoints.cli.main import build_parser, main
+from quire.errors import ModelLoadError
+from quire.sampling_params import RequestOutputKind
+
+ROOT = Path(__file__).parents[3]
+
+
+def parse(*arguments: str) -> EngineArgs:
+    from quire.entrypoints.cli.main import _with_dashes
+
+    return engine_args_from(build_parser().parse_args(_with_dashes(["generate", *arguments])))
+
+
+# ---- help and flags
+
+
+def test_help_lists_what_there_is_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom quire.entrypoints.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'numpy', 'huggingface_hub', 'jinja2'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *help_text, heavy = done.stdout.splitlines()
+    assert heavy == "[]"
+    listed = {line.split()[0] for line in help_text if line.startswith("    ")}
+    assert listed == {"generate", "chat", "bench", "version"}
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "latency"], ["bench", "throughput"]])
+def test_every_engine_option_is_a_flag(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(EngineArgs):
+        assert "--" + field.name.replace("_", "-") in shown
+        assert " ".join(field.metadata["help"].split()[:3]) in shown
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "quire", "version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "quire 0.1.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("-1", -1), ("4096", 4096), ("4k", 4000), ("4K", 4096), ("1M", 2**20), ("1m", 10**6), ("2.5k", 2500)],
+)
+def test_human_int(text: str, value: int) -> None:
+    assert human_int(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "4q", "1.5", "1.5K", "1.0001k", "0x10", "four", "4 k", "1e3"])
+def test_human_int_refuses(text: str) -> None:
+    with pytest.raises(Exception, match="not a whole number"):
+        human_int(text)
+
+
+def test_flags_left_out_are_the_defaults() -> None:
+    assert parse() == EngineArgs()
+
+
+def test_engine_flags_reach_the_options() -> None:
+    args = parse(
+        "some/model", "--max-model-len", "4k", "--max_num_seqs=8", "--no-enable-prefix-caching", "--kv_cache_memory",
+        "1G", "--scheduling-policy", "priority", "--gpu-memory-utilization", "0.5", "--hf-overrides", '{"a_b": [1]}',
+    )  # fmt: skip
+    assert args == EngineArgs(
+        model="some/model", max_model_len=4000, max_num_seqs=8, enable_prefix_caching=False, kv_cache_memory=2**30,
+        scheduling_policy="priority", gpu_memory_utilization=0.5, hf_overrides={"a_b": [1]},
+    )  # fmt: skip
+
+
+def test_both_ways_to_name_the_model() -> None:
+    assert parse("m") == parse("--model", "m") == parse("m", "--model", "m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--max-modl-len", "4"], "unknown argument --max-modl-len. Did you mean --max-model-len?"),
+        (["generate", "--max_modl_len=4"], "Did you mean --max-model-len?"),
+        (["chat", "--temprature=1"], "unknown argument --temprature. Did you mean --temperature?"),
+        (["bench", "latency", "--batchsize", "3"], "Did you mean --batch-size?"),
+        (["generate", "--xyzzy"], "unknown argument --xyzzy."),
+        (["generate", "a", "b"], "unknown argument b."),
+        (["generate", "--max-model-len", "long"], "not a whole number"),
+        (["generate", "--max-model"], "unknown argument --max-model."),
+        (["generate", "--hf-overrides", "{"], "not valid JSON"),
+        (["generate", "--hf-overrides", "[1]"], "must be a JSON object"),
+        (["generate", "--scheduling-policy", "lifo"], "invalid choice"),
+        (["bench", "latency", "--batch-size", "0"], "must be at least 1"),
+        (["serv"], "invalid choice: 'serv'"),
+        (["bench"], "required: WHAT"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert "usage:" not in captured.err
+    assert captured.out == ""
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+# ---- generate
+
+
+def test_one_prompt_streams_its_text_alone(fake_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "demo", "--prompt", "Once --a_b=c", "--temperature", "0", "--max-tokens", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Once more é.\n"
+    assert "2 tokens in and 3 out" in captured.err
+    ((prompt, params),) = fake_llm.made[0].llm_engine.requests
+    assert prompt == "Once --a_b=c"
+    assert (params.temperature, params.max_tokens, params.output_kind) == (0.0, 5, RequestOutputKind.DELTA)
+    assert fake_llm.made[0].llm_engine.aborted == []
+
+
+def test_several_prompts(fake_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "one", "--prompt", "two", "--n", "2", "--max-tokens", "4"]) == 0
+    out = capsys.readouterr().out
+    places = [out.index(t) for t in ("[1/2] one", "text 0.0", "text 0.1", "[2/2] two", "text 1.0", "text 1.1")]
+    assert places == sorted(places)
+    assert out.splitlines()[-1].startswith("2 prompts, 6 tokens in and 16 out in ")
+    prompts, params = fake_llm.made[0].calls[0]
+    assert (prompts, params.n) == (["one", "two"], 2)
+
+
+def test_sampling_flags_go_over_the_models_defaults(fake_llm: Any) -> None:
+    fake_llm.defaults = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 77}
+    assert main(["generate", "--prompt", "x", "--top_p", "0.5", "--stop", "a", "--stop", "b", "--ignore-eos"]) == 0
+    ((_, params),) = fake_llm.made[0].llm_engine.requests
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.6, 0.5, 77)
+    assert (params.stop, params.ignore_eos) == (["a", "b"], True)
+
+
+def test_seed_is_the_engines(fake_llm: Any) -> None:
+    assert main(["generate", "--prompt", "x", "--seed", "11"]) == 0
+    ((_, params),) = fake_llm.made[0].llm_engine.requests
+    assert (fake_llm.made[0].args.seed, params.seed, params.max_tokens) == (11, None, 128)
+
+
+def test_prompts_from_a_file_and_from_standard_input(
+    fake_llm: Any, tmp_path: Path, give_input: Callable[[str], None]
+) -> None:
+    (tmp_path / "prompts").write_text("first\n\nsecönd\n", encoding="utf-8")
+    assert main(["generate", "--prompts-file", str(tmp_path / "prompts"), "--prompt", "zero"]) == 0
+    give_input("a\nb\n")
+    assert main(["generate", "--prompts-file", "-"]) == 0
+    give_input("one prompt\nof two lines\n")
+    assert main(["generate"]) == 0
+    assert fake_llm.made[0].calls[0][0] == ["zero", "first", "secönd"]
+    assert fake_llm.made[1].calls[0][0] == ["a", "b"]
+    assert fake_llm.made[2].llm_engine.requests[0][0] == "one prompt\nof two lines"
+
+
+def test_no_prompt_is_refused_before_any_model_is_loaded(
+    fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], give_input: Callable[[str], None]
+) -> None:
+    (tmp_path / "latin").write_bytes(b"\xe9\n")
+    for arguments, message in (
+        ([], "no prompt: give --prompt"),
+        (["--prompts-file", str(tmp_path / "gone")], "No such file"),
+        (["--prompts-file", str(tmp_path / "latin")], "UTF-8"),
+    ):
+        give_input("")
+        assert main(["generate", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert fake_llm.made == []
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--max-num-seqs", "0"], 2, "error: max_num_seqs must be at least 1, got 0.\n"),
+        (["--quantization", "awq"], 2, "error: quantization='awq' is not supported yet"),
+        (["--temperature", "3"], 2, "error: temperature must be a number in [0, 2]; it is 3.0.\n"),
+        (["--n", "0"], 2, "error: n must be an integer in [1, 16384]; it is 0.\n"),
+    ],
+)
+def test_an_error_is_one_line(
+    fake_llm: Any, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--prompt", "x", *arguments]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+    assert fake_llm.made == []  # no time was spent on a model
+
+
+def test_a_refused_prompt(fake_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_llm.refuse = lambda prompt: True
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "error: prompt is refused.\n"
+
+
+@pytest.mark.parametrize(("failure", "code"), [(ModelLoadError("no weights here."), 1), (KeyboardInterrupt(), 130)])
+def test_exit_codes_of_failures(
+    fake_llm: Any, failure: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_llm.failure = failure
+    assert main(["generate", "--prompt", "x"]) == code
+    assert capsys.readouterr().err == ("error: no weights here.\n" if code == 1 else "")
+
+
+def test_a_bug_keeps_its_traceback(fake_llm: Any) -> None:
+    fake_llm.failure = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "--prompt", "x"])
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "quire", "version"]
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,75 @@
+"""`quire bench` against a fake `LLM`: what is run, how often, and the figures that come out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.entrypoints.cli import bench
+from quire.entrypoints.cli.main import main
+
+
+def test_percentile_interpolates() -> None:
+    assert bench.percentile([3.0, 1.0, 2.0, 4.0], 50) == 2.5
+    assert bench.percentile([1.0, 2.0], 99) == pytest.approx(1.99)
+    assert [bench.percentile([5.0], p) for p in (10, 50, 99)] == [5.0] * 3
+
+
+def test_bench_latency(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "latency.json"
+    shape = [
+        "--input-len",
+        "6",
+        "--output-len",
+        "7",
+        "--batch-size",
+        "3",
+        "--num-iters-warmup",
+        "2",
+        "--num-iters",
+        "4",
+    ]
+    assert main(["bench", "latency", "m", *shape, "--output-json", str(path), "--seed", "5"]) == 0
+    (llm,) = fake_llm.made
+    assert llm.args == EngineArgs(model="m", enable_prefix_caching=False, seed=5)
+    assert len(llm.calls) == 2 + 4
+    prompts, params = llm.calls[0]
+    assert [len(p["prompt_token_ids"]) for p in prompts] == [6, 6, 6]
+    assert all(0 <= t < 50 for p in prompts for t in p["prompt_token_ids"])
+    assert (params.max_tokens, params.ignore_eos) == (7, True)
+    figures = json.loads(path.read_text())
+    assert len(figures["latencies"]) == 4
+    assert set(figures["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+    assert f"Avg latency: {figures['avg_latency']:.4f} seconds" in capsys.readouterr().out
+    main(["bench", "latency", "m", *shape, "--seed", "5"])
+    assert fake_llm.made[1].calls[0][0] == prompts
+
+
+def test_bench_throughput_random(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "throughput.json"
+    shape = ["--num-prompts", "4", "--input-len", "3", "--output-len", "9"]
+    assert main(["bench", "throughput", *shape, "--output-json", str(path)]) == 0
+    figures = json.loads(path.read_text())
+    assert (figures["num_requests"], figures["num_prompt_tokens"], figures["num_output_tokens"]) == (4, 12, 36)
+    assert figures["tokens_per_second"] == pytest.approx(48 / figures["elapsed_time"])
+    assert "Throughput: " in capsys.readouterr().out
+    assert fake_llm.made[0].args.enable_prefix_caching
+
+
+def test_bench_throughput_of_a_dataset(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"prompt": "a", "max_tokens": 2}, {"prompt": [4, 5]}, {"prompt": "c", "other": 1}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "d.txt").write_text("a\nb\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    assert main(["bench", "throughput", "--dataset", str(tmp_path / "d.jsonl"), "--output-len", "8"]) == 0
+    assert main(["bench", "throughput", "--dataset", str(tmp_path / "d.txt"), "--num-prompts", "1"]) == 0
+    prompts, params = fake_llm.made[0].calls[0]
+    assert prompts == ["a", {"prompt_token_ids": [4, 5]}, "c"]
+    assert [p.max_tokens for p in params] == [2, 8, 8]
+    assert fake_llm.made[1].calls[0][0] == ["a"]
+    assert main(["bench", "throughput", "--dataset", str(tmp_path / "bad.jsonl")]) == 2
+    assert "record 2" in capsys.readouterr().err
+    assert main(["bench", "throughput", "--dataset", str(tmp_path / "gone.txt")]) == 2
+    assert len(fake_llm.made) == 2
