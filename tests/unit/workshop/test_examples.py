@@ -1,0 +1,62 @@
+"""The examples and the command line run as they stand, in processes of their own, with the bundled model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, input=given, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path) -> None:
+    lines = run(str(example.relative_to(ROOT))).stdout.splitlines()
+    assert len(lines) >= 3
+    if example.stem == "seeded_sampling_n":
+        assert lines[-1] == "tokens equal in a batch: True - logprobs equal: True"
+
+
+def test_generate_streams_what_a_batch_gives() -> None:
+    """A prompt piped in and streamed, and the same prompt among others: one text."""
+    flags = ["-m", "quire", "generate", "demo", "--max-tokens", "24", "--temperature", "0"]
+    alone = run(*flags, given="Once upon a time")
+    assert alone.stdout.strip()
+    assert " out in " in alone.stderr
+    several = run(*flags, "--prompt", "Once upon a time", "--prompt", "In the end")
+    assert " ".join(alone.stdout.split()) in " ".join(several.stdout.split())
+    assert "out/s" in several.stdout.splitlines()[-1]
+    assert "toks/s" in several.stderr
+
+
+def test_chat_answers_piped_questions() -> None:
+    done = run("-m", "quire", "chat", "demo", "--max-tokens", "12", given="Hello.\nHow are you?\n")
+    assert len(done.stdout.strip().splitlines()) >= 1
+
+
+def test_bench_latency_runs() -> None:
+    shape = [
+        "--input-len",
+        "4",
+        "--output-len",
+        "4",
+        "--batch-size",
+        "2",
+        "--num-iters-warmup",
+        "0",
+        "--num-iters",
+        "2",
+    ]
+    assert "Avg latency: " in run("-m", "quire", "bench", "latency", "demo", *shape).stdout
