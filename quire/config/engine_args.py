@@ -5,6 +5,7 @@ against the model's own configuration, once, and returns the frozen `EngineConfi
 """
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.utils.suggest import nearest
+
+logger = logging.getLogger(__name__)
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -33,7 +36,7 @@ class EngineArgs:
         "auto", "'auto' reads tokenizer.json, 'slow' a SentencePiece tokenizer.model."
     )
     skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts and outputs are token ids only.")
-    trust_remote_code: bool = _option(False, "Code shipped with a model is never run; True is refused.")
+    trust_remote_code: bool = _option(False, "Accepted and without effect: code shipped with a model is never run.")
     dtype: str = _option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
     quantization: str | None = _option(None, "Weight quantization; not available yet.")
     load_format: Literal["auto", "safetensors", "dummy"] = _option(
@@ -103,9 +106,7 @@ class EngineArgs:
 
     def _refuse_what_is_not_there_yet(self) -> None:
         if self.trust_remote_code:
-            raise NotYetSupportedError(
-                "trust_remote_code=True is refused: Quire never runs code that comes with a model. Leave it False."
-            )
+            logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         for name in ("quantization", "speculative_config"):
             if getattr(self, name) is not None:
                 raise NotYetSupportedError(f"{name}={getattr(self, name)!r} is not supported yet; leave it None.")

@@ -30,6 +30,8 @@ class LLM:
 
     Args:
         model: a model directory, a hub id, or "demo" for the bundled model.
+        tokenizer: likewise, where it is not the model's own.
+        show_progress: draw a bar while the weights load.
         **kwargs: any field of `EngineArgs`.
 
     Raises:
@@ -37,8 +39,10 @@ class LLM:
         ModelLoadError: the model can't be loaded.
     """
 
-    def __init__(self, model: str = "demo", *, show_progress: bool = True, **kwargs: Any) -> None:
-        args = EngineArgs.from_kwargs(model=str(model), **kwargs)
+    def __init__(
+        self, model: str = "demo", tokenizer: str | None = None, *, show_progress: bool = True, **kwargs: Any
+    ) -> None:
+        args = EngineArgs.from_kwargs(model=str(model), tokenizer=tokenizer, **kwargs)
         self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress)
         self._request_ids = itertools.count()
 

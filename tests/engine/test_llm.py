@@ -199,10 +199,26 @@ def test_unknown_and_bad_options() -> None:
         LLM(model="demo", gpu_memory_utilization=1.5)
     with pytest.raises(NotYetSupportedError, match="tensor_parallel_size=2"):
         LLM(model="demo", tensor_parallel_size=2)
-    with pytest.raises(NotYetSupportedError, match="trust_remote_code"):
-        LLM(model="demo", trust_remote_code=True)
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model="demo", max_model_len=10**6)
+
+
+def test_a_vllm_script_with_its_usual_options_runs(caplog: pytest.LogCaptureFixture) -> None:
+    one = LLM(
+        "demo",
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.2,
+        swap_space=4,
+        enforce_eager=True,
+        trust_remote_code=True,
+        max_model_len=128,
+        seed=3,
+        dtype="half",
+        show_progress=False,
+    )
+    assert "never runs code that comes with a model" in caplog.text
+    (output,) = one.generate(PROMPTS[0], SamplingParams(temperature=0.8, top_p=0.95), use_tqdm=False)
+    assert 1 <= len(output.outputs[0].token_ids) <= 16
 
 
 def test_skip_tokenizer_init() -> None:
