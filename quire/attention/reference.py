@@ -1,0 +1,195 @@
+"""The plain-torch attention backend: the specification that every other backend is tested against.
+
+`build` keeps the step's description; the first layer of each kind (heads, window) has it cut into query tiles and
+key tiles, and the layers after it share the result. The arithmetic is `quire.ops.paged_attention`. It must not know
+which requests the sequences belong to.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.attention.backend import AttentionBackend, AttentionBatch
+from quire.ops.reference_attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
+
+SHARED_FROM = 5  # query tiles from which a sequence is a group of its own: its tiles then share each gathered key tile
+MAX_TILE_FLOATS = 1 << 19  # fp32 numbers in a group's largest transient tensor: 2 MiB, so that it stays in cache
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the cutting depends on besides the batch."""
+
+    group_size: int  # query heads per KV head
+    kv_width: int  # KV heads * head_dim
+    window: int | None
+
+    @property
+    def query_rows(self) -> int:
+        return -(-self.group_size // QUERY_ROWS) * QUERY_ROWS
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens per query tile."""
+        return self.query_rows // self.group_size
+
+    @property
+    def max_items(self) -> int:
+        """Items of a group whose keys and values, gathered for each, stay within MAX_TILE_FLOATS."""
+        return max(1, MAX_TILE_FLOATS // (2 * KEY_TILE * self.kv_width))
+
+    @property
+    def max_shared_items(self) -> int:
+        """The same where the items share one key tile, and their scores and outputs are what takes room."""
+        return max(1, MAX_TILE_FLOATS // (self.query_rows * max(KEY_TILE, self.kv_width)))
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Query tiles as arrays, one entry each; first, last and low are absolute positions."""
+
+    sequence: np.ndarray  # index of the sequence in the batch
+    row: np.ndarray  # row of the first token
+    first: np.ndarray  # position of the first token
+    last: np.ndarray  # position of the last token
+    low: np.ndarray  # earliest position that any of the tokens sees
+
+    def __getitem__(self, index: slice | np.ndarray) -> "_Items":
+        return _Items(self.sequence[index], self.row[index], self.first[index], self.last[index], self.low[index])
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class ReferenceMetadata:
+    """A step's description and the work already cut from it."""
+
+    batch: AttentionBatch
+    _work: dict[_Shape, AttentionWork] = field(default_factory=dict)
+
+    def work(self, shape: _Shape) -> AttentionWork:
+        """The step's work for one kind of layer; cut on first use."""
+        if shape not in self._work:
+            self._work[shape] = _cut(self.batch, shape)
+        return self._work[shape]
+
+
+class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
+    """Plain torch, any head size, any dtype."""
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """[blocks, block_size, 2, Hkv, D]: a token's keys and values lie together and are gathered at once."""
+        return (num_blocks, block_size, 2, num_kv_heads, head_dim)
+
+    def build(self, batch: AttentionBatch) -> ReferenceMetadata:
+        return ReferenceMetadata(batch)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: ReferenceMetadata) -> None:
+        ops.write_kv(key, value, kv_cache, metadata.batch.slot_mapping)
+
+    def forward(
+        self, query: Tensor, kv_cache: Tensor, metadata: ReferenceMetadata, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        num_kv_heads, head_dim = kv_cache.shape[3:]
+        shape = _Shape(query.shape[1] // num_kv_heads, num_kv_heads * head_dim, sliding_window)
+        return ops.paged_attention(query, kv_cache, metadata.work(shape), scale)
+
+
+def _cut(batch: AttentionBatch, shape: _Shape) -> AttentionWork:
+    """Cut a step into groups of query tiles, each with its key tiles."""
+    counts = np.diff(batch.query_start_loc.numpy())
+    items = _query_tiles(batch, counts, shape)
+    tiles_of_sequence = -(-counts // shape.tile_tokens)
+    shared = tiles_of_sequence[items.sequence] >= SHARED_FROM
+    groups: list[TileGroup] = []
+    # Long ones first, so that those that still have a tile are always a prefix; decodes apart from chunks, so that
+    # their single token does not pay for a whole tile's softmax.
+    single = items.first == items.last
+    for chosen in (~shared & single, ~shared & ~single):
+        part = items[np.flatnonzero(chosen)]
+        part = part[np.argsort(part.low // KEY_TILE - part.last // KEY_TILE, kind="stable")]
+        for start in range(0, len(part), shape.max_items):
+            groups.append(_separate_group(batch, part[start : start + shape.max_items], shape))
+    for sequence in np.flatnonzero(tiles_of_sequence >= SHARED_FROM):
+        part = items[np.flatnonzero(items.sequence == sequence)]
+        for start in range(0, len(part), shape.max_shared_items):
+            groups.append(_shared_group(batch, part[start : start + shape.max_shared_items], shape))
+    return AttentionWork(shape.query_rows, tuple(groups))
+
+
+def _query_tiles(batch: AttentionBatch, counts: np.ndarray, shape: _Shape) -> _Items:
+    """All query tiles of a step: each holds up to tile_tokens consecutive tokens of one sequence."""
+    tokens = shape.tile_tokens
+    num_tiles = -(-counts // tokens)
+    sequence = np.repeat(np.arange(len(counts)), num_tiles)
+    offset = (np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tokens
+    first = (batch.seq_lens.numpy() - counts)[sequence] + offset
+    last = first + np.minimum(tokens, counts[sequence] - offset) - 1
+    low = np.zeros_like(first) if shape.window is None else np.maximum(first - shape.window + 1, 0)
+    return _Items(sequence, batch.query_start_loc.numpy()[sequence] + offset, first, last, low)
+
+
+def _separate_group(batch: AttentionBatch, items: _Items, shape: _Shape) -> TileGroup:
+    """Items of many sequences, each with key tiles of its own; sorted by falling number of tiles."""
+    low_tile = items.low // KEY_TILE
+    num_tiles = items.last // KEY_TILE - low_tile + 1
+    offsets = _token_offsets(items)
+    steps = []
+    for j in range(int(num_tiles[0])):
+        active = items[: int(np.count_nonzero(num_tiles > j))]
+        keys = (low_tile[: len(active)] + j)[:, None] * KEY_TILE + np.arange(KEY_TILE)
+        slots = _slots(batch, active.sequence[:, None], np.clip(keys, active.low[:, None], active.last[:, None]))
+        steps.append(_step(0, active, offsets, keys, slots, shape))
+    return TileGroup(torch.from_numpy(items.row[:, None] + offsets), tuple(steps))
+
+
+def _shared_group(batch: AttentionBatch, items: _Items, shape: _Shape) -> TileGroup:
+    """Consecutive items of one sequence: all that see a key tile share one gathered copy of it."""
+    offsets = _token_offsets(items)
+    steps = []
+    for tile in range(int(items.low[0]) // KEY_TILE, int(items.last[-1]) // KEY_TILE + 1):
+        start = int(np.searchsorted(items.last, tile * KEY_TILE))
+        stop = int(np.searchsorted(items.low, (tile + 1) * KEY_TILE))
+        active = items[start:stop]
+        keys = tile * KEY_TILE + np.arange(KEY_TILE)
+        slots = _slots(batch, active.sequence[0], np.clip(keys, active.low[0], active.last[-1]))
+        steps.append(_step(start, active, offsets[start:stop], keys[None], slots, shape))
+    return TileGroup(torch.from_numpy(items.row[:, None] + offsets), tuple(steps))
+
+
+def _token_offsets(items: _Items) -> np.ndarray:
+    """[items, width]: the tokens of each item, counted from its first; short items repeat their last one."""
+    lengths = items.last - items.first
+    return np.minimum(np.arange(int(lengths.max()) + 1), lengths[:, None])
+
+
+def _slots(batch: AttentionBatch, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    size = batch.block_size
+    return (batch.block_tables.numpy()[sequence, positions // size] * size + positions % size).ravel()
+
+
+def _step(
+    start: int, active: _Items, offsets: np.ndarray, keys: np.ndarray, slots: np.ndarray, shape: _Shape
+) -> TileStep:
+    """The step in which the items from `start` on meet keys [items or 1, KEY_TILE]; masks only those that must be."""
+    partial = keys[:, -1] > active.first
+    if shape.window is not None:
+        partial |= keys[:, 0] <= active.last - shape.window
+    stop = start + len(active)
+    masked = np.flatnonzero(partial)
+    if not len(masked):
+        return TileStep(start, stop, torch.from_numpy(slots), start, start, None)
+    part = slice(int(masked[0]), int(masked[-1]) + 1)
+    queries = (active.first[part, None] + offsets[: len(active)][part])[:, :, None]
+    keys = (keys if len(keys) == 1 else keys[part])[:, None, :]
+    hidden = keys > queries
+    if shape.window is not None:
+        hidden |= keys <= queries - shape.window
+    hidden = np.repeat(hidden, shape.group_size, axis=1)
+    return TileStep(
+        start, stop, torch.from_numpy(slots), start + part.start, start + part.stop, torch.from_numpy(hidden)
+    )

@@ -1,0 +1,137 @@
+"""Paged attention in plain torch, exact by construction: one tile shape, one order.
+
+Called by the reference attention backend, which cuts a step into the index tensors of `AttentionWork`. All products
+have QUERY_ROWS rows and KEY_TILE keys, and a query meets the key tiles (cut at absolute positions) in ascending order
+with an online softmax (arXiv:1805.02867) in fp32. A tile that a query cannot see changes nothing, bit for bit, so it
+does not matter which other queries or which surplus tiles are computed beside it. Knows no requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+QUERY_ROWS = 16  # rows of a query tile (more when one KV head serves more query heads); a multiple of 16 keeps
+# every tile aligned to a cache line
+KEY_TILE = 64  # keys per tile; tile j holds positions [64 j, 64 j + 64), whatever the block size
+_LOWEST = torch.finfo(torch.float32).min  # running maximum before the first visible key; finite, so never NaN
+
+
+@dataclass(frozen=True)
+class TileStep:
+    """One key tile of some of a group's items.
+
+    Attributes:
+        start, stop: the items [start, stop) of the group that meet a key tile in this step.
+        slots: int64 [sources * KEY_TILE], the cache slot of each key. sources is 1 (all items are queries of one
+            sequence and share the tile) or stop - start (a tile per item). Hidden keys have the slot of some written
+            one, so that what was never written is never read.
+        masked_start, masked_stop: the items, within the group, that cannot see all of their tile.
+        hidden: bool [masked items, width * group size, KEY_TILE], True where a query must not see a key; None where
+            every item sees all.
+    """
+
+    start: int
+    stop: int
+    slots: Tensor
+    masked_start: int
+    masked_stop: int
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class TileGroup:
+    """Query tiles ("items") that are computed together.
+
+    Attributes:
+        rows: int64 [items, width], the query row of each token; a short item repeats its last one.
+        steps: key tiles in ascending order.
+    """
+
+    rows: Tensor
+    steps: tuple[TileStep, ...]
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """All that attention needs to know of a step, for one shape of heads and one window.
+
+    Attributes:
+        query_rows: rows of a query tile: QUERY_ROWS, or as many as the query heads of one KV head need.
+    """
+
+    query_rows: int
+    groups: tuple[TileGroup, ...]
+
+
+def paged_attention(query: Tensor, kv_cache: Tensor, work: AttentionWork, scale: float) -> Tensor:
+    """Attend to cached keys and values.
+
+    Args:
+        query: [T, Hq, D].
+        kv_cache: [blocks, block_size, 2, Hkv, D], keys then values; the step's own are written already.
+        work: which query meets which slots; covers every row of `query`.
+        scale: factor on the scores.
+
+    Returns:
+        [T, Hq, D], in the dtype of `query`.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    slots = kv_cache.view(-1, *kv_cache.shape[2:])
+    for group in work.groups:
+        rows = group.rows.flatten()
+        out.index_copy_(0, rows, _attend(query.index_select(0, rows), slots, group, work.query_rows, scale))
+    return out
+
+
+def _attend(query: Tensor, slots: Tensor, group: TileGroup, query_rows: int, scale: float) -> Tensor:
+    """Attention of one group: query [items * width, Hq, D] -> the same shape; slots is the cache as [slots, 2, Hkv, D].
+
+    Inside, tensors are [Hkv, items, row, ...]: row = token * group size + query head within its KV head's group.
+    """
+    num_items, width = group.rows.shape
+    num_kv_heads, head_dim = slots.shape[2:]
+    group_size = query.shape[1] // num_kv_heads
+    used = width * group_size  # rows above are padding: they are multiplied, and nothing else
+    tiles = query.new_zeros((num_kv_heads, num_items, query_rows, head_dim), dtype=torch.float32)
+    split = query.view(num_items, width, num_kv_heads, group_size, head_dim)
+    tiles[:, :, :used].unflatten(2, (width, group_size)).copy_(split.permute(2, 0, 1, 3, 4))
+    tiles.mul_(scale)
+    highest = tiles.new_full((num_kv_heads, num_items, used, 1), _LOWEST)
+    total = torch.zeros_like(highest)
+    weighted = tiles.new_zeros((num_kv_heads, num_items, used, head_dim))
+    for step in group.steps:
+        items = slice(step.start, step.stop)
+        keys, values = _gather(slots, step.slots)
+        scores = _tile_product(tiles[:, items], keys.transpose(2, 3))
+        visible = scores[:, :, :used]
+        if step.hidden is not None:
+            masked = slice(step.masked_start - step.start, step.masked_stop - step.start)
+            visible[:, masked].masked_fill_(step.hidden, -torch.inf)
+        new_highest = torch.maximum(highest[:, items], visible.amax(-1, keepdim=True))
+        visible.sub_(new_highest).exp_()
+        decay = (highest[:, items] - new_highest).exp_()
+        total[:, items].mul_(decay).add_(visible.sum(-1, keepdim=True))
+        weighted[:, items].mul_(decay).add_(_tile_product(scores, values)[:, :, :used])
+        highest[:, items] = new_highest
+    result = weighted.div_(total).unflatten(2, (width, group_size))
+    return result.permute(1, 2, 0, 3, 4).to(query.dtype).reshape(query.shape)
+
+
+def _gather(slots: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in fp32, each [Hkv, sources, KEY_TILE, D]."""
+    picked = slots.index_select(0, index).view(-1, KEY_TILE, *slots.shape[1:])
+    both = picked.new_empty((2, slots.shape[2], picked.shape[0], KEY_TILE, slots.shape[3]), dtype=torch.float32)
+    both.copy_(picked.permute(2, 3, 0, 1, 4))
+    return both[0], both[1]
+
+
+def _tile_product(a: Tensor, b: Tensor) -> Tensor:
+    """[Hkv, items, R, X] x [Hkv, sources, X, Y] -> [Hkv, items, R, Y]; sources is the number of items, or 1."""
+    num_heads, num_items, num_rows, _ = a.shape
+    if b.shape[1] == num_items:
+        return torch.bmm(a.reshape(-1, *a.shape[2:]), b.flatten(0, 1)).unflatten(0, (num_heads, num_items))
+    out = a.new_empty((num_heads, num_items, num_rows, b.shape[3]))
+    for head in range(num_heads):  # a batch stride of 0 shares the tile without a copy, but only within one head
+        torch.bmm(a[head], b[head].expand(num_items, -1, -1), out=out[head])
+    return out
