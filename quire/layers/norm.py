@@ -1,0 +1,46 @@
+"""RMSNorm and LayerNorm over the hidden dimension, alone or fused with the addition to the residual stream."""
+
+import torch
+from torch import Tensor, nn
+
+from quire import ops
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight``."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum; without a residual, of `x` itself."""
+        if residual is None:
+            return self(x), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """``(x - mean(x)) / std(x) * weight + bias``; neither weight nor bias where not `affine`."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, affine: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if affine else None
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if affine else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum; without a residual, of `x` itself."""
+        if residual is None:
+            return self(x), x
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm

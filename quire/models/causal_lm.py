@@ -1,0 +1,117 @@
+"""A causal language model: a backbone, an output head, and the loading of a checkpoint into both.
+
+`quire.models.registry.build_model` makes one; the weight loader fills it and the model runner calls it. Families
+differ in how they compose the backbone and in the names of their checkpoints; this class knows neither. It must not
+know requests or files.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.backend import AttentionBackend
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.layers.embedding import TiedHead, VocabEmbedding
+from quire.layers.linear import Linear
+from quire.models.weights import CheckpointFormat, weight_slots
+from quire.quantization.base import QuantizationMethod
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a family needs beside the model's configuration to build its layers."""
+
+    backend: AttentionBackend[Any]
+    method: QuantizationMethod
+    dtype: torch.dtype
+
+
+class CausalLM(nn.Module):
+    """Token ids -> hidden states -> logits.
+
+    Args:
+        backbone: ``backbone(input_ids, positions, kv_caches, metadata) -> [T, H]``.
+        embedding: the backbone's token embedding, which the head shares when the configuration ties them.
+        form: how the family's checkpoints name things.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim: with the backend's `kv_cache_shape`, these size the KV cache.
+        dtype: of parameters, hidden states, KV cache and logits.
+        missing_weights: checkpoint names that `load_weights` has not met yet.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        backbone: nn.Module,
+        embedding: VocabEmbedding,
+        form: CheckpointFormat,
+    ) -> None:
+        super().__init__()
+        self.num_layers = config.num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.vocab_size = config.vocab_size
+        self.dtype = context.dtype
+        self.model = backbone
+        self.tied = config.tie_word_embeddings
+        if self.tied:
+            self.lm_head: nn.Module = TiedHead(embedding)
+        else:
+            size = embedding.weight.shape[1]
+            self.lm_head = Linear(size, config.vocab_size, bias=False, method=context.method, dtype=context.dtype)
+        self._form = form
+        self.missing_weights = set(weight_slots(self, form))
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
+        """Hidden states of a step's tokens.
+
+        Args:
+            input_ids, positions: int64 [T].
+            kv_caches: one per layer, in the backend's shape; the step's keys and values are written into them.
+            metadata: what the backend built for this step.
+
+        Returns:
+            [T, H] after the final norm.
+        """
+        return self.model(input_ids, positions, kv_caches, metadata)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V]."""
+        return self.lm_head(hidden)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy a checkpoint's tensors into the parameters, in place; may be called for each shard in turn.
+
+        Returns:
+            Names of the parameters that are complete so far.
+
+        Raises:
+            ModelLoadError: a tensor that this architecture has no place for, or one of the wrong shape.
+        """
+        slots = weight_slots(self, self._form)
+        for name, tensor in weights:
+            if name.endswith(self._form.ignored) or (self.tied and name == "lm_head.weight"):
+                continue
+            canonical = self._form.canonical(name)
+            slot = slots.get(canonical)
+            if slot is None:
+                raise ModelLoadError(
+                    f"the checkpoint has a tensor {name!r}, for which this model as config.json describes it has no "
+                    "place: config.json and the weights don't belong together."
+                )
+            if tuple(tensor.shape) != slot.shape:
+                raise ModelLoadError(
+                    f"tensor {name!r} has the shape {tuple(tensor.shape)} in the checkpoint, but config.json implies "
+                    f"{slot.shape}: config.json and the weights don't belong together."
+                )
+            slot.load(tensor)
+            self.missing_weights.discard(canonical)
+        incomplete = {slots[name].module for name in self.missing_weights}
+        return {name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in incomplete}

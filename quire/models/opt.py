@@ -1,0 +1,121 @@
+"""OPT (arXiv:2205.01068): learned positions, LayerNorm, ReLU.
+
+The 350M model differs: it normalizes after each block instead of before, has no final norm, and its embeddings are
+narrower than its layers.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quire.config.model import ModelConfig
+from quire.layers.attention import Attention, SelfAttention
+from quire.layers.embedding import LearnedPositions, VocabEmbedding
+from quire.layers.linear import Linear
+from quire.layers.mlp import MLP
+from quire.layers.norm import LayerNorm
+from quire.models.causal_lm import BuildContext, CausalLM
+from quire.models.decoder import DecoderLayer
+from quire.models.weights import CheckpointFormat
+
+FORMAT = CheckpointFormat(
+    names=(
+        ("model.norm.", "model.final_layer_norm."),
+        (".input_layernorm.", ".self_attn_layer_norm."),
+        (".post_attention_layernorm.", ".final_layer_norm."),
+        (".self_attn.o_proj.", ".self_attn.out_proj."),
+        (".mlp.", "."),
+        ("model.", "model.decoder."),
+    ),
+    ignored=("decoder.version",),
+)
+POSITION_OFFSET = 2  # rows of the position table before that of position 0
+
+
+class PostNormLayer(nn.Module):
+    """``x = norm(x + attention(x)); x = norm(x + mlp(x))``: there is no residual stream beside x."""
+
+    def __init__(
+        self, input_layernorm: LayerNorm, self_attn: SelfAttention, post_attention_layernorm: LayerNorm, mlp: MLP
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_caches: list[Tensor], metadata: Any
+    ) -> tuple[Tensor, None]:
+        """x [T, H] -> [T, H]; takes and returns no residual."""
+        x, _ = self.input_layernorm.add(self.self_attn(x, positions, kv_caches, metadata), x)
+        x, _ = self.post_attention_layernorm.add(self.mlp(x), x)
+        return x, None
+
+
+class OPTDecoder(nn.Module):
+    """Token ids and positions [T] -> hidden states [T, E], E the size of the embeddings."""
+
+    def __init__(
+        self,
+        embed_tokens: VocabEmbedding,
+        embed_positions: LearnedPositions,
+        layers: list[nn.Module],
+        norm: LayerNorm | None,
+        projections: tuple[Linear, Linear] | None,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.embed_positions = embed_positions
+        self.project_in, self.project_out = projections or (None, None)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
+        x: Tensor = self.embed_tokens(input_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        x = x + self.embed_positions(positions)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, kv_caches, metadata)
+        if self.norm is not None:
+            x = self.norm.add(x, residual)[0]
+        elif residual is not None:
+            x = x + residual
+        return x if self.project_out is None else self.project_out(x)
+
+
+def build(config: ModelConfig, context: BuildContext) -> CausalLM:
+    """OPTForCausalLM."""
+    hf, method, dtype = config.hf_config, context.method, context.dtype
+    size, heads = config.hidden_size, config.num_heads
+    bias = bool(hf.get("enable_bias", True))
+    affine = bool(hf.get("layer_norm_elementwise_affine", True))
+    pre_norm = bool(hf.get("do_layer_norm_before", True))
+    activation = str(hf.get("activation_function", "relu"))
+    parts: dict[str, int] = {"q_proj": size, "k_proj": size, "v_proj": size}
+
+    def norm() -> LayerNorm:
+        return LayerNorm(size, 1e-5, dtype, affine)
+
+    def layer(index: int) -> nn.Module:
+        attention = SelfAttention(
+            Attention(context.backend, index, heads, heads, config.head_dim),
+            Linear(size, parts, bias=bias, method=method, dtype=dtype),
+            Linear(size, size, bias=bias, method=method, dtype=dtype),
+        )
+        mlp = MLP(size, config.intermediate_size, activation=activation, bias=bias, method=method, dtype=dtype)
+        return (DecoderLayer if pre_norm else PostNormLayer)(norm(), attention, norm(), mlp)
+
+    narrow = int(hf.get("word_embed_proj_dim") or size)
+    projections = None
+    if narrow != size:
+        project_in = Linear(narrow, size, bias=False, method=method, dtype=dtype)
+        projections = project_in, Linear(size, narrow, bias=False, method=method, dtype=dtype)
+    embedding = VocabEmbedding(config.vocab_size, narrow, dtype)
+    positions = LearnedPositions(int(hf.get("max_position_embeddings", 2048)), size, dtype, POSITION_OFFSET)
+    final_norm = norm() if pre_norm and not hf.get("_remove_final_layer_norm", False) else None
+    layers = [layer(i) for i in range(config.num_layers)]
+    decoder = OPTDecoder(embedding, positions, layers, final_norm, projections)
+    return CausalLM(config, context, decoder, embedding, FORMAT)

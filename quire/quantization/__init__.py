@@ -1,0 +1,1 @@
+"""Weight formats: how a linear layer's weights are stored, loaded and multiplied."""

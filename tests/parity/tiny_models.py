@@ -1,0 +1,237 @@
+"""Tiny random models of every family, as transformers builds them, and a paged runner for ours.
+
+Used by the parity tests only. `CASES` names the configurations; each is built once per session.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBatch
+from quire.attention.registry import select_backend
+from quire.config.model import ModelConfig
+from quire.models.registry import CausalLM, build_model
+
+LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+OPT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "init_std": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {
+    "vocab_size": 97,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.35,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name -> (config class, model class, arguments of the config); the first of a family has its bare name.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
+    "llama-tied-mha": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12},
+    ),
+    "llama-biases-mqa": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+    ),
+    "llama-theta": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"rope_theta": 500.0}),
+    "llama-linear": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    ),
+    "llama-dynamic": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    ),
+    "llama-yarn": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"rope_scaling": YARN}),
+    "llama-yarn-mscale": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        LLAMA | {"rope_scaling": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "beta_fast": 8, "truncate": False}},
+    ),
+    "llama-llama3": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"rope_scaling": LLAMA3}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", LLAMA | {"sliding_window": 24}),
+    "mistral-full": ("MistralConfig", "MistralForCausalLM", LLAMA | {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
+    "qwen2-window": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", LLAMA | {"head_dim": 16}),
+    "qwen3-window-tied": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        LLAMA
+        | {
+            "head_dim": 8,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "max_window_layers": 1,
+        },
+    ),
+    "opt": ("OPTConfig", "OPTForCausalLM", OPT),
+    "opt-350m": ("OPTConfig", "OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
+    "opt-untied-gelu": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        OPT | {"tie_word_embeddings": False, "activation_function": "gelu", "enable_bias": False},
+    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "gpt2-inverse-scale": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        GPT2
+        | {
+            "n_inner": 40,
+            "n_head": 2,
+            "scale_attn_by_inverse_layer_idx": True,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
+
+
+def build_theirs(name: str) -> Any:
+    """The transformers model of a case, fp32, seeded; biases and norms are random too, as zeros hide errors."""
+    import transformers
+
+    config_class, model_class, arguments = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    config = getattr(transformers, config_class)(**arguments)
+    model = getattr(transformers, model_class)(config).eval().requires_grad_(False)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(1.0 if parameter_name.endswith("weight") else 0.0, 0.2)
+    return model
+
+
+def save(model: Any, directory: Path) -> Path:
+    """Write a transformers model in Hugging Face layout."""
+    model.save_pretrained(directory)
+    return directory
+
+
+def checkpoint(directory: Path) -> Iterable[tuple[str, Tensor]]:
+    """Names and tensors of a saved model."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors").items()
+
+
+def build_ours(directory: Path, dtype: str = "float32", **options: Any) -> CausalLM:
+    """Our model of a saved one, loaded."""
+    config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
+    model = build_model(config, select_backend())
+    loaded = model.load_weights(checkpoint(directory))
+    assert loaded == {name for name, _ in model.named_parameters()}
+    assert not model.missing_weights
+    return model
+
+
+@dataclass
+class Paged:
+    """Runs sequences through the paged path of a model; blocks are scattered, unwritten ones hold NaN."""
+
+    model: CausalLM
+    block_size: int = 16
+    num_sequences: int = 1
+    max_len: int = 160
+    seed: int = 0
+    computed: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        per_sequence = -(-self.max_len // self.block_size)
+        blocks = list(range(1, self.num_sequences * per_sequence + 1))
+        random.Random(self.seed).shuffle(blocks)
+        self.tables = torch.tensor(blocks).view(self.num_sequences, per_sequence)
+        self.backend = select_backend()
+        model = self.model
+        shape = self.backend.kv_cache_shape(len(blocks) + 1, self.block_size, model.num_kv_heads, model.head_dim)
+        self.caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(model.num_layers)]
+        self.computed = [0] * self.num_sequences
+
+    @torch.inference_mode()
+    def step(self, tokens: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Compute the next tokens of some sequences; logits [tokens, V] of each."""
+        spans = [(s, self.computed[s], self.computed[s] + len(new)) for s, new in tokens.items()]
+        rows = torch.tensor([0] + [high - low for _, low, high in spans]).cumsum(0)
+        positions = torch.cat([torch.arange(low, high) for _, low, high in spans])
+        owner = torch.repeat_interleave(torch.tensor(list(tokens)), rows.diff())
+        size = self.block_size
+        batch = AttentionBatch(
+            query_start_loc=rows,
+            seq_lens=torch.tensor([high for _, _, high in spans]),
+            block_tables=self.tables[list(tokens)],
+            slot_mapping=self.tables[owner, positions // size] * size + positions % size,
+            block_size=size,
+        )
+        ids = torch.tensor([token for new in tokens.values() for token in new])
+        hidden = self.model(ids, positions, self.caches, self.backend.build(batch))
+        logits = self.model.compute_logits(hidden)
+        for s, _, high in spans:
+            self.computed[s] = high
+        return {s: logits[rows[i] : rows[i + 1]] for i, s in enumerate(tokens)}
+
+    def prefill(self, sequence: int, tokens: list[int], chunk: int = 10_000) -> Tensor:
+        """Logits [tokens, V] of a prompt computed in chunks."""
+        parts = [self.step({sequence: tokens[i : i + chunk]})[sequence] for i in range(0, len(tokens), chunk)]
+        return torch.cat(parts)
+
+    def greedy(self, sequence: int, prompt: list[int], num_tokens: int) -> list[int]:
+        """The tokens that greedy decoding appends."""
+        last = self.prefill(sequence, prompt)[-1]
+        found: list[int] = []
+        while True:
+            found.append(int(last.argmax()))
+            if len(found) == num_tokens:
+                return found
+            last = self.step({sequence: found[-1:]})[sequence][-1]

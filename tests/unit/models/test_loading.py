@@ -1,0 +1,189 @@
+"""Building models and filling them: names, shapes, ties, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.registry import select_backend
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "torch_dtype": "float32",
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 13,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 32,
+}
+OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "word_embed_proj_dim": 4,
+    "do_layer_norm_before": False,
+    "ffn_dim": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """Build a model from the contents of a config.json."""
+
+    def build(config: dict[str, Any], **options: Any) -> CausalLM:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model_config = ModelConfig.from_pretrained(str(tmp_path), load_format="dummy", **options)
+        return build_model(model_config, select_backend())
+
+    return build
+
+
+def tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    """A whole checkpoint for LLAMA's shape."""
+    shapes = {"model.embed_tokens.weight": (13, 8), "model.norm.weight": (8,), "lm_head.weight": (13, 8)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{name}.weight"] = (8,)
+        for name, rows in (("q", 8), ("k", 4), ("v", 4), ("o", 8)):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, 8)
+        for name, shape in (("gate", (12, 8)), ("up", (12, 8)), ("down", (8, 12))):
+            shapes[f"{layer}mlp.{name}_proj.weight"] = shape
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_a_whole_checkpoint_fills_every_parameter_in_place(make) -> None:
+    model = make(LLAMA)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    weights = tensors(LLAMA)
+    assert model.missing_weights == set(weights)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    assert model.load_weights((weights | extra).items()) == set(before)
+    assert model.missing_weights == set()
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    parameters = dict(model.named_parameters())
+    layer = "model.layers.1."
+    merged = torch.cat([weights[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv"])
+    assert torch.equal(parameters[f"{layer}self_attn.qkv_proj.weight"], merged)
+    merged = torch.cat([weights[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    assert torch.equal(parameters[f"{layer}mlp.gate_up_proj.weight"], merged)
+    assert torch.equal(parameters["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_shard_by_shard_without_prefix_and_cast(make) -> None:
+    model = make(LLAMA, dtype="bfloat16")
+    weights = {name.removeprefix("model."): tensor for name, tensor in tensors(LLAMA).items()}
+    shards = [dict(list(weights.items())[i::3]) for i in range(3)]
+    sizes = [len(model.load_weights(shard.items())) for shard in shards]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[2] == len(list(model.parameters()))
+    assert model.dtype == torch.bfloat16
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
+    assert torch.equal(model.state_dict()["model.norm.weight"], weights["norm.weight"].bfloat16())
+
+
+def test_missing_tensors_are_named_as_the_checkpoint_names_them(make) -> None:
+    model, weights = make(LLAMA), tensors(LLAMA)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        del weights[name]
+    loaded = model.load_weights(weights.items())
+    assert model.missing_weights == {"model.layers.1.self_attn.k_proj.weight", "model.norm.weight"}
+    absent = {"model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"}
+    assert {name for name, _ in model.named_parameters()} - loaded == absent
+
+
+def test_misfits_are_refused(make) -> None:
+    model = make(LLAMA)
+    with pytest.raises(ModelLoadError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight', for which .* no place"):
+        model.load_weights([("model.layers.2.mlp.up_proj.weight", torch.ones(12, 8))])
+    with pytest.raises(ModelLoadError, match=r"'self_attn\.q_proj\.bias'|q_proj\.bias"):
+        model.load_weights([("model.layers.0.self_attn.q_proj.bias", torch.ones(8))])
+    with pytest.raises(ModelLoadError, match=r"k_proj\.weight' has the shape \(8, 8\) .* implies \(4, 8\)"):
+        model.load_weights([("model.layers.0.self_attn.k_proj.weight", torch.ones(8, 8))])
+    # The merged layer itself is no tensor of a checkpoint.
+    with pytest.raises(ModelLoadError, match="qkv_proj"):
+        model.load_weights([("model.layers.0.self_attn.qkv_proj.weight", torch.ones(16, 8))])
+
+
+def test_tied_head_has_no_parameters_and_ignores_a_stored_copy(make) -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    model = make(config)
+    weights = tensors(config)
+    stray = weights.pop("lm_head.weight")
+    assert model.missing_weights == set(weights)
+    model.load_weights({**weights, "lm_head.weight": stray}.items())
+    assert not [name for name, _ in model.named_parameters() if "lm_head" in name]
+    hidden = torch.eye(8)
+    assert torch.equal(model.compute_logits(hidden), weights["model.embed_tokens.weight"].t())
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_matrices_are_transposed_and_masks_ignored(make, prefix: str) -> None:
+    model = make(GPT2)
+    shapes = {"wte.weight": (13, 8), "wpe.weight": (32, 8), "ln_f.weight": (8,), "ln_f.bias": (8,)}
+    for name, shape in (
+        ("attn.c_attn", (8, 24)),
+        ("attn.c_proj", (8, 8)),
+        ("mlp.c_fc", (8, 32)),
+        ("mlp.c_proj", (32, 8)),
+    ):
+        shapes |= {f"h.0.{name}.weight": shape, f"h.0.{name}.bias": shape[1:]}
+    for name in ("ln_1", "ln_2"):
+        shapes |= {f"h.0.{name}.weight": (8,), f"h.0.{name}.bias": (8,)}
+    weights = {prefix + name: torch.randn(shape) for name, shape in shapes.items()}
+    masks = {f"{prefix}h.0.attn.bias": torch.ones(1, 1, 32, 32), f"{prefix}h.0.attn.masked_bias": torch.ones(())}
+    assert {"transformer." + name for name in shapes} == model.missing_weights
+    model.load_weights((weights | masks).items())
+    assert not model.missing_weights
+    found = model.state_dict()["model.layers.0.mlp.fc1.weight"]
+    assert torch.equal(found, weights[f"{prefix}h.0.mlp.c_fc.weight"].t())
+    with pytest.raises(ModelLoadError, match=r"shape \(24, 8\) .* implies \(8, 24\)"):
+        model.load_weights([("h.0.attn.c_attn.weight", torch.ones(24, 8))])
+
+
+def test_opt_names(make) -> None:
+    model = make(OPT)
+    layer = "model.decoder.layers.0."
+    names = {"model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"}
+    names |= {"model.decoder.project_in.weight", "model.decoder.project_out.weight"}
+    modules = [f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")]
+    modules += ["self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"]
+    names |= {f"{layer}{module}.{tensor}" for module in modules for tensor in ("weight", "bias")}
+    assert model.missing_weights == names
+    assert "model.decoder.final_layer_norm.weight" in make(OPT | {"do_layer_norm_before": True}).missing_weights
+
+
+def test_unknown_architecture_lists_the_supported_ones(make) -> None:
+    with pytest.raises(ModelLoadError, match="'BertModel'.*not supported; supported are GPT2LMHeadModel, Llama"):
+        make(LLAMA | {"architectures": ["BertModel"]})
+    assert len(SUPPORTED_ARCHITECTURES) == 6
+
+
+def test_facts_that_size_the_cache(make) -> None:
+    model = make(LLAMA)
+    assert (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size) == (2, 1, 4, 13)
+    assert model.dtype == torch.float32
+    assert not model.training

@@ -1,0 +1,24 @@
+"""The default weight format."""
+
+import torch
+
+from quire.quantization.unquantized import Unquantized
+
+
+def test_parts_are_loaded_side_by_side_and_cast() -> None:
+    method = Unquantized()
+    weights = method.create_weights(3, 6, bias=True, dtype=torch.bfloat16)
+    assert {name: (w.shape, w.dtype) for name, w in weights.items()} == {
+        "weight": ((6, 3), torch.bfloat16),
+        "bias": ((6,), torch.bfloat16),
+    }
+    assert method.checkpoint_shapes(3, 4, bias=False) == {"weight": (4, 3)}
+    whole, bias = torch.arange(18.0).view(6, 3), torch.arange(6.0)
+    method.load(weights, "weight", whole[4:], 4)
+    method.load(weights, "weight", whole[:4], 0)
+    method.load(weights, "bias", bias, 0)
+    assert torch.equal(weights["weight"], whole.bfloat16())
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert torch.equal(method.apply(weights, x), (whole.sum(1) + bias).bfloat16().expand(2, 6))
+    del weights["bias"]
+    assert torch.equal(method.apply(weights, x), whole.sum(1).bfloat16().expand(2, 6))
