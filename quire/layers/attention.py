@@ -1,5 +1,6 @@
 """The attention layer, which knows its heads, window and cache, and the block around it with its projections."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,6 +9,15 @@ from quire.attention.backend import AttentionBackend
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Query heads, the KV heads that they share, and the features of each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class Attention(nn.Module):
@@ -23,9 +33,7 @@ class Attention(nn.Module):
         self,
         backend: AttentionBackend[Any],
         layer_index: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: HeadLayout,
         *,
         scale: float | None = None,
         sliding_window: int | None = None,
@@ -33,10 +41,8 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.layer_index = layer_index
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.heads = heads
+        self.scale = heads.head_dim**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
@@ -74,7 +80,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
         """[T, H] -> [T, H]."""
-        heads = self.attention
+        heads = self.attention.heads
         num_heads, num_kv_heads = heads.num_heads, heads.num_kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], num_heads + 2 * num_kv_heads, heads.head_dim)
         query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -82,5 +88,5 @@ class SelfAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, key, positions)
-        attended = heads(query, key, value, kv_caches, metadata)
+        attended = self.attention(query, key, value, kv_caches, metadata)
         return self.o_proj(attended.reshape(x.shape[0], -1))

@@ -4,7 +4,7 @@ Mistral, Qwen2 and Qwen3 are this with a few switches, and build themselves here
 """
 
 from quire.config.model import ModelConfig
-from quire.layers.attention import Attention, SelfAttention
+from quire.layers.attention import Attention, HeadLayout, SelfAttention
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -51,9 +51,7 @@ def build_llama(
             Attention(
                 context.backend,
                 index,
-                config.num_heads,
-                config.num_kv_heads,
-                head_dim,
+                HeadLayout(config.num_heads, config.num_kv_heads, head_dim),
                 sliding_window=config.layer_windows[index],
             ),
             Linear(size, parts, bias=qkv_bias, method=method, dtype=dtype),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
-from quire.layers.attention import Attention, SelfAttention
+from quire.layers.attention import Attention, HeadLayout, SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
@@ -101,7 +101,7 @@ def build(config: ModelConfig, context: BuildContext) -> CausalLM:
 
     def layer(index: int) -> nn.Module:
         attention = SelfAttention(
-            Attention(context.backend, index, heads, heads, config.head_dim),
+            Attention(context.backend, index, HeadLayout(heads, heads, config.head_dim)),
             Linear(size, parts, bias=bias, method=method, dtype=dtype),
             Linear(size, size, bias=bias, method=method, dtype=dtype),
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.errors import ModelLoadError
-from quire.layers.attention import Attention, SelfAttention
+from quire.layers.attention import Attention, HeadLayout, SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, GatedMLP
@@ -70,7 +70,7 @@ def test_self_attention_splits_norms_and_rotates() -> None:
     q_norm, k_norm = RMSNorm(4, 1e-6, F32), RMSNorm(4, 1e-6, F32)
     q_norm.weight.fill_(2.0)
     k_norm.weight.fill_(3.0)
-    attention = Attention(backend, 1, 2, 1, 4, sliding_window=9)
+    attention = Attention(backend, 1, HeadLayout(2, 1, 4), sliding_window=9)
     block = SelfAttention(attention, linear(8, 16), linear(8, 8), rotary, q_norm, k_norm)
     x, positions = torch.randn(3, 8), torch.tensor([0, 5, 2])
     out = block(x, positions, caches, "step")
