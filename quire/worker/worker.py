@@ -13,7 +13,7 @@ from quire.config.engine_args import EngineConfig
 from quire.models.registry import build_model
 from quire.protocol import StepPlan, StepResult
 from quire.utils.memory import available_memory_bytes
-from quire.worker.memory import MemoryReport
+from quire.worker.memory import MemoryReport, keep_freed_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import RowTable
 from quire.worker.weight_loader import LoadReport, load_model_weights
@@ -57,6 +57,7 @@ class Worker:
 
     def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocate the KV cache; its pages cost memory once they are first written."""
+        keep_freed_memory()
         caches = [
             torch.empty(self._cache_shape(num_blocks), dtype=self._model.dtype) for _ in range(self._model.num_layers)
         ]
