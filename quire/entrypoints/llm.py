@@ -160,7 +160,7 @@ class LLM:
                     chat_template_kwargs=chat_template_kwargs,
                 )
             except InvalidRequestError as error:
-                raise _of_prompt(error, place, len(conversations), "conversation") from None
+                raise _of_prompt(error, place, len(conversations), "messages") from None
             # A template writes its own special tokens.
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
@@ -263,7 +263,8 @@ def _as_list(prompts: Any) -> list[PromptType]:
     return [many] if all(hasattr(p, "__index__") for p in many) else many
 
 
-def _of_prompt(error: InvalidRequestError, place: int, num_prompts: int, noun: str = "prompt") -> InvalidRequestError:
+def _of_prompt(error: InvalidRequestError, place: int, num_prompts: int, name: str = "prompts") -> InvalidRequestError:
+    """The error, told of which of several prompts it is: ``prompts[1]`` is the second."""
     if num_prompts == 1:
         return error
-    return InvalidRequestError(f"{noun} {place} of {num_prompts}: {error}", error.param)
+    return InvalidRequestError(f"{name}[{place}] (of {num_prompts}): {error}", error.param)

@@ -174,7 +174,7 @@ def test_a_bad_prompt_is_refused_before_any_work(llm: LLM, prompt, message: str)
     if prompt != []:
         with pytest.raises(InvalidRequestError, match=message):
             llm.generate(prompt, greedy(1))
-    with pytest.raises(ValueError, match=rf"prompt 1 of 3: .*{message}"):
+    with pytest.raises(ValueError, match=rf"prompts\[1\] \(of 3\): .*{message}"):
         llm.generate(["fine", prompt, "fine"], greedy(1))
     assert not llm.llm_engine.has_unfinished_requests()
 
