@@ -20,6 +20,7 @@ from quire.executor.base import Executor
 from quire.executor.inprocess import InProcessExecutor
 from quire.kvcache.manager import KVManager
 from quire.metrics.stats import EngineStats
+from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
 from quire.protocol import SequenceOutput
 from quire.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ class LLMEngine:
         """
         start = time.perf_counter()
         config = engine_args.resolve()
+        check_architecture(config.model)
         tokenizer = _load_tokenizer(engine_args, config)
         executor = InProcessExecutor(config)
         loaded = executor.start(progress=show_progress)

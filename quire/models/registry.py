@@ -27,6 +27,15 @@ SUPPORTED_ARCHITECTURES = tuple(_BUILDERS)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def check_architecture(config: ModelConfig) -> None:
+    """Refuse an architecture that has no implementation (ModelLoadError), before anything is loaded."""
+    if config.architecture not in _BUILDERS:
+        raise ModelLoadError(
+            f"architecture {config.architecture!r} of model {config.model!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+
+
 def build_model(
     config: ModelConfig, attention_backend: AttentionBackend[Any], method: QuantizationMethod | None = None
 ) -> CausalLM:
@@ -38,11 +47,6 @@ def build_model(
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported.
     """
-    builder = _BUILDERS.get(config.architecture)
-    if builder is None:
-        raise ModelLoadError(
-            f"architecture {config.architecture!r} of model {config.model!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
+    check_architecture(config)
     context = BuildContext(attention_backend, method or Unquantized(), _DTYPES[config.dtype])
-    return builder(config, context).eval()
+    return _BUILDERS[config.architecture](config, context).eval()

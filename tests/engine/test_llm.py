@@ -1,9 +1,11 @@
 """`LLM` as a user of the offline API sees it, on the bundled model."""
 
+from pathlib import Path
+
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 
 PROMPTS = ["Once upon a time", "The old captain looked at the sea and", "In the morning"]
 
@@ -201,6 +203,21 @@ def test_unknown_and_bad_options() -> None:
         LLM(model="demo", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model="demo", max_model_len=10**6)
+
+
+def test_an_unknown_architecture_is_named_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    with pytest.raises(
+        ModelLoadError, match="'MambaForCausalLM' .* is not supported; supported are .*LlamaForCausalLM"
+    ):
+        LLM(model=str(tmp_path), load_format="dummy", hf_overrides=sizes)
 
 
 def test_a_vllm_script_with_its_usual_options_runs(caplog: pytest.LogCaptureFixture) -> None:
