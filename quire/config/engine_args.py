@@ -81,7 +81,7 @@ class EngineArgs:
     distributed_executor_backend: Literal["uni"] | None = _option(None, "Executor; only 'uni' (in-process) yet.")
     speculative_config: dict[str, Any] | None = _option(None, "Speculative decoding; not available yet (JSON).")
     enforce_eager: bool = _option(True, "Run without captured graphs, as this version always does on a CPU.")
-    disable_log_stats: bool = _option(False, "Do not gather per-request timings.")
+    disable_log_stats: bool = _option(False, "Do not gather per-request timings: outputs have no metrics.")
     debug: bool = _option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ bars live above it, tensors below.
 from quire.config.engine_args import EngineConfig
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
-from quire.kvcache.manager import KVManager
 from quire.protocol import NewRequest, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.scheduler import Scheduler
 
@@ -25,11 +24,7 @@ class EngineCore:
         self.executor = executor
         self._dead: str | None = None
         self._in_flight: StepPlan | None = None
-
-    @property
-    def kv(self) -> KVManager:
-        """The KV manager, for its figures."""
-        return self.scheduler.kv
+        self.first_scheduled: list[str] = []  # requests that were new, or back from a preemption, in the last step
 
     def add(self, request: NewRequest) -> None:
         """Queue a request (InvalidRequestError when it can never fit, or its id is taken)."""
@@ -45,13 +40,14 @@ class EngineCore:
         self.scheduler.finish_sequence(request_id, sequence_index)
 
     def has_unfinished(self) -> bool:
-        """Whether a step has anything to do."""
-        return self._dead is None and self.scheduler.has_unfinished()
+        """Whether a step has anything to do; on a dead engine it will say so."""
+        return self.scheduler.has_unfinished()
 
     def step(self) -> list[SequenceOutput]:
         """One iteration: which tokens, compute them, what came of it."""
         self._check_alive()
         plan = self._in_flight = self.scheduler.schedule()
+        self.first_scheduled = [new.request_id for new in plan.new_sequences]
         try:
             result = self.executor.execute(plan)
         except Exception as error:

@@ -35,10 +35,11 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 @dataclass(frozen=True)
 class ProcessedInput:
-    """A request ready for the core, and the prompt's text where there is one."""
+    """A request ready for the core, and what only its outputs need."""
 
     request: NewRequest
-    prompt: str | None
+    prompt: str | None  # its text, where there is one
+    params: SamplingParams  # the user's; the request's own may ask for logprobs besides, to rank sequences by
 
 
 class InputProcessor:
@@ -72,10 +73,14 @@ class InputProcessor:
         if not params.ignore_eos:
             stop_token_ids |= set(self._model.eos_token_ids)
         room = limit - len(token_ids)
+        drawn = params
+        if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
+            drawn = params.clone()
+            drawn.logprobs = 0
         request = NewRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=params,
+            sampling_params=drawn,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=stop_token_ids,
             seed=self._seed(request_id) if params.seed is None else params.seed,
@@ -84,7 +89,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
         )
-        return ProcessedInput(request, text)
+        return ProcessedInput(request, text, params)
 
     def _read_prompt(self, prompt: Any, params: SamplingParams) -> tuple[str | None, list[int], str | None]:
         text: str | None = None

@@ -40,7 +40,7 @@ class LLMEngine:
         self.core = core
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(config, tokenizer)
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(tokenizer, with_metrics=not config.args.disable_log_stats)
         self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
 
     @classmethod
@@ -99,7 +99,7 @@ class LLMEngine:
         """
         if lora_request is not None:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
-        self.submit(self.process_input(request_id, prompt, params, arrival_time, priority), params)
+        self.submit(self.process_input(request_id, prompt, params, arrival_time, priority))
 
     def process_input(
         self,
@@ -114,33 +114,26 @@ class LLMEngine:
             raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
-        # The engine's copy: a caller may change or reuse theirs.
-        params = params.clone()
-        ranked = params.best_of is not None and params.best_of > params.n
-        if ranked and params.logprobs is None:
-            params.logprobs = 0  # best_of ranks by the sampled tokens' logprobs
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        return self._inputs.process(request_id, prompt, params, arrival, priority)
+        # The engine's copy: a caller may change or reuse theirs.
+        return self._inputs.process(request_id, prompt, params.clone(), arrival, priority)
 
-    def submit(self, processed: ProcessedInput, params: SamplingParams) -> None:
-        """Queue a validated request; params are the user's own, for the outputs' form."""
-        request = processed.request
-        self.core.add(request)
-        user = request.sampling_params
-        if user.logprobs != params.logprobs:
-            user = user.clone()
-            user.logprobs = params.logprobs
-        self._outputs.add(request, processed.prompt, user)
+    def submit(self, processed: ProcessedInput) -> None:
+        """Queue a validated request."""
+        self.core.add(processed.request)
+        self._outputs.add(processed)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the outputs of the requests that have news, finished ones for the last time."""
         news, self._pending = self._pending, []
         if self.core.has_unfinished():
+            scheduled_time = time.monotonic()
             try:
                 news = news + self.core.step()
             except KeyboardInterrupt:
                 self._pending = news + self.core.cancel_step()
                 raise
+            self._outputs.note_scheduled(self.core.first_scheduled, scheduled_time)
         processed = self._outputs.process(news)
         for request_id, sequence_index in processed.stopped:
             self.core.finish_sequence(request_id, sequence_index)

@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass, field
 
 from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.engine.input_processor import ProcessedInput
 from quire.engine.tokenizer import Tokenizer
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.protocol import NewRequest, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.protocol import PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("quire")
@@ -60,10 +61,10 @@ class _SequenceRecord:
 class _RequestRecord:
     """One request's sequences and facts, from its arrival to its last output."""
 
-    def __init__(self, request: NewRequest, prompt: str | None, params: SamplingParams, tokenizer: Tokenizer | None):
-        self.request = request
-        self.prompt = prompt
-        self.params = params  # as the user gave them; the request's may ask for logprobs to rank by
+    def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, with_metrics: bool) -> None:
+        self.request = request = processed.request
+        self.prompt = processed.prompt
+        self.params = params = processed.params
         self.tokenizer = tokenizer
         self.sequences = [
             _SequenceRecord(i, self._detokenizer() if params.detokenize else None) for i in range(request.num_sequences)
@@ -71,7 +72,7 @@ class _RequestRecord:
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None for _ in request.prompt_token_ids]
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time) if with_metrics else None
         self.num_cached_tokens = 0
 
     def _detokenizer(self) -> IncrementalDetokenizer:
@@ -98,7 +99,7 @@ class _RequestRecord:
         self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens)
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
-        if news.new_token_ids and self.metrics.first_token_time is None:
+        if news.new_token_ids and self.metrics is not None and self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
         tokens, stop_string = news.new_token_ids, None
         if sequence.detokenizer is not None and tokens:
@@ -138,7 +139,7 @@ class _RequestRecord:
         if ranked:
             # Stable: equal likelihoods keep the order of their draw.
             chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: params.n]
-        if finished:
+        if finished and self.metrics is not None:
             self.metrics.finished_time = time.monotonic()
         completions = [
             s.completion(params, delta, rank if ranked else s.index)
@@ -174,8 +175,9 @@ class _RequestRecord:
 class OutputProcessor:
     """Records of all live requests."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, with_metrics: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._with_metrics = with_metrics
         self._records: dict[str, _RequestRecord] = {}
 
     def __len__(self) -> int:
@@ -188,9 +190,17 @@ class OutputProcessor:
         """Ids of the live requests, in order of arrival."""
         return list(self._records)
 
-    def add(self, request: NewRequest, prompt: str | None, params: SamplingParams) -> None:
-        """Open a record; params are the user's own."""
-        self._records[request.request_id] = _RequestRecord(request, prompt, params, self._tokenizer)
+    def add(self, processed: ProcessedInput) -> None:
+        """Open a record."""
+        record = _RequestRecord(processed, self._tokenizer, self._with_metrics)
+        self._records[processed.request.request_id] = record
+
+    def note_scheduled(self, request_ids: list[str], now: float) -> None:
+        """Note when requests were first part of a step; later times, after a preemption, do not count."""
+        for request_id in request_ids:
+            record = self._records.get(request_id)
+            if record is not None and record.metrics is not None and record.metrics.first_scheduled_time is None:
+                record.metrics.first_scheduled_time = now
 
     def discard(self, request_id: str) -> None:
         """Close a record without an output."""

@@ -199,13 +199,13 @@ class LLM:
                 if isinstance(one, SamplingParams):
                     one = _final_only(one)
                 entry = self.llm_engine.process_input(str(next(self._request_ids)), prompt, one, priority=priority)
-                processed.append((entry, one))
+                processed.append(entry)
             except InvalidRequestError as error:
                 raise _of_prompt(error, place, len(prompts)) from None
         ids: list[str] = []
-        for place, (entry, one) in enumerate(processed):
+        for place, entry in enumerate(processed):
             try:
-                self.llm_engine.submit(entry, one)
+                self.llm_engine.submit(entry)
             except InvalidRequestError as error:
                 self._drop(ids)
                 raise _of_prompt(error, place, len(prompts)) from None

@@ -4,6 +4,7 @@ Each model runs one set of requests alone, one after another, without prefix cac
 running the same requests must give equal tokens and equal floats.
 """
 
+import dataclasses
 import itertools
 import random
 from typing import Any, NamedTuple
@@ -200,7 +201,7 @@ def test_forks_equal_separate_requests(model_options, model: str, dtype: str, pr
     for i in range(4):
         processed = one.process_input(f"separate-{i}", prompt, single)
         request = msgspec.structs.replace(processed.request, first_sequence_index=i)
-        one.submit(type(processed)(request, None), single)
+        one.submit(dataclasses.replace(processed, request=request))
     separate = drain(one)
     assert [separate[f"separate-{i}"][0][1:] for i in range(4)] == [row[1:] for row in forks]
     if prefix_caching:

@@ -153,6 +153,26 @@ def test_a_failed_step_kills_the_engine_loudly(monkeypatch: pytest.MonkeyPatch) 
         engine.step()
     with pytest.raises(EngineDeadError, match="MemoryError"):
         engine.add_request("next", PROMPT, params())
+    assert engine.has_unfinished_requests()
+    with pytest.raises(EngineDeadError, match="MemoryError"):  # never a loop of empty steps
+        engine.step()
+
+
+def test_request_timings() -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(model="demo", max_num_seqs=1), show_progress=False)
+    for name in ("first", "second"):
+        engine.add_request(name, PROMPT, params(max_tokens=4))
+    found = {name: outputs[-1].metrics for name, outputs in drain(engine).items()}
+    for metrics in found.values():
+        assert metrics is not None
+        assert metrics.first_scheduled_time is not None
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+    assert found["second"].first_scheduled_time >= found["first"].finished_time, "there was one place to run in"
+    engine = LLMEngine.from_engine_args(EngineArgs(model="demo", disable_log_stats=True), show_progress=False)
+    engine.add_request("untimed", PROMPT, params(max_tokens=4))
+    assert drain(engine)["untimed"][-1].metrics is None
 
 
 def test_cache_salt_keeps_prefixes_apart() -> None:
