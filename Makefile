@@ -1,45 +1,71 @@
 # Every target sets up what it needs in .venv, once; PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 PY := .venv/bin/python
-PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+# Without the kernels: they are built here, where a change of one costs seconds and no network.
+PIP_INSTALL := QUIRE_NO_NATIVE=1 \
+    $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+
+LIBRARY := quire/ops/native/_kernels.so
+# The machine's own cmake and ninja, or else those that set-up puts into .venv.
+WITH_CMAKE := PATH="$$PATH:$(CURDIR)/.venv/bin"
+# QUIRE_NO_NATIVE=1 leaves the kernels out here as it does with pip.
+NATIVE := $(if $(QUIRE_NO_NATIVE),,build/native.stamp)
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
-demo test check: export OMP_WAIT_POLICY := PASSIVE
+demo test test-asan check: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test check format bench clean help
+.PHONY: demo test test-asan check native format bench clean help
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo     set up, and generate text with the bundled model"
-	@echo "make test     all tests"
-	@echo "make check    lint, types, import contracts, size gate and the quick tests"
-	@echo "make format   let ruff put the code in order"
-	@echo "make bench    latency and throughput of the bundled model"
-	@echo "make clean    remove .venv and caches"
+	@echo "make demo       set up, and generate text with the bundled model"
+	@echo "make test       all tests"
+	@echo "make check      lint, types, import contracts, size gate and the quick tests"
+	@echo "make native     build the C++ kernels anew, and show what is wrong with them"
+	@echo "make test-asan  the kernels' tests under GCC's address and undefined-behaviour sanitizers"
+	@echo "make format     let ruff put the code in order"
+	@echo "make bench      latency and throughput of the bundled model"
+	@echo "make clean      remove .venv, build and caches"
 
-demo: .venv/runtime.stamp
+demo: .venv/runtime.stamp $(NATIVE)
 	@$(PY) -m quire generate demo --temperature 0.7 --top-p 0.95 --max-tokens 96 \
 	    --prompt "The old house stood at the edge of the wood, and" \
 	    --prompt "\"I have been waiting for you,\" said the" \
 	    --prompt "It was a bright morning in spring when" \
 	    --prompt "Nobody in the village knew why"
 
-test: .venv/dev.stamp
+test: .venv/dev.stamp $(NATIVE)
 	@$(PY) -m pytest
 
-check: .venv/dev.stamp
+check: .venv/dev.stamp $(NATIVE)
 	@$(PY) tools/check.py
 
 format: .venv/dev.stamp
 	@$(PY) -m ruff check --fix --quiet . || true
 	@$(PY) -m ruff format .
 
-bench: .venv/runtime.stamp
+bench: .venv/runtime.stamp $(NATIVE)
 	@$(PY) -m quire bench latency demo --num-iters-warmup 2 --num-iters 5
 	@$(PY) -m quire bench throughput demo
 
+# Moved into place in one piece: a process that runs the old library keeps it.
+native: build/native/build.ninja
+	@$(WITH_CMAKE) cmake --build build/native
+	@mkdir -p $(dir $(LIBRARY))
+	@cmp -s build/native/_kernels.so $(LIBRARY) || \
+	    { cp build/native/_kernels.so $(LIBRARY).new && mv -f $(LIBRARY).new $(LIBRARY); }
+
+# Python is not built with the sanitizers, so they have to be there before it; and before them is too early for them to
+# see libstdc++'s exceptions, unless that is there too. --capture=sys: pytest would keep the report to itself otherwise.
+test-asan: .venv/dev.stamp build/asan/build.ninja
+	@$(WITH_CMAKE) cmake --build build/asan
+	@cxx=$$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' build/asan/CMakeCache.txt); preload=; \
+	for name in libasan.so libubsan.so libstdc++.so.6; do preload="$$preload $$($$cxx -print-file-name=$$name)"; done; \
+	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/asan/_kernels.so $(PY) -m pytest --capture=sys tests/unit/*/test_native*.py
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
 	find quire tests tools examples -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/bin/python:
@@ -58,3 +84,17 @@ clean:
 	@echo "set-up: test and development tools"
 	@$(PIP_INSTALL) --editable '.[test,dev]'
 	@touch $@
+
+# The directory itself too, for files that came or went. A failure is no obstacle: Quire runs without the library; but
+# never with that of other sources.
+build/native.stamp: CMakeLists.txt csrc $(wildcard csrc/*) | .venv/bin/python
+	@echo "set-up: native kernels (C++)"
+	@mkdir -p build
+	@$(MAKE) --no-print-directory native >build/native.log 2>&1 || { rm -f $(LIBRARY); \
+	    echo "set-up: the native kernels did not build, Quire is slower without; 'make native' says why"; }
+	@touch $@
+
+build/%/build.ninja: | .venv/bin/python
+	@{ command -v cmake && command -v ninja; } >/dev/null || $(PIP_INSTALL) cmake ninja
+	@rm -rf build/$*
+	@$(WITH_CMAKE) cmake -S . -B build/$* -G Ninja $(if $(filter asan,$*),-DQUIRE_ASAN=ON)

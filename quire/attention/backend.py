@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Metadata = TypeVar("Metadata")
@@ -41,7 +42,11 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache, in the model's dtype. The first dimension is the block."""
+        """Shape of one layer's cache, in elements of `kv_cache_dtype`. The first dimension is the block."""
+
+    def kv_cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Type of the cache's elements for a model of type `dtype`: here, the same."""
+        return dtype
 
     @abstractmethod
     def build(self, batch: AttentionBatch) -> Metadata:

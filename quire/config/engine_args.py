@@ -38,7 +38,15 @@ class EngineArgs:
     skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts and outputs are token ids only.")
     trust_remote_code: bool = _option(False, "Accepted and without effect: code shipped with a model is never run.")
     dtype: str = _option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
-    quantization: str | None = _option(None, "Weight quantization; not available yet.")
+    quantization: str | None = _option(
+        None, "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row)."
+    )
+    kernels: str = _option(
+        "auto", "CPU kernels: auto (the best), amx, avx512, avx2, portable, or torch for none of the compiled ones."
+    )
+    weight_cache: bool = _option(
+        True, "Keep packed weights on disk, so that the next start maps them instead of packing again."
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = _option(
         "auto", "'dummy' fills the model with random weights, for measurements."
     )
@@ -63,6 +71,9 @@ class EngineArgs:
     enable_prefix_caching: bool = _option(True, "Keep the KV blocks of finished prompts for requests that begin alike.")
     scheduling_policy: Literal["fcfs", "priority"] = _option(
         "fcfs", "First come first served, or by each request's priority (lower runs first)."
+    )
+    kv_cache_dtype: Literal["auto", "int8"] = _option(
+        "auto", "Keys and values in the model's type, or in eight bits with a scale per token and head."
     )
     block_size: int = _option(16, "Tokens in a KV block.")
     gpu_memory_utilization: float | None = _option(
@@ -107,9 +118,8 @@ class EngineArgs:
     def _refuse_what_is_not_there_yet(self) -> None:
         if self.trust_remote_code:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
-        for name in ("quantization", "speculative_config"):
-            if getattr(self, name) is not None:
-                raise NotYetSupportedError(f"{name}={getattr(self, name)!r} is not supported yet; leave it None.")
+        if self.speculative_config is not None:
+            raise NotYetSupportedError(f"speculative_config={self.speculative_config!r} is not supported yet.")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotYetSupportedError(f"{name}={getattr(self, name)} is not supported yet; use 1.")
@@ -176,6 +186,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "scheduling_policy": ("fcfs", "priority"),
     "distributed_executor_backend": (None, "uni"),
     "generation_config": ("auto", "vllm", "quire"),
+    "quantization": (None, "int8", "int4"),
+    "kernels": ("auto", "amx", "avx512", "avx2", "portable", "torch"),
+    "kv_cache_dtype": ("auto", "int8"),
 }
 
 

@@ -9,6 +9,7 @@ from quire.attention.backend import AttentionBackend
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.ops.native.program import HeadShape, Preparation, Value
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,33 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
         """[T, H] -> [T, H]."""
+        qkv = self.qkv_proj(x)
+        attended = self._record(qkv) if isinstance(qkv, Value) else self._attend(qkv, positions, kv_caches, metadata)
+        return self.o_proj(attended)
+
+    def _attend(self, qkv: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
         heads = self.attention.heads
         num_heads, num_kv_heads = heads.num_heads, heads.num_kv_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], num_heads + 2 * num_kv_heads, heads.head_dim)
+        qkv = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, heads.head_dim)
         query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, key, positions)
         attended = self.attention(query, key, value, kv_caches, metadata)
-        return self.o_proj(attended.reshape(x.shape[0], -1))
+        return attended.reshape(qkv.shape[0], -1)
+
+    def _record(self, qkv: Value) -> Any:
+        """The same as two instructions of a native program: prepare (norms, rotation, cache write) and attend."""
+        attention, heads = self.attention, self.attention.heads
+        q_norm, k_norm = self.q_norm, self.k_norm
+        prepare = Preparation(
+            q_norm=None if q_norm is None else q_norm.weight.data,
+            k_norm=None if k_norm is None else k_norm.weight.data,
+            eps=0.0 if q_norm is None else q_norm.eps,
+            cos_sin=None if self.rotary is None else self.rotary.cos_sin,
+        )
+        shape = HeadShape(heads.num_heads, heads.num_kv_heads, heads.head_dim)
+        layer, window = attention.layer_index, attention.sliding_window
+        qkv = qkv.recorder.prepare(qkv, shape, prepare, layer=layer)
+        return qkv.recorder.attend(qkv, shape, layer=layer, scale=attention.scale, window=window)

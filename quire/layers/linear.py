@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from quire.quantization.base import QuantizationMethod
+from quire.quantization.base import MatrixShape, QuantizationMethod
 
 
 class Linear(nn.Module):
@@ -33,12 +33,10 @@ class Linear(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.in_features = in_features
         self.parts = dict(outputs) if isinstance(outputs, Mapping) else {"": outputs}
-        self.out_features = sum(self.parts.values())
-        self.has_bias = bias
+        self.shape = MatrixShape(in_features, sum(self.parts.values()), bias)
         self.method = method
-        for name, weight in method.create_weights(in_features, self.out_features, bias=bias, dtype=dtype).items():
+        for name, weight in method.create_weights(self.shape, dtype).items():
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
     @property
@@ -46,16 +44,17 @@ class Linear(nn.Module):
         """The parameters by name, as the weight format made them."""
         return cast(Mapping[str, Tensor], self._parameters)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self.weights, x)
+    def forward(self, x: Tensor, *, wide: bool = False) -> Tensor:
+        return self.method.apply(self.weights, self.shape, x, wide=wide)
 
     def checkpoint_parts(self) -> Iterator[tuple[str, int, dict[str, tuple[int, ...]]]]:
         """For each part: its name ("" for a plain layer), its first output feature, and its tensors' shapes."""
         start = 0
         for part, features in self.parts.items():
-            yield part, start, self.method.checkpoint_shapes(self.in_features, features, bias=self.has_bias)
+            shape = MatrixShape(self.shape.in_features, features, self.shape.bias)
+            yield part, start, self.method.checkpoint_shapes(shape)
             start += features
 
     def load(self, name: str, start: int, loaded: Tensor) -> None:
         """Take the checkpoint tensor `name` ("weight", "bias", ...) of the part whose first output is `start`."""
-        self.method.load(self.weights, name, loaded, start)
+        self.method.load(self.weights, self.shape, name, loaded, start)

@@ -23,10 +23,16 @@ from quire.quantization.base import QuantizationMethod
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a family needs beside the model's configuration to build its layers."""
+    """What a family needs beside the model's configuration to build its layers.
+
+    Attributes:
+        method: the weight format of the linear layers.
+        table_method: that of embeddings and the output head, which suffer more from few bits.
+    """
 
     backend: AttentionBackend[Any]
     method: QuantizationMethod
+    table_method: QuantizationMethod
     dtype: torch.dtype
 
 
@@ -41,6 +47,7 @@ class CausalLM(nn.Module):
     Attributes:
         num_layers, num_kv_heads, head_dim: with the backend's `kv_cache_shape`, these size the KV cache.
         dtype: of parameters, hidden states, KV cache and logits.
+        filled_weights: checkpoint names that `load_weights` need not be given: an earlier start packed them.
         missing_weights: checkpoint names that `load_weights` has not met yet.
     """
 
@@ -63,10 +70,12 @@ class CausalLM(nn.Module):
         if self.tied:
             self.lm_head: nn.Module = TiedHead(embedding)
         else:
-            size = embedding.weight.shape[1]
-            self.lm_head = Linear(size, config.vocab_size, bias=False, method=context.method, dtype=context.dtype)
+            size, method = embedding.shape.in_features, context.table_method
+            self.lm_head = Linear(size, config.vocab_size, bias=False, method=method, dtype=context.dtype)
         self._form = form
-        self.missing_weights = set(weight_slots(self, form))
+        slots = weight_slots(self, form)
+        self.filled_weights = {name for name, slot in slots.items() if slot.filled}
+        self.missing_weights = slots.keys() - self.filled_weights
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
         """Hidden states of a step's tokens.
@@ -82,8 +91,12 @@ class CausalLM(nn.Module):
         return self.model(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V]."""
-        return self.lm_head(hidden)
+        """[R, H] -> [R, V], in the model's dtype or float32."""
+        return self.lm_head(hidden, wide=True)
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of this model holds: name -> shape."""
+        return {name: slot.shape for name, slot in weight_slots(self, self._form).items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -48,8 +48,8 @@ def build(config: ModelConfig, context: BuildContext) -> CausalLM:
         mlp = MLP(size, config.intermediate_size, activation=activation, bias=True, method=method, dtype=dtype)
         return DecoderLayer(LayerNorm(size, eps, dtype), attention, LayerNorm(size, eps, dtype), mlp)
 
-    embedding = VocabEmbedding(config.vocab_size, size, dtype)
-    positions = LearnedPositions(int(hf.get("n_positions", 1024)), size, dtype)
+    embedding = VocabEmbedding(config.vocab_size, size, context.table_method, dtype)
+    positions = LearnedPositions(int(hf.get("n_positions", 1024)), size, context.table_method, dtype)
     layers = [layer(i) for i in range(config.num_layers)]
     decoder = Decoder(embedding, layers, LayerNorm(size, eps, dtype), positions)
     return CausalLM(config, context, decoder, embedding, FORMAT)

@@ -64,7 +64,7 @@ def build_llama(
         mlp = GatedMLP(size, config.intermediate_size, activation=activation, bias=mlp_bias, method=method, dtype=dtype)
         return DecoderLayer(RMSNorm(size, eps, dtype), attention, RMSNorm(size, eps, dtype), mlp)
 
-    embedding = VocabEmbedding(config.vocab_size, size, dtype)
+    embedding = VocabEmbedding(config.vocab_size, size, context.table_method, dtype)
     decoder = Decoder(embedding, [layer(i) for i in range(config.num_layers)], RMSNorm(size, eps, dtype))
     return CausalLM(config, context, decoder, embedding, FORMAT)
 

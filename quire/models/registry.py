@@ -24,7 +24,7 @@ _BUILDERS: dict[str, Callable[[ModelConfig, BuildContext], CausalLM]] = {
     "Qwen3ForCausalLM": qwen3.build,
 }
 SUPPORTED_ARCHITECTURES = tuple(_BUILDERS)
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_architecture(config: ModelConfig) -> None:
@@ -37,16 +37,21 @@ def check_architecture(config: ModelConfig) -> None:
 
 
 def build_model(
-    config: ModelConfig, attention_backend: AttentionBackend[Any], method: QuantizationMethod | None = None
+    config: ModelConfig,
+    attention_backend: AttentionBackend[Any],
+    method: QuantizationMethod | None = None,
+    table_method: QuantizationMethod | None = None,
 ) -> CausalLM:
     """Build the model that `config` describes; its parameters are allocated and not yet filled.
 
     Args:
-        method: the weight format of the linear layers; None keeps the checkpoint's.
+        method: the weight format of the linear layers; None keeps the checkpoint's, multiplied by torch.
+        table_method: that of embeddings and the output head; None means `method`.
 
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported.
     """
     check_architecture(config)
-    context = BuildContext(attention_backend, method or Unquantized(), _DTYPES[config.dtype])
+    method = method or Unquantized()
+    context = BuildContext(attention_backend, method, table_method or method, DTYPES[config.dtype])
     return _BUILDERS[config.architecture](config, context).eval()

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 
 
@@ -49,30 +50,38 @@ class WeightSlot:
         module: path of the module that takes it.
         shape: the shape that it must have in the checkpoint.
         load: copies it into the module's parameters.
+        filled: it is there already.
     """
 
     module: str
     shape: tuple[int, ...]
     load: Callable[[Tensor], object]
+    filled: bool = False
 
 
 def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, WeightSlot]:
     """Every tensor that the model needs: checkpoint name -> its place. Shared modules are listed once."""
     slots: dict[str, WeightSlot] = {}
 
-    def add(ours: str, path: str, shape: tuple[int, ...], load: Callable[[Tensor], object]) -> None:
+    def add(
+        ours: str, path: str, shape: tuple[int, ...], load: Callable[[Tensor], object], filled: bool = False
+    ) -> None:
         name = form.checkpoint_name(ours)
         if name.endswith(form.transposed):
-            slots[name] = WeightSlot(path, shape[::-1], lambda loaded: load(loaded.t()))
+            slots[name] = WeightSlot(path, shape[::-1], lambda loaded: load(loaded.t()), filled)
         else:
-            slots[name] = WeightSlot(path, shape, load)
+            slots[name] = WeightSlot(path, shape, load, filled)
 
     for path, module in model.named_modules():
         if isinstance(module, Linear):
             for part, start, shapes in module.checkpoint_parts():
                 owner = f"{path.rpartition('.')[0]}.{part}" if part else path
                 for tensor, shape in shapes.items():
-                    add(f"{owner}.{tensor}", path, shape, partial(module.load, tensor, start))
+                    filled = tensor in module.method.filled
+                    add(f"{owner}.{tensor}", path, shape, partial(module.load, tensor, start), filled)
+        elif isinstance(module, Embedding):
+            for tensor, shape in module.method.checkpoint_shapes(module.shape).items():
+                add(f"{path}.{tensor}", path, shape, partial(module.load, tensor), tensor in module.method.filled)
         else:
             for tensor, parameter in module.named_parameters(recurse=False):
                 add(f"{path}.{tensor}", path, tuple(parameter.shape), parameter.copy_)

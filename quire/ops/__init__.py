@@ -1,24 +1,18 @@
-"""The operations that layers are made of: one name each, whatever kernel carries it out.
+"""The operations that layers are made of: one name each, whatever carries it out.
 
-Layers and attention backends call these. Plain torch is all there is today; a native kernel takes over a name here,
-chosen by what the CPU can do, with the signature and the result of its twin in `quire.ops.reference`. Nothing here
-knows models, batches or caches beyond the tensors it is given.
+Given tensors, plain torch computes (`quire.ops.reference`, the meaning of each operation). Given the recorder's values
+in place of tensors, the operation appends itself to a program of native kernels (`quire.ops.native.program`). Layers
+call these and don't see the difference. Nothing here knows models, batches or caches beyond what it is given.
 """
 
-from quire.ops.reference import (
-    add_layer_norm,
-    add_rms_norm,
-    embedding,
-    gelu,
-    gelu_tanh,
-    layer_norm,
-    linear,
-    relu,
-    rms_norm,
-    rotary,
-    silu_and_mul,
-    write_kv,
-)
+from collections.abc import Callable
+
+from torch import Tensor
+
+from quire.ops import reference
+from quire.ops.native.program import StepIndex, Value
+from quire.ops.native.structs import Epilogue
+from quire.ops.reference import linear, rotary, write_kv
 from quire.ops.reference_attention import paged_attention
 
 __all__ = [
@@ -36,3 +30,65 @@ __all__ = [
     "silu_and_mul",
     "write_kv",
 ]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `quire.ops.reference.rms_norm`."""
+    if isinstance(x, Value):
+        return x.recorder.norm(x, weight, None, eps, subtract_mean=False)
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `quire.ops.reference.add_rms_norm`."""
+    if isinstance(x, Value):
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+    return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """See `quire.ops.reference.layer_norm`."""
+    if isinstance(x, Value):
+        return x.recorder.norm(x, weight, bias, eps, subtract_mean=True)
+    return reference.layer_norm(x, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `quire.ops.reference.add_layer_norm`."""
+    if isinstance(x, Value):
+        total = x + residual
+        return layer_norm(total, weight, bias, eps), total
+    return reference.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `quire.ops.reference.silu_and_mul`."""
+    return _activate(x, reference.silu_and_mul, Epilogue.SILU_MUL)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `quire.ops.reference.gelu`."""
+    return _activate(x, reference.gelu, Epilogue.GELU)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """See `quire.ops.reference.gelu_tanh`."""
+    return _activate(x, reference.gelu_tanh, Epilogue.GELU_TANH)
+
+
+def relu(x: Tensor) -> Tensor:
+    """See `quire.ops.reference.relu`."""
+    return _activate(x, reference.relu, Epilogue.RELU)
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """See `quire.ops.reference.embedding`."""
+    assert not isinstance(ids, StepIndex), "a program looks up packed tables only: see the weight format's lookup"
+    return reference.embedding(ids, table)
+
+
+def _activate(x: Tensor, function: Callable[[Tensor], Tensor], epilogue: Epilogue) -> Tensor:
+    return x.recorder.activation(x, epilogue) if isinstance(x, Value) else function(x)

@@ -1,4 +1,4 @@
-"""Weights as they are in the checkpoint, in the model's dtype. The default of every linear layer."""
+"""Weights as they are in the checkpoint, in the model's dtype, multiplied by torch."""
 
 from collections.abc import Mapping
 
@@ -6,24 +6,20 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.quantization.base import QuantizationMethod
+from quire.quantization.base import MatrixShape, QuantizationMethod
 
 
 class Unquantized(QuantizationMethod):
     """`weight` [out, in] and, where the layer has one, `bias` [out]."""
 
-    def create_weights(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        shapes = self.checkpoint_shapes(in_features, out_features, bias=bias)
-        return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: torch.empty(size, dtype=dtype) for name, size in self.checkpoint_shapes(shape).items()}
 
-    def checkpoint_shapes(self, in_features: int, out_features: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
-        return shapes | {"bias": (out_features,)} if bias else shapes
-
-    def load(self, weights: Mapping[str, Tensor], name: str, loaded: Tensor, start: int) -> None:
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         weights[name][start : start + loaded.shape[0]].copy_(loaded)
 
-    def apply(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         return ops.linear(x, weights["weight"], weights.get("bias"))
+
+    def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.embedding(ids, weights["weight"])

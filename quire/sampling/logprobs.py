@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.protocol import TokenLogprobs
+from quire.sampling import native
 from quire.sampling.processing import float32_array
 from quire.sampling.select import WEIGHT_BITS, leading_ids, weigh
 from quire.sampling.state import Floats, Ids
@@ -43,6 +44,9 @@ def row_logprobs(logits: Floats, token_ids: Sequence[int], k: int) -> list[Token
 
 def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
     """Entry r is for `target_ids[r]` under row r of `logits`, [R, V] of any float type; as `row_logprobs`."""
+    compiled = native.library()
+    if compiled is not None and len(target_ids) == len(logits) > 0 and 0 <= k <= native.MAX_LOGPROBS:
+        return native.given_logprobs(compiled, logits.cpu(), target_ids, k)
     rows = zip(logits.cpu(), target_ids, strict=True)
     return [row_logprobs(float32_array(row), [token_id], k)[0] for row, token_id in rows]
 

@@ -44,9 +44,8 @@ def process_logits(logits: Floats, state: SamplingState) -> None:
     if state.bad_token_ids is not None:
         logits[state.bad_token_ids] = _NEVER
     output = state.output_token_ids
-    for *prefix, last in state.bad_sequences:
-        if output[-len(prefix) :] == prefix:
-            logits[last] = _NEVER
+    if state.bad_sequences:
+        logits[state.completing_ids()] = _NEVER
     if len(output) < state.min_tokens:
         logits[state.stop_token_ids] = _NEVER
     if state.bias_ids is not None:

@@ -2,11 +2,13 @@
 
 The order for each row is vLLM's: raw logprobs (before anything), processing.py, temperature, min_p, top-k, top-p, draw;
 greedy rows take the largest processed logit, the lowest id among equals. A row's outcome has the same bits alone or in
-any batch, at any row. A row that can't be sampled is reported in `errors`; the others go on. Called by the runner.
+any batch, at any row, and from the compiled sampler (native.py, where there is one) or numpy. A row that can't be
+sampled is reported in `errors`; the others go on. Called by the runner.
 """
 
 import math
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.protocol import TokenLogprobs
+from quire.sampling import native
 from quire.sampling.logprobs import row_logprobs
 from quire.sampling.processing import RowError, float32_array, process_logits
 from quire.sampling.random import random_bits, random_bits_of
@@ -23,7 +26,8 @@ from quire.sampling.select import DrawTable, candidates, draw, weigh
 from quire.sampling.state import Floats, SamplingState
 
 _SMALL_VOCAB = 8192  # up to here rows are weighed together: one row is too little work for a call of its own
-_GROUP_NUMEL = 2**18  # logits converted, weights computed at once: 1 and 2 MiB, which stay in L2
+_GROUP_NUMEL = 2**18  # logits converted at once: 1 MiB, which stays in L2
+_WEIGHED_NUMEL = 2**15  # logits weighed at once
 
 
 @dataclass
@@ -56,33 +60,68 @@ def sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequenc
     """
     assert logits.shape[0] == len(states) == len(num_samples)
     logits = logits.cpu()
+    output = SamplerOutput([[] for _ in states], [None] * len(states))
+    rows: Sequence[int] = range(len(states))
+    compiled = native.library()
+    if compiled is not None:
+        can = [row for row in rows if not states[row].logits_processors]
+        if can:
+            _sample_natively(compiled, logits, states, num_samples, can, output)
+        rows = [row for row in rows if states[row].logits_processors] if len(can) < len(states) else []
+    if rows:
+        _sample_in_numpy(logits, states, num_samples, rows, output)
+    for row, state in enumerate(states):
+        if state.num_logprobs is not None and output.logprobs[row] is None and output.token_ids[row]:
+            raw = float32_array(logits[row])
+            output.logprobs[row] = row_logprobs(raw, output.token_ids[row], state.num_logprobs)
+    return output
+
+
+def _sample_natively(
+    compiled: CDLL,
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    num_samples: Sequence[int],
+    rows: Sequence[int],
+    output: SamplerOutput,
+) -> None:
+    if len(rows) < len(states):
+        states, num_samples = [states[row] for row in rows], [num_samples[row] for row in rows]
+    token_ids, errors, logprobs = native.sample_rows(compiled, logits, states, num_samples, rows)
+    for i, row in enumerate(rows):
+        output.token_ids[row] = token_ids[i]
+    for i, code in errors.items():
+        output.errors[rows[i]] = _unusable(native.MAXIMA[code])
+    for i, entries in logprobs.items():
+        output.logprobs[rows[i]] = entries
+
+
+def _sample_in_numpy(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    num_samples: Sequence[int],
+    rows: Sequence[int],
+    output: SamplerOutput,
+) -> None:
     whole = logits.dtype == torch.float32 or logits.numel() <= _GROUP_NUMEL
     matrix = float32_array(logits) if whole else None
-
-    def raw_row(row: int) -> Floats:
-        return float32_array(logits[row]) if matrix is None else matrix[row]
-
-    output = SamplerOutput([[] for _ in states], [None] * len(states))
-    if matrix is not None and len(states) and all(s.greedy and not s.processes for s in states):
+    if matrix is not None and len(rows) == len(states) and all(s.greedy and not s.processes for s in states):
         _choose_greedy(matrix, num_samples, output)
-    else:
-        pending: list[_Pending] = []
-        for row, state in enumerate(states):
-            try:
-                processed = _processed(raw_row(row), state)
-                if state.greedy:
-                    output.token_ids[row] = [_largest(processed)[0]] * num_samples[row]
-                elif state.truncates or len(processed) > _SMALL_VOCAB:
-                    output.token_ids[row] = _choose(processed, state, num_samples[row])
-                else:
-                    pending.append(_Pending(row, state, num_samples[row], processed, _largest(processed)[1]))
-            except RowError as error:
-                output.errors[row] = str(error)
-        _draw_pending(pending, output)
-    for row, state in enumerate(states):
-        if state.num_logprobs is not None and output.token_ids[row]:
-            output.logprobs[row] = row_logprobs(raw_row(row), output.token_ids[row], state.num_logprobs)
-    return output
+        return
+    pending: list[_Pending] = []
+    for row in rows:
+        state = states[row]
+        try:
+            processed = _processed(float32_array(logits[row]) if matrix is None else matrix[row], state)
+            if state.greedy:
+                output.token_ids[row] = [_largest(processed)[0]] * num_samples[row]
+            elif state.truncates or len(processed) > _SMALL_VOCAB:
+                output.token_ids[row] = _choose(processed, state, num_samples[row])
+            else:
+                pending.append(_Pending(row, state, num_samples[row], processed, _largest(processed)[1]))
+        except RowError as error:
+            output.errors[row] = str(error)
+    _draw_pending(pending, output)
 
 
 def _choose_greedy(logits: Floats, num_samples: Sequence[int], output: SamplerOutput) -> None:
@@ -129,7 +168,7 @@ def _choose(logits: Floats, state: SamplingState, num_samples: int) -> list[int]
 
 def _draw_pending(pending: list[_Pending], output: SamplerOutput) -> None:
     """Draw by temperature alone, weighing several rows in one call."""
-    size = max(1, _GROUP_NUMEL // len(pending[0].logits)) if pending else 1
+    size = max(1, _WEIGHED_NUMEL // len(pending[0].logits)) if pending else 1
     for start in range(0, len(pending), size):
         group = pending[start : start + size]
         maxima = np.array([[p.maximum] for p in group], np.float32)

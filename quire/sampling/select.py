@@ -2,11 +2,13 @@
 
 Probabilities are integers: weight = floor(exp((logit - max) / temperature) * 2**40). Integer sums don't depend on their
 order, so a row's outcome depends on neither batch nor thread, and no rounding can put a draw past the end. The order of
-tokens is: larger logit first, then lower id. Called by the sampler and logprobs; knows no request.
+tokens is: larger logit first, then lower id. Called by the sampler and logprobs; knows no request. csrc/sampler.h does
+the same, with the same bits.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,17 @@ WEIGHT_BITS = 40  # weights sum below 2**63 for any vocabulary under 2**23 token
 _FULL_WEIGHT = 2**WEIGHT_BITS
 _MAX_LISTED = 1024  # up to this top_k the tokens left are listed in order
 _CHUNK = 512  # weights summed at once in a long table
+_SLICE = 2**15  # logits of a row weighed at once: arrays of 128 KiB, which stay in L2
+
+# 2**f = 1 + f * (... ) on [-0.5, 0.5], within 2e-7 of itself: the coefficients of f**5 to f**0.
+_POWER = [
+    np.array(float.fromhex(c), np.float32)
+    for c in ("0x1.5bd97ap-10", "0x1.3ce8b2p-7", "0x1.c6b6dap-5", "0x1.ebf9c2p-3", "0x1.62e42ap-1", "0x1p0")
+]
+_LOG2_E = np.float32(math.log2(math.e))
+_LOWEST = np.array(-42, np.float32)  # 2**-42 * 2**40 weighs 0 and is an ordinary number
+_ROUNDER = np.array(1.5 * 2**23 + 127 + WEIGHT_BITS, np.float32)  # y + this: rounded, its last bits 2**y's exponent
+_EXPONENT_AT = np.array(23, np.int32)
 
 Weights = npt.NDArray[np.int64]
 
@@ -26,14 +39,41 @@ def weigh(logits: Floats, maxima: Floats | float, temperatures: Floats | float =
 
     `maxima`, the rows' largest logits (finite), and `temperatures` are one number for all or [..., 1].
     """
-    # numpy on purpose: torch's exp wakes its thread pool for a few thousand elements, which costs more than it saves
-    # (and milliseconds when another process holds the second core).
-    scaled = logits - np.asarray(maxima, np.float32)
-    if isinstance(temperatures, np.ndarray) or temperatures != 1.0:
-        scaled /= np.asarray(temperatures, np.float32)
-    np.exp(scaled, out=scaled)
-    scaled *= np.float32(_FULL_WEIGHT)
-    return scaled.astype(np.int64)
+    # By steps that IEEE 754 gives one result each, as the last bits of numpy's exp depend on the CPU. Not in torch,
+    # whose thread pool would wake for a few thousand elements, which costs more than it saves.
+    maxima, scales = np.asarray(maxima, np.float32), power_scales(temperatures)
+    weights = np.empty(logits.shape, np.int64)
+    step = _SLICE if logits.ndim == 1 else len(logits) or 1
+    memory = np.empty((3, *logits[:step].shape), np.float32)
+    for start in range(0, len(logits), step):
+        part = logits[start : start + step]
+        y, rounded, power = memory[:, : len(part)]
+        np.subtract(part, maxima, out=y)
+        y *= scales
+        _full_powers(y, rounded, power)
+        weights[start : start + step] = y
+    return weights
+
+
+def power_scales(temperatures: Floats | float) -> Any:
+    """log2(e) / temperature, float32: exp(x / temperature) = 2**(x * scale)."""
+    return _LOG2_E / np.asarray(temperatures, np.float32)
+
+
+def _full_powers(y: Floats, rounded: Floats, power: Floats) -> None:
+    """Replace `y`, at most 0, by 2**(y + 40), not rounded down; the others are memory for it."""
+    np.maximum(y, _LOWEST, out=y)
+    np.add(y, _ROUNDER, out=rounded)
+    np.subtract(rounded, _ROUNDER, out=power)
+    y -= power  # in [-0.5, 0.5]
+    np.multiply(y, _POWER[0], out=power)
+    for coefficient in _POWER[1:-1]:
+        power += coefficient
+        power *= y
+    power += _POWER[-1]
+    bits = rounded.view(np.int32)
+    bits <<= _EXPONENT_AT
+    np.multiply(power, rounded, out=y)
 
 
 def leading_ids(logits: Floats, k: int) -> Ids:

@@ -30,6 +30,7 @@ class TokenCounts:
         self._ids: Ids = np.zeros(max(64, 2 * self.num), np.int64)
         self._ids[: self.num] = distinct
         self._counts: Floats = np.zeros(len(self._ids), np.float32)
+        self.addresses = (self._ids.ctypes.data, self._counts.ctypes.data)  # for the native sampler
 
     @property
     def ids(self) -> Ids:
@@ -48,6 +49,7 @@ class TokenCounts:
             if index == len(self._ids):
                 self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+                self.addresses = (self._ids.ctypes.data, self._counts.ctypes.data)
             self._ids[index] = token_id
             self.num += 1
         self._counts[index] += 1
@@ -115,6 +117,9 @@ class SamplingState:
         self._always_processes = bool(self.penalised or self.logits_processors or self.bad_sequences) or not (
             self.allowed_token_ids is self.bad_token_ids is self.bias_ids is None
         )
+        # The native sampler's copy of all this (native.py): for good, or to be brought up to date at every step.
+        self.record: bytes | None = None
+        self.draft: Any = None
         for token_id in output_token_ids:
             self.append(token_id)
 
@@ -127,6 +132,11 @@ class SamplingState:
     def processes(self) -> bool:
         """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
         return self._always_processes or len(self.output_token_ids) < self.min_tokens
+
+    def completing_ids(self) -> list[int]:
+        """Tokens that would complete a bad word of several tokens."""
+        output = self.output_token_ids
+        return [last for *prefix, last in self.bad_sequences if output[-len(prefix) :] == prefix]
 
     def append(self, token_id: int) -> None:
         """Record a drawn token."""

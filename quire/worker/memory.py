@@ -4,8 +4,13 @@ The engine calls `plan_kv_blocks` once at start-up, between loading the weights 
 the options and the report's numbers and nothing of tensors. The worker calls `keep_freed_memory` before it computes.
 """
 
+import contextlib
 import ctypes
+import math
+import mmap
 from dataclasses import dataclass
+
+import torch
 
 from quire.config.engine_args import EngineConfig
 from quire.errors import ConfigError
@@ -15,6 +20,7 @@ MIB = 1 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _REUSED_BYTES = 32 * MIB  # the largest threshold that every glibc takes
 _KEPT_BYTES = 1024 * MIB
+_HUGE_PAGE = 2 * MIB
 
 
 def keep_freed_memory() -> bool:
@@ -28,6 +34,19 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A zeroed tensor in huge pages, where the system has any: streams through it run faster. Untouched until used."""
+    num_bytes = dtype.itemsize * math.prod(shape)
+    if num_bytes < _HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(region, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    return whole[start : start + num_bytes].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)

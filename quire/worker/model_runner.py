@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.models.recorded import RecordedModel
 from quire.models.registry import CausalLM
 from quire.protocol import NewSequence, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.sampling.logprobs import prompt_logprobs
@@ -25,7 +26,7 @@ class ModelRunner:
     """Rows, KV cache and model of one worker.
 
     Args:
-        model: the loaded model.
+        model: the loaded model, as it is or recorded for the native kernels.
         backend: the attention backend that the model was built with.
         kv_caches: one tensor per layer, in the backend's shape.
         table: the persistent rows, empty.
@@ -33,7 +34,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalLM, backend: AttentionBackend, kv_caches: list[Tensor], table: RowTable, poison: bool = False
+        self,
+        model: CausalLM | RecordedModel,
+        backend: AttentionBackend,
+        kv_caches: list[Tensor],
+        table: RowTable,
+        poison: bool = False,
     ) -> None:
         self.model = model
         self.backend = backend

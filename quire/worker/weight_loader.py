@@ -7,6 +7,7 @@ mapped file. Must not know the names or layouts of a family: `load_weights` of t
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,12 @@ class _LoadsWeights(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]: ...
 
 
+class _HasShapes(_LoadsWeights, Protocol):
+    dtype: torch.dtype
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+
 def load_model_weights(
     model: nn.Module, config: ModelConfig, load_format: str = "auto", progress: bool | ProgressCallback = True
 ) -> LoadReport:
@@ -69,7 +76,7 @@ def load_model_weights(
         raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
     start = time.perf_counter()
     if load_format == "dummy":
-        num_bytes = _fill_with_random(model, config.seed)
+        num_bytes = _fill_with_random(cast(_HasShapes, model), config.seed)
         return LoadReport(0, num_bytes, time.perf_counter() - start)
     files = _checked_files(config)
     total = sum(entry.num_bytes for entries in files.values() for entry in entries)
@@ -144,6 +151,7 @@ def _read_index(config: ModelConfig) -> dict[str, str] | None:
 def _stream(model: nn.Module, files: dict[Path, list[TensorEntry]], report: ProgressCallback) -> set[str]:
     """Hand every tensor to the model; a misfit is reported with the tensor and the file that the model was given."""
     current, current_file = "no tensor", ""
+    filled: set[str] = getattr(model, "filled_weights", set())
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current, current_file
@@ -154,6 +162,8 @@ def _stream(model: nn.Module, files: dict[Path, list[TensorEntry]], report: Prog
                 try:
                     with safe_open(path, framework="pt") as file:
                         for entry in window:
+                            if entry.name in filled:
+                                continue
                             current = f"{entry.name!r} {list(entry.shape)} of {path.name}"
                             yield entry.name, file.get_tensor(entry.name)
                             done += entry.num_bytes
@@ -186,27 +196,38 @@ def _windows(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield window
 
 
-def _fill_with_random(model: nn.Module, seed: int) -> int:
-    """Random parameters: N(0, 0.02), but ones for the scales of norms (vectors named `*weight`). Returns their bytes.
+def _fill_with_random(model: _HasShapes, seed: int) -> int:
+    """Random tensors in place of a checkpoint's: N(0, 0.02), but ones for the scales of norms (vectors named `*weight`).
 
-    Each parameter has a generator of its own, keyed by seed and name, so its values depend on nothing else.
+    Each tensor has a generator of its own, keyed by seed and name, so its values depend on nothing else. Returns their
+    bytes.
     """
     num_bytes = 0
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_bytes
+        for name, shape in model.checkpoint_shapes().items():
+            tensor = _random_tensor(f"{seed}/{name}", shape, model.dtype)
+            num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            num_bytes += parameter.numel() * parameter.element_size()
-            if parameter.dim() == 1 and name.endswith("weight"):
-                parameter.fill_(1.0)
-                continue
-            key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
-            flat = parameter.detach().view(-1)
-            period = torch.empty(min(flat.numel(), _DUMMY_PERIOD)).normal_(0.0, _DUMMY_STD, generator=generator)
-            pieces = period.to(flat.dtype).split(_DUMMY_PIECE)
-            for part in flat.split(_DUMMY_PERIOD):
-                for target, piece in zip(part.split(_DUMMY_PIECE), pieces, strict=False):
-                    target.copy_(piece[: target.numel()])
+        model.load_weights(tensors())
     return num_bytes
+
+
+def _random_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if len(shape) == 1 and key.endswith("weight"):
+        return torch.ones(shape, dtype=dtype)
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    flat = torch.empty(math.prod(shape), dtype=dtype)
+    period = torch.empty(min(flat.numel(), _DUMMY_PERIOD)).normal_(0.0, _DUMMY_STD, generator=generator)
+    pieces = period.to(flat.dtype).split(_DUMMY_PIECE)
+    for part in flat.split(_DUMMY_PERIOD):
+        for target, piece in zip(part.split(_DUMMY_PIECE), pieces, strict=False):
+            target.copy_(piece[: target.numel()])
+    return flat.view(shape)
 
 
 @contextmanager

@@ -4,23 +4,35 @@ Executors start workers and hand them plans. A worker knows the resolved configu
 sees a queue or a policy.
 """
 
+import json
+import logging
 import math
 
 import torch
 
 from quire.attention.registry import select_backend
 from quire.config.engine_args import EngineConfig
-from quire.models.registry import build_model
+from quire.errors import ConfigError
+from quire.models.recorded import RecordedModel
+from quire.models.registry import DTYPES, CausalLM, build_model
+from quire.ops.native.library import TORCH, choose_level, prefault, set_level, set_num_threads
 from quire.protocol import StepPlan, StepResult
+from quire.quantization.registry import select_formats
 from quire.utils.memory import available_memory_bytes
-from quire.worker.memory import MemoryReport, keep_freed_memory
+from quire.worker.memory import MemoryReport, huge_pages, keep_freed_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import RowTable
 from quire.worker.weight_loader import LoadReport, load_model_weights
+from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
 
 # A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
 # a second thread, and milliseconds less than waiting for one on a busy machine.
 SMALL_MODEL = 16_000_000
+# Memory touched at start-up, in tokens: the first use of a page costs as much as computing on it, on some machines.
+TOUCHED_ACTIVATIONS = 2048
+TOUCHED_TOKENS = 8192  # of the KV cache
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -28,17 +40,50 @@ class Worker:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._backend = select_backend()
-        self._model = build_model(config.model, self._backend)
+        dtype = DTYPES[config.model.dtype]
+        self.kernels = choose_level(config.args.kernels)
+        if self.kernels != TORCH and dtype not in (torch.float32, torch.bfloat16):
+            logger.info("no compiled kernels for %s: plain torch is used", config.model.dtype)
+            self.kernels = TORCH
+        native = self.kernels != TORCH
+        if config.args.kv_cache_dtype == "int8" and not native:
+            raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
+        if native:
+            set_level(self.kernels)
+        int8 = "-int8" if config.args.kv_cache_dtype == "int8" else ""
+        self._backend = select_backend(f"native{int8}" if native else "reference")
+        self._store: WeightStore | None = None
+        self._model = self._build(native)
         self._runner: ModelRunner | None = None
-        num_parameters = sum(p.numel() for p in self._model.parameters())
+        num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
         self._num_threads = 1 if num_parameters < SMALL_MODEL else torch.get_num_threads()
+        if native:
+            set_num_threads(self._num_threads)
+
+    def _build(self, native: bool) -> CausalLM:
+        """The model, its packed weights in the store where it is native."""
+        args, model = self._config.args, self._config.model
+        if not native:
+            formats = select_formats(args.quantization, None)
+            return build_model(model, self._backend, formats.linear, formats.table)
+        path = None
+        if args.weight_cache and args.load_format != "dummy":
+            layout = json.dumps([model.architecture, model.dtype, args.quantization, model.hf_config], sort_keys=True)
+            path = store_path(model.path.glob("*.safetensors"), layout)
+        self._store = WeightStore(path)
+        formats = select_formats(args.quantization, self._store.allocate, self._store.filled)
+        try:
+            return build_model(model, self._backend, formats.linear, formats.table)
+        except StaleStoreError:
+            return self._build(native)
 
     def load(self, progress: bool = True) -> LoadReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
-        return load_model_weights(
-            self._model, self._config.model, load_format=self._config.args.load_format, progress=progress
-        )
+        args = self._config.args
+        report = load_model_weights(self._model, self._config.model, load_format=args.load_format, progress=progress)
+        if self._store is not None:
+            self._store.finish()
+        return report
 
     def memory_report(self) -> MemoryReport:
         """Measure what is free now that the weights are loaded."""
@@ -52,33 +97,48 @@ class Worker:
         return MemoryReport(
             available_bytes=available_memory_bytes(),
             activation_bytes=activations,
-            block_bytes=elements * self._model.dtype.itemsize,
+            block_bytes=elements * self._backend.kv_cache_dtype(self._model.dtype).itemsize,
         )
 
     def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Allocate the KV cache; its pages cost memory once they are first written."""
         keep_freed_memory()
-        caches = [
-            torch.empty(self._cache_shape(num_blocks), dtype=self._model.dtype) for _ in range(self._model.num_layers)
-        ]
+        shape, dtype = self._cache_shape(num_blocks), self._backend.kv_cache_dtype(self._model.dtype)
+        caches = [huge_pages(shape, dtype) for _ in range(self._model.num_layers)]
         table = RowTable(self._config.scheduler.max_num_seqs, max_model_len, self._config.args.block_size)
-        self._runner = ModelRunner(self._model, self._backend, caches, table, poison=self._config.args.debug)
+        model: CausalLM | RecordedModel = self._model
+        if self.kernels != TORCH:
+            model = RecordedModel(self._model)
+            model.reserve(min(self._config.scheduler.max_num_batched_tokens, TOUCHED_ACTIVATIONS))
+            # The pool hands out its first blocks first.
+            touched = min(num_blocks, TOUCHED_TOKENS // self._config.args.block_size)
+            for cache in caches:
+                prefault(cache[:touched])
+        self._runner = ModelRunner(model, self._backend, caches, table, poison=self._config.args.debug)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step, on this worker's number of threads; the process's own setting is left as it was."""
-        assert self._runner is not None, "initialize_cache comes first"
+        runner = self.runner
         outside = torch.get_num_threads()
         if outside == self._num_threads:
-            return self._runner.execute(plan)
+            return runner.execute(plan)
         torch.set_num_threads(self._num_threads)
         try:
-            return self._runner.execute(plan)
+            return runner.execute(plan)
         finally:
             torch.set_num_threads(outside)
 
     @property
+    def runner(self) -> ModelRunner:
+        """What carries out the steps; there from `initialize_cache` on."""
+        assert self._runner is not None, "initialize_cache comes first"
+        return self._runner
+
+    @property
     def model(self) -> torch.nn.Module:
         """The model itself, for `LLM.apply_model`."""
+        if self._store is not None:
+            self._store.settle()
         return self._model
 
     def check_integrity(self) -> None:

@@ -1,0 +1,85 @@
+"""Speed of the linear kernel against what this machine can do: python benchmarks/linear.py [N K] [--threads T]
+
+For each number of rows and each weight format: milliseconds, GB/s of weights and TFLOP/s, best of several passes over
+different copies of the weights (more than any cache holds). The machine's own limits are measured in the same minutes:
+a pure read of the same memory, and the kernel on rows and weights that stay in the first-level cache.
+"""
+
+import argparse
+import time
+
+import torch
+
+from quire.ops.native.library import current_level, set_num_threads
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.program import Program, Recorder
+from quire.ops.native.structs import Type
+from quire.worker.memory import huge_pages
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+TOTAL_BYTES = 1 << 30  # of all copies together
+
+
+def best_seconds(programs: list[Program], x: torch.Tensor, out: torch.Tensor, passes: int = 4) -> float:
+    """Seconds of one product: the best mean over a pass through all copies."""
+    best = float("inf")
+    for _ in range(passes):
+        start = time.perf_counter()
+        for program in programs:
+            program.run([x, out])
+        best = min(best, (time.perf_counter() - start) / len(programs))
+    return best
+
+
+def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
+    """Enough copies of one random matrix to fill TOTAL_BYTES."""
+    shape = PackedMatrix.data_shape(rows, cols, type)
+    scales = torch.zeros(rows) if type is Type.I8 else None
+    first = PackedMatrix(huge_pages(shape, torch.uint8), scales, rows, cols, type)
+    first.pack(torch.randn(rows, cols) * 0.02, 0)
+    copies = [first]
+    for _ in range(TOTAL_BYTES // first.data.numel() - 1):
+        data = huge_pages(shape, torch.uint8)
+        data.copy_(first.data)
+        copies.append(PackedMatrix(data, scales, rows, cols, type))
+    return copies
+
+
+def recorded(matrix: PackedMatrix) -> Program:
+    """One product as a program."""
+    recorder = Recorder(torch.bfloat16)
+    return recorder.finish(recorder.linear(recorder.input(matrix.cols), matrix, None))
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", nargs="*", type=int, default=[8192, 2048], help="output and input features")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    rows, cols = args.shape
+    set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f"[{rows} x {cols}], {args.threads} threads, level {current_level()}")
+    for type in (Type.BF16, Type.I8, Type.I4):
+        copies = packed_copies(rows, cols, type)
+        num_bytes = copies[0].data.numel()
+        start = time.perf_counter()
+        for copy in copies:
+            copy.data.view(torch.int64).sum()
+        read = num_bytes * len(copies) / (time.perf_counter() - start) / 1e9
+        programs = [recorded(copy) for copy in copies]
+        print(f"{type.name}: {num_bytes / 1e6:.1f} MB; torch sums the same memory at {read:.1f} GB/s")
+        for m in ROWS:
+            x, out = torch.randn(m, cols).bfloat16(), torch.zeros(m, rows, dtype=torch.bfloat16)
+            few = programs if m <= 64 else programs[: max(2, len(programs) * 64 // m)]
+            seconds = best_seconds(few, x, out)
+            print(
+                f"  M = {m:4}  {seconds * 1e3:7.3f} ms  {num_bytes / seconds / 1e9:5.1f} GB/s  "
+                f"{2 * m * rows * cols / seconds / 1e12:5.2f} TFLOP/s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

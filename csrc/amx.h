@@ -1,0 +1,91 @@
+// What the AMX kernels share: tile set-up, and moving 16 x 16 values between rows and columns.
+//
+// All tiles are 16 rows of 64 bytes. A product is C[i][j] += sum over 32 k of A[i][k] * B[k][j] with A's rows as they lie
+// in memory and B as pairs of k: row p holds (k = 2p, k = 2p + 1) of column 0, of column 1, ...
+#pragma once
+
+#include <immintrin.h>
+
+#include "vec.h"
+
+namespace quire::QUIRE_NS {
+
+// Tiles belong to a thread and torch's own kernels set theirs: each task configures them and lets them go.
+class Tiles {
+public:
+    Tiles() {
+        alignas(64) struct {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() { _tile_release(); }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+};
+
+// Transposes 16 rows of 16 floats in registers.
+inline void transpose16(__m512 (&r)[16]) {
+    __m512 t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        auto pd = [&](int j) { return _mm512_castps_pd(t[i + j]); };
+        r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(0), pd(2)));
+        r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(0), pd(2)));
+        r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(1), pd(3)));
+        r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(1), pd(3)));
+    }
+    // r[4g + c] holds column c, c+4, c+8, c+12 (one per 128-bit lane) of rows 4g .. 4g+3.
+    for (int c = 0; c < 4; c++) {
+        __m512 a = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
+        __m512 d = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88), e = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_f32x4(a, d, 0x88);
+        t[8 + c] = _mm512_shuffle_f32x4(a, d, 0xdd);
+        t[4 + c] = _mm512_shuffle_f32x4(b, e, 0x88);
+        t[12 + c] = _mm512_shuffle_f32x4(b, e, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+// in [16][16] floats -> out[j * stride + i] for j < num_columns.
+inline void transpose_to(const float* in, float* out, int64_t stride, int64_t num_columns) {
+    if (num_columns <= 2) {
+        for (int64_t j = 0; j < num_columns; j++)
+            for (int i = 0; i < 16; i++) out[j * stride + i] = in[i * 16 + j];
+        return;
+    }
+    __m512 r[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_load_ps(in + i * 16);
+    transpose16(r);
+    for (int64_t j = 0; j < num_columns; j++) _mm512_store_ps(out + j * stride, r[j]);
+}
+
+// Up to 16 rows of x as B tiles, [tile][pair of k][row] of bf16 pairs; zeros beyond the last row and column.
+inline void pack_columns(const bf16* x, int64_t stride, int64_t num_rows, int64_t num_columns, uint32_t* out) {
+    for (int64_t k = 0; k < num_columns; k += 32, out += 256) {
+        __m512 r[16];
+        __mmask32 there = num_columns - k >= 32 ? ~0u : (1u << (num_columns - k)) - 1;
+        if (num_rows == 1) {
+            alignas(64) uint32_t pairs[16];
+            _mm512_store_si512(pairs, _mm512_maskz_loadu_epi16(there, x + k));
+            for (int p = 0; p < 16; p++) {
+                _mm512_store_si512(out + p * 16, _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(pairs[p]))));
+            }
+            continue;
+        }
+        // 16 streams are more than the hardware follows by itself.
+        for (int64_t i = 0; i < num_rows; i++) _mm_prefetch(reinterpret_cast<const char*>(x + i * stride + k + 256), _MM_HINT_T0);
+        for (int i = 0; i < 16; i++)
+            r[i] = i < num_rows ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(there, x + i * stride + k)) : _mm512_setzero_ps();
+        transpose16(r);
+        for (int p = 0; p < 16; p++) _mm512_store_ps(reinterpret_cast<float*>(out) + p * 16, r[p]);
+    }
+}
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,203 @@
+// Paged causal attention, for any level: an online softmax (arXiv:1805.02867) over chunks of 64 keys at absolute
+// positions, in ascending order, in fp32. What a row does not see changes none of its bits, so neither the rows computed
+// beside it, nor the block size, nor how the sequence was cut into steps can matter.
+#pragma once
+
+#include "elementwise.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int64_t kChunk = 64;        // keys
+constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
+
+// The query rows of one task: rows [begin, end) of a sequence and a KV head, row = token * group + query head of it.
+struct RowRange {
+    int64_t sequence, kv_head, begin, end;
+};
+
+// Every sequence's rows, cut into tasks of up to `rows_per_task`.
+class AttentionTasks {
+public:
+    AttentionTasks(const AttentionArgs& a, int64_t rows_per_task)
+        : step_(*a.step), group_(a.num_heads / a.cache_shape.num_kv_heads), num_kv_(a.cache_shape.num_kv_heads),
+          rows_per_task_(rows_per_task), starts_(step_.num_seqs + 1) {
+        for (int64_t s = 0; s < step_.num_seqs; s++) starts_[s + 1] = starts_[s] + divide_up(num_rows(s), rows_per_task_) * num_kv_;
+    }
+    int64_t count() const { return starts_.back(); }
+    // A head's tasks follow each other, so that its keys and values stay in L2; the last rows see most and come first.
+    RowRange operator[](int64_t task) const {
+        int64_t low = 0, high = step_.num_seqs;  // starts_[low] <= task < starts_[high]
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            (starts_[middle] <= task ? low : high) = middle;
+        }
+        int64_t pieces = divide_up(num_rows(low), rows_per_task_), local = task - starts_[low];
+        int64_t begin = (pieces - 1 - local % pieces) * rows_per_task_, end = begin + rows_per_task_;
+        return {low, local / pieces, begin, end < num_rows(low) ? end : num_rows(low)};
+    }
+
+private:
+    int64_t num_rows(int64_t s) const { return (step_.query_start_loc[s + 1] - step_.query_start_loc[s]) * group_; }
+
+    const StepArgs& step_;
+    int64_t group_, num_kv_, rows_per_task_;
+    std::vector<int64_t> starts_;
+};
+
+// One task's place in the step: which token and position each row has, and where keys and values lie.
+struct Sight {
+    const AttentionArgs& a;
+    RowRange range;
+    int64_t group, first_token, first_position;  // of the sequence in this step
+
+    Sight(const AttentionArgs& args, RowRange r)
+        : a(args), range(r), group(args.num_heads / args.cache_shape.num_kv_heads),
+          first_token(args.step->query_start_loc[r.sequence]) {
+        first_position = a.step->seq_lens[r.sequence] - (a.step->query_start_loc[r.sequence + 1] - first_token);
+    }
+    int64_t position(int64_t row) const { return first_position + row / group; }
+    int64_t lowest_key(int64_t row) const {
+        int64_t low = a.window ? position(row) - a.window + 1 : 0;
+        return low > 0 ? low : 0;
+    }
+    int64_t query_offset(int64_t row, int64_t stride) const {
+        return (first_token + row / group) * stride + (range.kv_head * group + row % group) * a.cache_shape.head_dim;
+    }
+    const uint8_t* head(int64_t position, bool value) const {
+        int64_t block = a.step->block_tables[range.sequence * a.step->max_blocks + position / a.cache_shape.block_size];
+        return a.cache + block * a.cache_shape.block_bytes() +
+               (range.kv_head + (value ? a.cache_shape.num_kv_heads : 0)) * a.cache_shape.head_bytes();
+    }
+    // Calls body(position, offset in its block, count) for the stretches of [low, high) that lie in one block each.
+    template <class Body>
+    void for_blocks(int64_t low, int64_t high, const Body& body) const {
+        const int64_t size = a.cache_shape.block_size;
+        for (int64_t p = low; p < high;) {
+            int64_t offset = p % size, count = size - offset < high - p ? size - offset : high - p;
+            body(p, offset, count);
+            p += count;
+        }
+    }
+};
+
+inline vf load_i8(const int8_t* p, int n) {
+    int8_t padded[kLanes] = {};
+    std::memcpy(padded, p, n);
+    vb bytes;
+    std::memcpy(&bytes, padded, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
+}
+
+// Keys [low, high) of a chunk, as keys[feature][key of the chunk] and values[key of the chunk][feature]; the rest zeros.
+template <class T>
+void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float* keys, float* values) {
+    const CacheShape& shape = sight.a.cache_shape;
+    const int64_t dim = shape.padded_dim(), size = shape.block_size;
+    if (low > chunk || high < chunk + kChunk) {
+        std::memset(keys, 0, dim * kChunk * sizeof(float));
+        std::memset(values, 0, dim * kChunk * sizeof(float));
+    }
+    sight.for_blocks(low, high, [&](int64_t position, int64_t offset, int64_t count) {
+        const T* k = reinterpret_cast<const T*>(sight.head(position, false));
+        const T* v = reinterpret_cast<const T*>(sight.head(position, true));
+        const float* k_scales = reinterpret_cast<const float*>(k + size * dim);
+        const float* v_scales = reinterpret_cast<const float*>(v + size * dim);
+        const int64_t at = position - chunk;
+        for (int64_t d = 0; d < dim; d++)
+            for_vectors(count, [&](int64_t i, int n) {
+                const T* from = k + d * size + offset + i;
+                if constexpr (sizeof(T) == 1)
+                    store_n(keys + d * kChunk + at + i, load_i8(from, n) * load_n(k_scales + offset + i, n), n);
+                else
+                    store_n(keys + d * kChunk + at + i, load_n(from, n), n);
+            });
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < dim; d += kLanes) {
+                const T* from = v + (offset + i) * dim + d;
+                if constexpr (sizeof(T) == 1)
+                    store(values + (at + i) * dim + d, load_i8(from, kLanes) * v_scales[offset + i]);
+                else
+                    store(values + (at + i) * dim + d, load(from));
+            }
+    });
+}
+
+// One row meets one chunk: `query` is scaled; updates its maximum, total and weighted sum of values.
+inline void attend_chunk(const float* query, const float* keys, const float* values, int64_t dim, int64_t first_key,
+                         int64_t end_key, float& highest, float& total, float* weighted) {
+    constexpr int kVectors = kChunk / kLanes;
+    vf scores[kVectors] = {};
+    for (int64_t d = 0; d < dim; d++)
+        for (int j = 0; j < kVectors; j++) scores[j] += query[d] * load(keys + d * kChunk + j * kLanes);
+    alignas(64) float weights[kChunk];
+    for (int j = 0; j < kVectors; j++) store(weights + j * kLanes, scores[j]);
+    for (int64_t i = 0; i < first_key; i++) weights[i] = -__builtin_inff();
+    for (int64_t i = end_key; i < kChunk; i++) weights[i] = -__builtin_inff();
+    vf most = splat(highest);
+    for (int j = 0; j < kVectors; j++) most = max(most, load(weights + j * kLanes));
+    const float new_highest = hmax(most);
+    vf sum = vf{};
+    for (int j = 0; j < kVectors; j++) {
+        vf p = exp(load(weights + j * kLanes) - new_highest);
+        store(weights + j * kLanes, p);
+        sum += p;
+    }
+    const float decay = exp(splat(highest - new_highest))[0];
+    highest = new_highest;
+    total = total * decay + hsum(sum);
+    constexpr int kWide = 8;  // vectors of features at a time, to stay in registers
+    for (int64_t d = 0; d < dim; d += kWide * kLanes) {
+        const int n = dim - d < kWide * kLanes ? int((dim - d) / kLanes) : kWide;
+        vf acc[kWide];
+        for (int j = 0; j < n; j++) acc[j] = load(weighted + d + j * kLanes) * decay;
+        for (int64_t i = first_key; i < end_key; i++)
+            for (int j = 0; j < n; j++) acc[j] += weights[i] * load(values + i * dim + d + j * kLanes);
+        for (int j = 0; j < n; j++) store(weighted + d + j * kLanes, acc[j]);
+    }
+}
+
+template <class T, class Cached>
+void attend_rows(const AttentionArgs& a, RowRange range, Scratch& scratch) {
+    const Sight sight(a, range);
+    const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
+    float* keys = scratch.get<float>(2 * kChunk * dim + num_rows * (2 * dim + 2));
+    float *values = keys + kChunk * dim, *query = values + kChunk * dim, *weighted = query + num_rows * dim;
+    float *highest = weighted + num_rows * dim, *total = highest + num_rows;
+    for (int64_t r = 0; r < num_rows; r++) {
+        const T* from = static_cast<const T*>(a.query) + sight.query_offset(range.begin + r, a.query_stride);
+        for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(query + r * dim + i, load_n(from + i, n) * a.scale, n); });
+        for (int64_t i = a.cache_shape.head_dim; i < dim; i++) query[r * dim + i] = 0;
+        for (int64_t i = 0; i < dim; i++) weighted[r * dim + i] = 0;
+        highest[r] = kLowest, total[r] = 0;
+    }
+    const int64_t low = sight.lowest_key(range.begin), high = sight.position(range.end - 1) + 1;
+    for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
+        const int64_t stop = high < chunk + kChunk ? high : chunk + kChunk;
+        gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
+        for (int64_t r = 0; r < num_rows; r++) {
+            const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
+            if (first >= kChunk || end <= 0) continue;
+            attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk, highest[r],
+                         total[r], weighted + r * dim);
+        }
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+        T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
+        const float factor = 1.0f / total[r];
+        for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(out + i, load_n(weighted + r * dim + i, n) * factor, n); });
+    }
+}
+
+inline void attention(const AttentionArgs& a, Context& context) {
+    const AttentionTasks tasks(a, 32);
+    context.pool.run(tasks.count(), [&](int64_t task, int thread) {
+        Scratch& scratch = context.thread_scratch[thread];
+        const Type cached = a.cache_shape.type;
+        if (a.type == Type::f32)
+            cached == Type::i8 ? attend_rows<float, int8_t>(a, tasks[task], scratch) : attend_rows<float, float>(a, tasks[task], scratch);
+        else
+            cached == Type::i8 ? attend_rows<bf16, int8_t>(a, tasks[task], scratch) : attend_rows<bf16, bf16>(a, tasks[task], scratch);
+    });
+}
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,263 @@
+// Paged attention of bf16 queries on AMX, by the plan of attention.h: the same chunks in the same order.
+//
+// Keys are the A operand and 16 query rows the columns of B, so scores come as [key][query row]: maxima, sums and
+// exponentials run down the keys with a lane for each row, and the weights are nearly the next product's B as they
+// stand. Values lie by feature in the cache, as its A. Rows share tiles whatever token or head they belong to.
+#pragma once
+
+#include "amx.h"
+#include "attention.h"
+#include "linear_amx.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int64_t kTileRows = 16;   // query rows of a tile
+constexpr int64_t kTaskTiles = 8;   // tiles of a task, which share each gathered chunk
+
+// Where a task keeps what it works on. D is the padded head size.
+struct AttentionScratch {
+    bf16 *keys, *values;   // [64][D] and [D][64]
+    float *key_scales, *value_scales;  // [64], of an i8 cache
+    uint32_t* queries;     // [tile][D / 32] B tiles
+    float* weighted;       // [tile][D][16]
+    float *highest, *total;  // [tile][16]
+    bf16* rows;            // [16][D]
+    float* scores;         // [64][16]
+    uint32_t* weights;     // two B tiles
+
+    AttentionScratch(Scratch& scratch, int64_t dim) {
+        uint8_t* p = scratch.get<uint8_t>(2 * kChunk * dim * 2 + 2 * kChunk * 4 + kTaskTiles * kTileRows * (dim * 2 + dim * 4 + 8) +
+                                          kTileRows * dim * 2 + kChunk * 64 + 2048);
+        auto take = [&p](auto*& field, int64_t bytes) { field = reinterpret_cast<std::remove_reference_t<decltype(field)>>(p), p += bytes; };
+        take(keys, kChunk * dim * 2);
+        take(values, kChunk * dim * 2);
+        take(scores, kChunk * 64);
+        take(weights, 2048);
+        take(queries, kTaskTiles * kTileRows * dim * 2);
+        take(weighted, kTaskTiles * kTileRows * dim * 4);
+        take(rows, kTileRows * dim * 2);
+        take(key_scales, kChunk * 4);
+        take(value_scales, kChunk * 4);
+        take(highest, kTaskTiles * kTileRows * 4);
+        take(total, kTaskTiles * kTileRows * 4);
+    }
+};
+
+// Vector by vector: for pieces of this size a call of memcpy costs more than the copy.
+inline void copy_bf16(bf16* out, const bf16* from, int64_t count) {
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) _mm512_storeu_si512(out + i, _mm512_loadu_si512(from + i));
+    if (count - i == 16) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    } else if (i < count) {
+        const __mmask32 rest = (1u << (count - i)) - 1;
+        _mm512_mask_storeu_epi16(out + i, rest, _mm512_maskz_loadu_epi16(rest, from + i));
+    }
+}
+inline void copy_bf16(bf16* out, const int8_t* from, int64_t count) {  // small integers are exact in bf16
+    for (int64_t i = 0; i < count; i += kLanes) {
+        int n = count - i < kLanes ? int(count - i) : kLanes;
+        store_n(out + i, load_i8(from + i, n), n);
+    }
+}
+
+template <class Cached>
+void gather_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t high, const AttentionScratch& s) {
+    const CacheShape& shape = sight.a.cache_shape;
+    const int64_t dim = shape.padded_dim(), size = shape.block_size;
+    if (low > chunk || high < chunk + kChunk) {
+        std::memset(s.keys, 0, kChunk * dim * 2);
+        std::memset(s.values, 0, kChunk * dim * 2);
+        std::memset(s.key_scales, 0, kChunk * 4);
+        std::memset(s.value_scales, 0, kChunk * 4);
+    }
+    sight.for_blocks(low, high, [&](int64_t position, int64_t offset, int64_t count) {
+        const Cached* k = reinterpret_cast<const Cached*>(sight.head(position, false));
+        const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true));
+        const int64_t at = position - chunk;
+        copy_bf16(s.keys + at * dim, k + offset * dim, count * dim);
+        for (int64_t d = 0; d < dim; d++) copy_bf16(s.values + d * kChunk + at, v + d * size + offset, count);
+        if (sizeof(Cached) == 1) {
+            std::memcpy(s.key_scales + at, reinterpret_cast<const float*>(k + size * dim) + offset, count * 4);
+            std::memcpy(s.value_scales + at, reinterpret_cast<const float*>(v + size * dim) + offset, count * 4);
+        }
+    });
+}
+
+// 2^x for x <= 0 or so, to 2e-7; 2^0 is exactly 1, and below -100 it is 0 (rather than a denormal number later on).
+inline __m512 exp2_of(__m512 x) {
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ);
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.33990057e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6151773e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5503331e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022648e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314720e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(counts, p, n);
+}
+
+// The softmax of a chunk's scores [key][row]: updates maximum and total of each row, and leaves the weights as B tiles.
+// Scores are in powers of 2: `factor` is the scale times log2(e). Returns whether the weighted sums shrink, by `decay`.
+template <bool kScaled, bool kMasked>
+inline bool weigh_chunk(const AttentionScratch& s, int64_t tile, int64_t chunk, float factor, __m512i first, __m512i last,
+                        __m512& decay) {
+    const __m512 scale = _mm512_set1_ps(factor), lowest = _mm512_set1_ps(kLowest);
+    float* highest = s.highest + tile * 16;
+    const __m512 before = _mm512_load_ps(highest);
+    __m512 most[4] = {before, before, before, before};
+    __m512i key = _mm512_set1_epi32(int32_t(chunk));
+    for (int64_t i = 0; i < kChunk; i++) {
+        __m512 v = _mm512_mul_ps(_mm512_load_ps(s.scores + i * 16), scale);
+        if (kScaled) v = _mm512_mul_ps(v, _mm512_set1_ps(s.key_scales[i]));
+        if (kMasked) {
+            __mmask16 seen = _mm512_cmple_epi32_mask(first, key) & _mm512_cmple_epi32_mask(key, last);
+            v = _mm512_mask_mov_ps(lowest, seen, v);
+            key = _mm512_add_epi32(key, _mm512_set1_epi32(1));
+        }
+        if (kScaled || kMasked) _mm512_store_ps(s.scores + i * 16, v);
+        most[i % 4] = _mm512_max_ps(most[i % 4], v);
+    }
+    const __m512 now = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+    const __m512 base = _mm512_sub_ps(_mm512_setzero_ps(), now);
+    // A row that has seen nothing yet has the lowest maximum: what it does not see must weigh 0, not 2^0.
+    const __mmask16 blind = kMasked ? _mm512_cmp_ps_mask(now, lowest, _CMP_EQ_OQ) : __mmask16(0);
+    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t i = 0; i < kChunk; i += 2) {
+        __m512 even = _mm512_load_ps(s.scores + i * 16), odd = _mm512_load_ps(s.scores + i * 16 + 16);
+        if (kScaled || kMasked) {
+            even = exp2_of(_mm512_add_ps(even, base)), odd = exp2_of(_mm512_add_ps(odd, base));
+        } else {
+            even = exp2_of(_mm512_add_ps(_mm512_mul_ps(even, scale), base));
+            odd = exp2_of(_mm512_add_ps(_mm512_mul_ps(odd, scale), base));
+        }
+        if (kMasked) even = _mm512_mask_mov_ps(even, blind, _mm512_setzero_ps()), odd = _mm512_mask_mov_ps(odd, blind, _mm512_setzero_ps());
+        sums[0] = _mm512_add_ps(sums[0], even);
+        sums[1] = _mm512_add_ps(sums[1], odd);
+        if (kScaled) {
+            even = _mm512_mul_ps(even, _mm512_set1_ps(s.value_scales[i]));
+            odd = _mm512_mul_ps(odd, _mm512_set1_ps(s.value_scales[i + 1]));
+        }
+        const __m512i low = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(even)));
+        const __m512i high = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(odd)));
+        _mm512_store_si512(s.weights + i / 2 * 16, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+    decay = exp2_of(_mm512_sub_ps(before, now));
+    _mm512_store_ps(highest, now);
+    float* total = s.total + tile * 16;
+    _mm512_store_ps(total, _mm512_add_ps(_mm512_mul_ps(_mm512_load_ps(total), decay), _mm512_add_ps(sums[0], sums[1])));
+    return _mm512_cmp_ps_mask(before, now, _CMP_NEQ_UQ) != 0;
+}
+
+inline void multiply_keys(const AttentionScratch& s, int64_t tile, int64_t dim) {
+    zero_sums();
+    const uint32_t* queries = s.queries + tile * dim / 32 * 256;
+    for (int64_t d = 0; d < dim; d += 32) {
+        _tile_loadd(5, queries + d / 32 * 256, 64);
+        _tile_loadd(4, s.keys + d, dim * 2);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, s.keys + 16 * dim + d, dim * 2);
+        _tile_dpbf16ps(1, 6, 5);
+        _tile_loadd(4, s.keys + 32 * dim + d, dim * 2);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, s.keys + 48 * dim + d, dim * 2);
+        _tile_dpbf16ps(3, 6, 5);
+    }
+    _tile_stored(0, s.scores, 64);
+    _tile_stored(1, s.scores + 256, 64);
+    _tile_stored(2, s.scores + 512, 64);
+    _tile_stored(3, s.scores + 768, 64);
+}
+
+inline void multiply_values(const AttentionScratch& s, int64_t tile, int64_t dim) {
+    _tile_loadd(6, s.weights, 64);
+    _tile_loadd(7, s.weights + 256, 64);
+    float* weighted = s.weighted + tile * dim * 16;
+    for (int64_t d = 0; d < dim; d += 32) {
+        float *c0 = weighted + d * 16, *c1 = c0 + 256;
+        _tile_loadd(0, c0, 64);
+        _tile_loadd(1, c1, 64);
+        _tile_loadd(2, s.values + d * kChunk, 128);
+        _tile_dpbf16ps(0, 2, 6);
+        _tile_loadd(3, s.values + (d + 16) * kChunk, 128);
+        _tile_dpbf16ps(1, 3, 6);
+        _tile_loadd(4, s.values + d * kChunk + 32, 128);
+        _tile_dpbf16ps(0, 4, 7);
+        _tile_loadd(5, s.values + (d + 16) * kChunk + 32, 128);
+        _tile_dpbf16ps(1, 5, 7);
+        _tile_stored(0, c0, 64);
+        _tile_stored(1, c1, 64);
+    }
+}
+
+inline void write_tile(const AttentionScratch& s, const Sight& sight, int64_t tile, int64_t dim) {
+    const AttentionArgs& a = sight.a;
+    const int64_t begin = sight.range.begin + tile * kTileRows;
+    const int64_t count = sight.range.end - begin < kTileRows ? sight.range.end - begin : kTileRows;
+    const vf factor = 1.0f / load(s.total + tile * 16);
+    alignas(64) float in[256], out[256];
+    for (int64_t d = 0; d < a.cache_shape.head_dim; d += 16) {
+        for (int64_t i = 0; i < 16; i++) store(in + i * 16, load(s.weighted + (tile * dim + d + i) * 16) * factor);
+        transpose_to(in, out, 16, count);
+        const int n = a.cache_shape.head_dim - d < 16 ? int(a.cache_shape.head_dim - d) : 16;
+        for (int64_t r = 0; r < count; r++)
+            store_n(static_cast<bf16*>(a.out) + sight.query_offset(begin + r, a.out_stride) + d, load(out + r * 16), n);
+    }
+}
+
+template <class Cached>
+void attend_tiles(const AttentionArgs& a, RowRange range, Scratch& scratch) {
+    const Sight sight(a, range);
+    const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.end - range.begin, kTileRows);
+    const AttentionScratch s(scratch, dim);
+    vi first[kTaskTiles], last[kTaskTiles];  // keys that each row sees
+    for (int64_t t = 0; t < num_tiles; t++) {
+        for (int64_t i = 0; i < kTileRows; i++) {
+            int64_t row = range.begin + t * kTileRows + i;
+            const bool there = row < range.end;
+            row = there ? row : range.end - 1;  // a row that isn't there sees what the last one does, with a query of zeros
+            first[t][i] = int32_t(sight.lowest_key(row)), last[t][i] = int32_t(sight.position(row));
+            const bf16* from = static_cast<const bf16*>(a.query) + sight.query_offset(row, a.query_stride);
+            std::memset(s.rows + i * dim, 0, dim * 2);
+            if (there) std::memcpy(s.rows + i * dim, from, a.cache_shape.head_dim * 2);
+        }
+        pack_columns(s.rows, dim, kTileRows, dim, s.queries + t * dim / 32 * 256);
+        std::memset(s.weighted + t * dim * 16, 0, dim * 64);
+        store(s.highest + t * 16, splat(kLowest));
+        store(s.total + t * 16, vf{});
+    }
+    const float factor = a.scale * 1.44269504088896341f;
+    const int64_t low = sight.lowest_key(range.begin), high = sight.position(range.end - 1) + 1;
+    for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
+        gather_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
+        for (int64_t t = 0; t < num_tiles; t++) {
+            if (first[t][0] >= chunk + kChunk || last[t][15] < chunk) continue;
+            const bool masked = first[t][15] > chunk || last[t][0] < chunk + kChunk - 1;
+            multiply_keys(s, t, dim);
+            __m512 decay;
+            constexpr bool kScaled = sizeof(Cached) == 1;
+            const __m512i low_keys = (__m512i)first[t], high_keys = (__m512i)last[t];
+            const bool shrink = masked ? weigh_chunk<kScaled, true>(s, t, chunk, factor, low_keys, high_keys, decay)
+                                       : weigh_chunk<kScaled, false>(s, t, chunk, factor, low_keys, high_keys, decay);
+            for (int64_t d = 0; shrink && d < dim; d++) {
+                float* at = s.weighted + (t * dim + d) * 16;
+                _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), decay));
+            }
+            multiply_values(s, t, dim);
+        }
+    }
+    for (int64_t t = 0; t < num_tiles; t++) write_tile(s, sight, t, dim);
+}
+
+inline void attention_amx(const AttentionArgs& a, Context& context) {
+    if (a.type != Type::bf16) return attention(a, context);
+    const AttentionTasks tasks(a, kTaskTiles * kTileRows);
+    context.pool.run(tasks.count(), [&](int64_t task, int thread) {
+        Tiles configured;
+        Scratch& scratch = context.thread_scratch[thread];
+        a.cache_shape.type == Type::i8 ? attend_tiles<int8_t>(a, tasks[task], scratch) : attend_tiles<bf16>(a, tasks[task], scratch);
+    });
+}
+
+}  // namespace quire::QUIRE_NS

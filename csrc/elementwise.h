@@ -1,0 +1,209 @@
+// The kernels between the products: norms, embeddings, and what stands between the projections and attention.
+//
+// Each row is computed by itself, in fp32, and rounded once.
+#pragma once
+
+#include "linear.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int64_t kRowsPerTask = 8;  // rows that are worth waking a thread for
+
+// Calls body(row) for every row, in parallel where there are many.
+template <class Body>
+void for_rows(int64_t num_rows, Context& context, const Body& body) {
+    context.pool.run(divide_up(num_rows, kRowsPerTask), [&](int64_t task, int) {
+        int64_t end = task * kRowsPerTask + kRowsPerTask;
+        for (int64_t row = task * kRowsPerTask; row < num_rows && row < end; row++) body(row);
+    });
+}
+
+template <class T>
+inline vf weight_or(const void* weight, int64_t i, int n, float otherwise) {
+    return weight ? load_n(static_cast<const T*>(weight) + i, n) : splat(otherwise);
+}
+
+// x -> (x - mean) / sqrt(variance + eps) * weight + bias, or without the mean and the bias; `out` may be x.
+template <class T, class Out>
+inline void norm_row(const T* x, Out* out, int64_t size, const void* weight, const void* bias, float eps, bool subtract_mean) {
+    vf mean = vf{};
+    if (subtract_mean) {
+        vf sum = vf{};
+        for_vectors(size, [&](int64_t i, int n) { sum += load_n(x + i, n); });
+        mean = splat(hsum(sum) / float(size));
+    }
+    vf squares = vf{};
+    for_vectors(size, [&](int64_t i, int n) {
+        vf v = load_n(x + i, n) - mean;
+        if (n < kLanes && subtract_mean)  // the lanes beyond the end hold -mean
+            for (int j = n; j < kLanes; j++) v[j] = 0;
+        squares += v * v;
+    });
+    vf factor = splat(1.0f / __builtin_sqrtf(hsum(squares) / float(size) + eps));
+    for_vectors(size, [&](int64_t i, int n) {
+        vf v = (load_n(x + i, n) - mean) * factor * weight_or<T>(weight, i, n, 1.0f);
+        if (bias) v = v + load_n(static_cast<const T*>(bias) + i, n);
+        store_n(out + i, v, n);
+    });
+}
+
+template <class T>
+void norm_rows(const NormArgs& a, Context& context) {
+    for_rows(a.num_rows, context, [&](int64_t row) {
+        norm_row(static_cast<const T*>(a.x) + row * a.x_stride, static_cast<T*>(a.out) + row * a.out_stride, a.size, a.weight,
+                 a.bias, a.eps, a.subtract_mean);
+    });
+}
+
+inline void norm(const NormArgs& a, Context& context) {
+    a.type == Type::f32 ? norm_rows<float>(a, context) : norm_rows<bf16>(a, context);
+}
+
+template <class T>
+void embed_rows(const EmbeddingArgs& a, Context& context) {
+    const int64_t size = a.table.cols;
+    context.pool.run(divide_up(a.num_rows, kRowsPerTask), [&](int64_t task, int thread) {
+        float* row = context.thread_scratch[thread].get<float>(size);
+        for (int64_t t = task * kRowsPerTask; t < a.num_rows && t < (task + 1) * kRowsPerTask; t++) {
+            unpack_row(a.table, a.indices[t] + a.offset, row);
+            T* out = static_cast<T*>(a.out) + t * a.out_stride;
+            for_vectors(size, [&](int64_t i, int n) { store_n(out + i, load_n(row + i, n), n); });
+        }
+    });
+}
+
+inline void embedding(const EmbeddingArgs& a, Context& context) {
+    a.type == Type::f32 ? embed_rows<float>(a, context) : embed_rows<bf16>(a, context);
+}
+
+inline void add_rows(const AddArgs& a, Context& context) {
+    for_rows(a.num_rows, context, [&](int64_t row) {
+        auto add = [&](auto zero) {
+            using T = decltype(zero);
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+            const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
+            T* out = static_cast<T*>(a.out) + row * a.out_stride;
+            for_vectors(a.size, [&](int64_t i, int n) { store_n(out + i, load_n(x + i, n) + load_n(y + i, n), n); });
+        };
+        a.type == Type::f32 ? add(float{}) : add(bf16{});
+    });
+}
+
+template <class T, Epilogue kFunction>
+void activate_rows(const ActivationArgs& a, Context& context) {
+    for_rows(a.num_rows, context, [&](int64_t row) {
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+        T* out = static_cast<T*>(a.out) + row * a.out_stride;
+        for_vectors(a.size, [&](int64_t i, int n) {
+            vf v = load_n(x + i, n);
+            store_n(out + i, kFunction == Epilogue::silu_mul ? silu(v) * load_n(x + a.size + i, n) : activate<kFunction>(v), n);
+        });
+    });
+}
+
+template <class T>
+void activation_of(const ActivationArgs& a, Context& context) {
+    switch (a.function) {
+        case Epilogue::none: return activate_rows<T, Epilogue::none>(a, context);
+        case Epilogue::silu_mul: return activate_rows<T, Epilogue::silu_mul>(a, context);
+        case Epilogue::gelu: return activate_rows<T, Epilogue::gelu>(a, context);
+        case Epilogue::gelu_tanh: return activate_rows<T, Epilogue::gelu_tanh>(a, context);
+        case Epilogue::relu: return activate_rows<T, Epilogue::relu>(a, context);
+    }
+}
+
+inline void activation(const ActivationArgs& a, Context& context) {
+    a.type == Type::f32 ? activation_of<float>(a, context) : activation_of<bf16>(a, context);
+}
+
+constexpr int64_t kMaxHeadDim = 512;
+
+// Which of keys and values a cache holds by feature; see CacheShape.
+#if defined(__AMX_BF16__)
+inline bool values_by_feature(Type activations) { return activations == Type::bf16; }
+#else
+inline bool values_by_feature(Type) { return false; }
+#endif
+
+// One token's keys or values of one head into its place in a block; x is padded with zeros.
+template <class T>
+inline void write_elements(const float* x, uint8_t* head, const CacheShape& shape, int64_t offset, bool by_feature) {
+    T* out = reinterpret_cast<T*>(head);
+    const int64_t size = shape.padded_dim();
+    if (!by_feature) {
+        for (int64_t i = 0; i < size; i += kLanes) store(out + offset * size + i, load(x + i));
+        return;
+    }
+    alignas(64) T row[kMaxHeadDim];
+    for (int64_t i = 0; i < size; i += kLanes) store(row + i, load(x + i));
+    for (int64_t i = 0; i < size; i++) out[i * shape.block_size + offset] = row[i];
+}
+
+inline void write_i8(const float* x, uint8_t* head, const CacheShape& shape, int64_t offset, bool by_feature) {
+    const int64_t size = shape.padded_dim();
+    const float most = largest_magnitude(x, size), inverse = most > 0 ? 127.0f / most : 0.0f;
+    int8_t* out = reinterpret_cast<int8_t*>(head);
+    for (int64_t i = 0; i < size; i += kLanes) {
+        vi q = __builtin_convertvector(round_nearest(load(x + i) * inverse), vi);
+        for (int j = 0; j < kLanes; j++)
+            out[by_feature ? (i + j) * shape.block_size + offset : offset * size + i + j] = int8_t(q[j]);
+    }
+    // NaN or infinity among the features makes the scale, and so the whole token, what it should be: NaN.
+    reinterpret_cast<float*>(head + shape.block_size * size)[offset] = most / 127.0f;
+}
+
+inline void write_head(const float* x, uint8_t* head, const CacheShape& shape, int64_t offset, bool by_feature) {
+    if (shape.type == Type::f32)
+        write_elements<float>(x, head, shape, offset, by_feature);
+    else if (shape.type == Type::bf16)
+        write_elements<bf16>(x, head, shape, offset, by_feature);
+    else
+        write_i8(x, head, shape, offset, by_feature);
+}
+
+// Feature i and i + R/2 of a head turn by the angle of the position (arXiv:2104.09864).
+inline void rotate(float* x, const float* cos_sin, int64_t rotary_dim) {
+    const int64_t half = rotary_dim / 2;
+    for_vectors(half, [&](int64_t i, int n) {
+        vf c = load_n(cos_sin + i, n), s = load_n(cos_sin + half + i, n);
+        vf a = load_n(x + i, n), b = load_n(x + half + i, n);
+        store_n(x + i, a * c - b * s, n);
+        store_n(x + half + i, b * c + a * s, n);
+    });
+}
+
+template <class T>
+void prepare_rows(const PrepareArgs& a, Context& context) {
+    const CacheShape& shape = a.cache_shape;
+    const int64_t dim = shape.head_dim, num_kv = shape.num_kv_heads;
+    const bool feature_values = values_by_feature(a.type);
+    for_rows(a.step->num_tokens, context, [&](int64_t t) {
+        T* row = static_cast<T*>(a.qkv) + t * a.qkv_stride;
+        const int64_t slot = a.step->slots[t], offset = slot % shape.block_size;
+        uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
+        const float* angles = a.cos_sin ? a.cos_sin + a.step->positions[t] * a.rotary_dim : nullptr;
+        alignas(64) float x[kMaxHeadDim];
+        for (int64_t h = 0; h < a.num_heads + 2 * num_kv; h++, row += dim) {
+            const bool is_value = h >= a.num_heads + num_kv, is_key = h >= a.num_heads && !is_value;
+            const void* weight = is_value ? nullptr : is_key ? a.k_norm : a.q_norm;
+            if (!weight && !angles && h < a.num_heads) continue;
+            if (weight)
+                norm_row(row, x, dim, weight, nullptr, a.eps, false);
+            else
+                for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(row + i, n), n); });
+            if (angles && !is_value) rotate(x, angles, a.rotary_dim);
+            if (h < a.num_heads) {
+                for_vectors(dim, [&](int64_t i, int n) { store_n(row + i, load_n(x + i, n), n); });
+                continue;
+            }
+            for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
+            write_head(x, block + (h - a.num_heads) * shape.head_bytes(), shape, offset, is_value == feature_values);
+        }
+    });
+}
+
+inline void prepare(const PrepareArgs& a, Context& context) {
+    a.type == Type::f32 ? prepare_rows<float>(a, context) : prepare_rows<bf16>(a, context);
+}
+
+}  // namespace quire::QUIRE_NS

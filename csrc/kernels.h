@@ -1,0 +1,199 @@
+// The kernels' arguments, and the table of them that each level of CPU features fills in (level.cpp).
+//
+// Sizes are in elements unless named bytes. A "step" computes T tokens of S sequences; rows are tokens.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "thread_pool.h"
+
+namespace quire {
+
+enum class Type : int32_t { f32 = 0, bf16 = 1, i8 = 2, i4 = 3 };
+enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4 };
+
+inline int64_t type_bytes(Type type) { return type == Type::f32 ? 4 : type == Type::bf16 ? 2 : 1; }
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// A weight matrix, [rows = output features, cols = input features], in blocks of 16 rows; a block holds its tiles of
+// 16 x 32 one after the other, zeros beyond the last row and column. See pack.h for what is in a tile.
+struct Matrix {
+    const uint8_t* data;
+    const float* scales;  // i8: one a row; else null
+    int64_t rows, cols;
+    Type type;
+
+    static constexpr int64_t kRows = 16, kCols = 32;
+    int64_t num_blocks() const { return divide_up(rows, kRows); }
+    int64_t num_tiles() const { return divide_up(cols, kCols); }  // of a block
+    int64_t tile_bytes() const {
+        switch (type) {
+            case Type::f32: return 2048;
+            case Type::bf16: return 1024;
+            case Type::i8: return 512;
+            default: return 288;  // 16 scales in bf16, then 512 nibbles
+        }
+    }
+    const uint8_t* tile(int64_t block, int64_t tile) const { return data + (block * num_tiles() + tile) * tile_bytes(); }
+};
+
+// Scratch memory that grows and is kept: fresh pages cost more than what is computed in them.
+class Scratch {
+public:
+    template <class T>
+    T* get(int64_t count) {
+        size_t bytes = round_up(count * sizeof(T), 64);
+        if (bytes > size_) {
+            memory_.reset();
+            memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 4096))));
+            if (!memory_) std::abort();
+            size_ = round_up(bytes, 4096);
+        }
+        return reinterpret_cast<T*>(memory_.get());
+    }
+
+private:
+    struct Free {
+        void operator()(uint8_t* p) const { std::free(p); }
+    };
+    std::unique_ptr<uint8_t, Free> memory_;
+    size_t size_ = 0;
+};
+
+struct Context {
+    explicit Context(int num_threads) : pool(num_threads), thread_scratch(num_threads), thread_scratch2(num_threads) {}
+    ThreadPool pool;
+    Scratch shared;
+    std::vector<Scratch> thread_scratch, thread_scratch2;
+};
+
+struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
+    Matrix weight;
+    const void* bias;  // in the type of x, or null
+    const void* x;
+    void* out;           // may be the residual itself
+    const void* residual;  // or null
+    int64_t num_rows;    // M
+    int64_t x_stride, out_stride, residual_stride;  // elements from row to row
+    Type type;           // of x, bias, residual: f32 or bf16
+    Type out_type;       // f32 or bf16
+    Epilogue epilogue;   // silu_mul: out has half as many columns, silu(first half) * second half
+};
+
+struct NormArgs {  // out = norm(x) * weight + bias
+    const void *x, *weight, *bias;  // weight and bias may be null
+    void* out;
+    int64_t num_rows, size, x_stride, out_stride;
+    float eps;
+    bool subtract_mean;  // LayerNorm; else RMSNorm
+    Type type;
+};
+
+struct AddArgs {  // out = x + y
+    const void *x, *y;
+    void* out;
+    int64_t num_rows, size, x_stride, y_stride, out_stride;
+    Type type;
+};
+
+struct ActivationArgs {  // out = activation(x); with silu_mul out has half as many columns: silu(first half) * second half
+    const void* x;
+    void* out;
+    int64_t num_rows, size, x_stride, out_stride;  // size: columns of out
+    Epilogue function;
+    Type type;
+};
+
+struct EmbeddingArgs {  // out[t] = table[indices[t] + offset]
+    Matrix table;
+    const int64_t* indices;
+    int64_t offset;
+    void* out;
+    int64_t num_rows, out_stride;
+    Type type;
+};
+
+// One layer's KV cache: [blocks, 2 (keys, values), Hkv, head_bytes]. A head's part of a block holds block_size tokens of
+// head_dim features, features padded with zeros to a multiple of 32. Of keys and values one is stored by token,
+// [block_size, D], the other by feature, [D, block_size]: as the level's attention wants to multiply them. i8: the
+// elements, then block_size scales in f32.
+struct CacheShape {
+    int64_t block_size, num_kv_heads, head_dim;
+    Type type;  // f32, bf16 or i8
+
+    int64_t padded_dim() const { return round_up(head_dim, 32); }
+    int64_t head_bytes() const {
+        return block_size * (padded_dim() * type_bytes(type) + (type == Type::i8 ? 4 : 0));
+    }
+    int64_t block_bytes() const { return 2 * num_kv_heads * head_bytes(); }
+};
+
+struct StepArgs {
+    int64_t num_tokens, num_seqs;
+    int64_t max_blocks;              // width of block_tables
+    const int64_t *ids, *positions;  // [T]
+    const int64_t* slots;            // [T], block * block_size + offset
+    const int64_t* query_start_loc;  // [S + 1]
+    const int64_t* seq_lens;         // [S]
+    const int64_t* block_tables;     // [S, max_blocks]
+};
+
+struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) * D] in place; write keys and values
+    void* qkv;
+    int64_t qkv_stride, num_heads;
+    CacheShape cache_shape;
+    uint8_t* cache;
+    const void *q_norm, *k_norm;  // [D] or null
+    float eps;
+    const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
+    int64_t rotary_dim;
+    const StepArgs* step;
+    Type type;
+};
+
+struct AttentionArgs {
+    const void* query;  // [T, Hq * D]
+    void* out;          // [T, Hq * D]
+    int64_t query_stride, out_stride, num_heads;
+    CacheShape cache_shape;
+    const uint8_t* cache;
+    float scale;
+    int64_t window;  // tokens seen, the query's own included; 0: all
+    const StepArgs* step;
+    Type type;
+};
+
+struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its type asks for it
+    Matrix matrix;          // data and scales are written
+    const void* source;     // [num_rows, cols], f32, bf16 or (source_f16) IEEE half
+    int64_t source_stride;  // elements
+    int64_t start, num_rows;  // first row of the matrix
+    Type source_type;
+};
+
+struct SampleArgs;  // sampler.h
+
+struct Kernels {
+    const char* name;
+    void (*linear)(const LinearArgs&, Context&);
+    void (*norm)(const NormArgs&, Context&);
+    void (*embedding)(const EmbeddingArgs&, Context&);
+    void (*add)(const AddArgs&, Context&);
+    void (*activation)(const ActivationArgs&, Context&);
+    void (*prepare)(const PrepareArgs&, Context&);
+    void (*attention)(const AttentionArgs&, Context&);
+    void (*pack)(const PackArgs&, Context&);
+    void (*unpack_row)(const Matrix&, int64_t row, float* out);  // [cols]
+    void (*sample)(const SampleArgs&, Context&);
+};
+
+extern const Kernels kPortableKernels;
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+extern const Kernels kAmxKernels;
+
+}  // namespace quire

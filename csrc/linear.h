@@ -1,0 +1,164 @@
+// out = epilogue(x @ weight.T + bias) + residual, for any level.
+//
+// A row of the result is a function of that row of x alone: every product is summed over k in one order, lane by lane
+// and then across lanes, however many rows there are and whichever thread computes it.
+#pragma once
+
+#include "pack.h"
+
+namespace quire::QUIRE_NS {
+
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+inline vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f)); }
+inline vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x))); }
+template <Epilogue kEpilogue>
+inline vf activate(vf x) {
+    switch (kEpilogue) {
+        case Epilogue::gelu: return gelu(x);
+        case Epilogue::gelu_tanh: return gelu_tanh(x);
+        case Epilogue::relu: return select(x < vf{}, vf{}, x);  // NaN stays
+        default: return x;
+    }
+}
+
+// Sums to be finished: `width` output features from `first` on, of `num_rows` rows from `first_row` on.
+struct Sums {
+    const float* gate;     // [row][width]
+    const float* up;       // with silu_mul, what the gate is multiplied with; else null
+    int64_t width, first;  // features
+    int64_t up_first;      // the first of `up` among the weight's rows
+    int64_t first_row, num_rows;
+};
+
+// The end of a product. Only the features there are are written.
+template <class T, class Out, Epilogue kEpilogue>
+void finish_rows(const LinearArgs& a, const Sums& s) {
+    constexpr bool kGated = kEpilogue == Epilogue::silu_mul;
+    const int64_t num_features = kGated ? a.weight.rows / 2 : a.weight.rows;
+    const int64_t count = num_features - s.first < s.width ? num_features - s.first : s.width;
+    auto factor = [&](int64_t i, int n) { return a.weight.scales ? load_n(a.weight.scales + i, n) : splat(1.0f); };
+    auto bias = [&](int64_t i, int n) { return a.bias ? load_n(static_cast<const T*>(a.bias) + i, n) : vf{}; };
+    // Columns outside, in steps of a vector or two, so that scales and biases stay in registers.
+    constexpr int kStep = 32 / kLanes > 2 ? 2 : 32 / kLanes;
+    for (int64_t i = 0; i < count; i += kStep * kLanes) {
+        vf scale[kStep], shift[kStep], up_scale[kStep], up_shift[kStep];
+        int n[kStep];
+        for (int j = 0; j < kStep; j++) {
+            int64_t at = i + j * kLanes;
+            n[j] = count - at < kLanes ? int(count - at > 0 ? count - at : 0) : kLanes;
+            scale[j] = factor(s.first + at, n[j]), shift[j] = bias(s.first + at, n[j]);
+            if (kGated) up_scale[j] = factor(s.up_first + at, n[j]), up_shift[j] = bias(s.up_first + at, n[j]);
+        }
+        for (int64_t r = 0; r < s.num_rows; r++) {
+            Out* out = static_cast<Out*>(a.out) + (s.first_row + r) * a.out_stride + s.first + i;
+            for (int j = 0; j < kStep; j++) {
+                int64_t at = j * kLanes;
+                if (n[j] == 0) break;
+                vf v = load(s.gate + r * s.width + i + at) * scale[j] + shift[j];
+                if (kGated)
+                    v = silu(v) * (load(s.up + r * s.width + i + at) * up_scale[j] + up_shift[j]);
+                else
+                    v = activate<kEpilogue>(v);
+                if (a.residual)
+                    v = v + load_n(static_cast<const T*>(a.residual) + (s.first_row + r) * a.residual_stride + s.first + i + at, n[j]);
+                store_n(out + at, v, n[j]);
+            }
+        }
+    }
+}
+
+template <class T, class Out>
+void finish_with(const LinearArgs& a, const Sums& s) {
+    auto run = [&](auto kernel) { kernel(a, s); };
+    switch (a.epilogue) {
+        case Epilogue::none: return run(finish_rows<T, Out, Epilogue::none>);
+        case Epilogue::silu_mul: return run(finish_rows<T, Out, Epilogue::silu_mul>);
+        case Epilogue::gelu: return run(finish_rows<T, Out, Epilogue::gelu>);
+        case Epilogue::gelu_tanh: return run(finish_rows<T, Out, Epilogue::gelu_tanh>);
+        case Epilogue::relu: return run(finish_rows<T, Out, Epilogue::relu>);
+    }
+}
+
+inline void finish(const LinearArgs& a, const Sums& s) {
+    auto run = [&](auto kernel) { kernel(a, s); };
+    if (a.type == Type::f32) return run(finish_with<float, float>);
+    if (a.out_type == Type::f32) return run(finish_with<bf16, float>);
+    run(finish_with<bf16, bf16>);
+}
+
+constexpr int kTileN = 4;                                                       // weight rows of a register tile
+constexpr int kTileM = kLanes == 16 ? 4 : 2;                                    // rows of x
+constexpr int64_t kVectorRows = 64;                                             // rows of x that share a block's weights
+
+// sums[m][n] for kTileN weight rows and up to kTileM rows of x, over all of k.
+template <class W, int M>
+inline void dot_tile(const W* weights, int64_t num_tiles, const float* x, int64_t x_stride, float* sums) {
+    vf acc[kTileN][M] = {};
+    for (int64_t t = 0; t < num_tiles; t++, weights += 512) {
+        for (int c = 0; c < 32; c += kLanes) {
+            vf w[kTileN];
+            for (int n = 0; n < kTileN; n++) w[n] = load(weights + n * 32 + c);
+            for (int m = 0; m < M; m++) {
+                vf v = load(x + m * x_stride + t * 32 + c);
+                for (int n = 0; n < kTileN; n++) acc[n][m] += w[n] * v;
+            }
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < kTileN; n++) sums[m * 16 + n] = hsum(acc[n][m]);
+}
+
+template <class W>
+void dot_block(const W* weights, int64_t num_tiles, const float* x, int64_t x_stride, int64_t num_rows, float* sums) {
+    for (int64_t n = 0; n < 16; n += kTileN) {
+        int64_t m = 0;
+        for (; m + kTileM <= num_rows; m += kTileM)
+            dot_tile<W, kTileM>(weights + n * 32, num_tiles, x + m * x_stride, x_stride, sums + m * 16 + n);
+        for (; m < num_rows; m++)
+            dot_tile<W, 1>(weights + n * 32, num_tiles, x + m * x_stride, x_stride, sums + m * 16 + n);
+    }
+}
+
+inline void linear(const LinearArgs& a, Context& context) {
+    const Matrix& w = a.weight;
+    const int64_t tiles = w.num_tiles(), padded = tiles * 32;
+    float* x = context.shared.get<float>(a.num_rows * padded);
+    context.pool.run(divide_up(a.num_rows, 8), [&](int64_t task, int) {
+        for (int64_t row = task * 8; row < a.num_rows && row < task * 8 + 8; row++) {
+            float* out = x + row * padded;
+            for_vectors(w.cols, [&](int64_t i, int n) {
+                vf v = a.type == Type::bf16 ? load_n(static_cast<const bf16*>(a.x) + row * a.x_stride + i, n)
+                                            : load_n(static_cast<const float*>(a.x) + row * a.x_stride + i, n);
+                store_n(out + i, v, n);
+            });
+            for (int64_t i = w.cols; i < padded; i++) out[i] = 0;
+        }
+    });
+    const bool gated = a.epilogue == Epilogue::silu_mul;
+    const int64_t up_offset = gated ? w.num_blocks() / 2 : 0;
+    const int64_t num_blocks = gated ? w.num_blocks() / 2 : w.num_blocks();
+    context.pool.run(num_blocks, [&](int64_t block, int thread) {
+        float* unpacked = nullptr;
+        if (w.type == Type::i8 || w.type == Type::i4) unpacked = context.thread_scratch[thread].get<float>(2 * 512 * tiles);
+        const int num_parts = gated ? 2 : 1;
+        const uint8_t* weights[2];
+        for (int part = 0; part < num_parts; part++) {
+            weights[part] = w.tile(block + part * up_offset, 0);
+            if (unpacked) unpack_block(w, block + part * up_offset, unpacked + part * 512 * tiles);
+        }
+        alignas(64) float sums[2][kVectorRows * 16];
+        for (int64_t m = 0; m < a.num_rows; m += kVectorRows) {
+            int64_t rows = a.num_rows - m < kVectorRows ? a.num_rows - m : kVectorRows;
+            for (int part = 0; part < num_parts; part++) {
+                if (w.type == Type::bf16)
+                    dot_block(reinterpret_cast<const bf16*>(weights[part]), tiles, x + m * padded, padded, rows, sums[part]);
+                else
+                    dot_block(unpacked ? unpacked + part * 512 * tiles : reinterpret_cast<const float*>(weights[part]), tiles,
+                              x + m * padded, padded, rows, sums[part]);
+            }
+            finish(a, {sums[0], gated ? sums[1] : nullptr, 16, block * 16, (block + up_offset) * 16, m, rows});
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,181 @@
+// What is in a tile of a packed Matrix (16 rows x 32 columns), how it gets there, and back.
+//
+//   f32, bf16  16 rows of 32 elements.
+//   i8         sign and magnitude, |q| <= 127, times one scale a row. 64 bytes hold two rows, pieces of 8 columns in
+//              turn: row 2i columns 0..7, row 2i+1 columns 0..7, row 2i columns 8..15, ...
+//   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
+//              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
+// i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace quire::QUIRE_NS {
+
+inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }
+inline float i8_value(uint8_t q) { return q & 128 ? -float(q & 127) : float(q & 127); }
+
+// One tile's row of 32 values -> floats, without the row's scale in i8.
+inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, float* out) {
+    switch (m.type) {
+        case Type::f32:
+            std::memcpy(out, tile + row * 128, 128);
+            break;
+        case Type::bf16:
+            for (int c = 0; c < 32; c += kLanes) store(out + c, load(reinterpret_cast<const bf16*>(tile) + row * 32 + c));
+            break;
+        case Type::i8:
+            for (int c = 0; c < 32; c++) out[c] = i8_value(tile[i8_offset(row, c)]);
+            break;
+        case Type::i4: {
+            float scale = to_float(reinterpret_cast<const bf16*>(tile)[row]);
+            const uint16_t* words = reinterpret_cast<const uint16_t*>(tile + 32) + row / 4 * 32;
+            int shift = int(row % 4) * 4;
+            // Rounded to bf16, as the AMX kernel multiplies: every level has the same weights.
+            for (int c = 0; c < 32; c++) out[c] = to_float(to_bf16(scale * float((words[c] >> shift & 15) - 8)));
+            break;
+        }
+    }
+}
+
+// A whole block of 16 rows as f32 tiles of 16 x 32, without i8's scales.
+inline void unpack_block(const Matrix& m, int64_t block, float* out) {
+    for (int64_t t = 0; t < m.num_tiles(); t++)
+        for (int64_t row = 0; row < 16; row++) unpack_tile_row(m, m.tile(block, t), row, out + t * 512 + row * 32);
+}
+
+inline void unpack_row(const Matrix& m, int64_t row, float* out) {
+    float values[32];
+    float scale = m.type == Type::i8 ? m.scales[row] : 1.0f;
+    for (int64_t t = 0; t < m.num_tiles(); t++) {
+        unpack_tile_row(m, m.tile(row / 16, t), row % 16, values);
+        int64_t count = m.cols - t * 32 < 32 ? m.cols - t * 32 : 32;
+        for (int64_t c = 0; c < count; c++) out[t * 32 + c] = values[c] * scale;
+    }
+}
+
+// NaN where any of them is.
+inline float largest_magnitude(const float* x, int64_t n) {
+    vf most = vf{};
+    for_vectors(n, [&](int64_t i, int count) {
+        vf v = load_n(x + i, count), magnitude = max(v, -v);
+        most = select((magnitude > most) | (v != v), magnitude, most);
+    });
+    float out = 0;
+    for (int i = 0; i < kLanes; i++) out = most[i] > out || most[i] != most[i] ? most[i] : out;
+    return out;
+}
+
+// x * factor to the nearest integer, the product rounded first: not fused, so that every level and the twin in
+// quire/quantization/weight_only.py choose the same code where two are equally near.
+inline vf round_product(vf x, float factor) {
+    vf product = x * factor;
+    asm("" : "+x"(product));
+    return round_nearest(product);
+}
+
+inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const float* x) {
+    float most = largest_magnitude(x, m.num_tiles() * 32);
+    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    const_cast<float*>(m.scales)[row] = scale;
+    int32_t q[32];
+    for (int64_t t = 0; t < m.num_tiles(); t++) {
+        for (int c = 0; c < 32; c += kLanes) {
+            vi v = __builtin_convertvector(round_product(load(x + t * 32 + c), inverse), vi);
+            vi magnitude = v < 0 ? -v : v;
+            magnitude = magnitude > 127 ? splat_int(127) : magnitude;
+            vi coded = magnitude | (v < 0 ? splat_int(128) : splat_int(0));
+            std::memcpy(q + c, &coded, sizeof coded);
+        }
+        for (int c = 0; c < 32; c++) first_tile[t * 512 + i8_offset(row % 16, c)] = uint8_t(q[c]);
+    }
+}
+
+// The bf16 scale for 32 values, and their codes 0..15.
+inline bf16 quantize_i4(const float* x, int32_t* codes) {
+    // The value of largest magnitude gets the code -8, which has no positive twin: its sign decides the scale's.
+    float extreme = 0;
+    for (int c = 0; c < 32; c++)
+        if (x[c] * x[c] > extreme * extreme) extreme = x[c];
+    bf16 best_scale = 0;
+    float best_error = __builtin_inff();
+    for (int candidate = 0; candidate < 9; candidate++) {
+        bf16 scale = to_bf16(extreme / -(8.0f - 0.25f * float(candidate - 2)));  // -8.5 .. -6.5
+        float s = to_float(scale), inverse = s != 0 ? 1.0f / s : 0.0f;
+        vf error = vf{};
+        for (int c = 0; c < 32; c += kLanes) {
+            vf v = load(x + c);
+            vf q = min(max(round_product(v, inverse), splat(-8.0f)), splat(7.0f));
+            vf d = v - q * s;
+            error += d * d;
+        }
+        float total = hsum(error);
+        if (total < best_error) best_error = total, best_scale = scale;
+    }
+    if (best_error == __builtin_inff()) best_scale = 0x7fc0;  // NaN or infinity among them: a broken weight shows
+    float s = to_float(best_scale), inverse = s != 0 ? 1.0f / s : 0.0f;
+    for (int c = 0; c < 32; c += kLanes) {
+        vf q = min(max(round_product(load(x + c), inverse), splat(-8.0f)), splat(7.0f));
+        vi code = __builtin_convertvector(q, vi) + 8;
+        std::memcpy(codes + c, &code, sizeof code);
+    }
+    return best_scale;
+}
+
+inline void pack_row(const Matrix& m, int64_t row, const float* x) {  // x [tiles * 32], zeros beyond cols
+    uint8_t* first = const_cast<uint8_t*>(m.tile(row / 16, 0));
+    int64_t r = row % 16;
+    if (m.type == Type::i8) return pack_i8_row(m, first, row, x);
+    for (int64_t t = 0; t < m.num_tiles(); t++) {
+        uint8_t* tile = first + t * m.tile_bytes();
+        const float* values = x + t * 32;
+        if (m.type == Type::f32) {
+            std::memcpy(tile + r * 128, values, 128);
+        } else if (m.type == Type::bf16) {
+            for (int c = 0; c < 32; c += kLanes) store(reinterpret_cast<bf16*>(tile) + r * 32 + c, load(values + c));
+        } else {
+            int32_t codes[32];
+            reinterpret_cast<bf16*>(tile)[r] = quantize_i4(values, codes);
+            uint16_t* words = reinterpret_cast<uint16_t*>(tile + 32) + r / 4 * 32;
+            int shift = int(r % 4) * 4;
+            for (int c = 0; c < 32; c++)
+                words[c] = uint16_t((words[c] & ~(15u << shift)) | uint32_t(codes[c]) << shift);
+        }
+    }
+}
+
+inline void pack(const PackArgs& a, Context& context) {
+    const Matrix& m = a.matrix;
+    int64_t padded = m.num_tiles() * 32;
+    // A task owns whole blocks of 16 rows: in i4 four rows share a word.
+    int64_t first_block = a.start / 16, last_block = (a.start + a.num_rows - 1) / 16;
+    context.pool.run(a.num_rows ? last_block - first_block + 1 : 0, [&](int64_t task, int thread) {
+        float* values = context.thread_scratch[thread].get<float>(padded);
+        int64_t low = (first_block + task) * 16, high = low + 16;
+        low = low < a.start ? a.start : low;
+        high = high > a.start + a.num_rows ? a.start + a.num_rows : high;
+        for (int64_t row = low; row < high; row++) {
+            int64_t offset = (row - a.start) * a.source_stride;
+            if (a.source_type == Type::bf16 && m.type == Type::bf16) {  // nothing to convert
+                const bf16* source = static_cast<const bf16*>(a.source) + offset;
+                for (int64_t t = 0; t < m.num_tiles(); t++) {
+                    int64_t count = m.cols - t * 32 < 32 ? m.cols - t * 32 : 32;
+                    uint8_t* tile = const_cast<uint8_t*>(m.tile(row / 16, t)) + row % 16 * 64;
+                    std::memcpy(tile, source + t * 32, count * 2);
+                    if (count < 32) std::memset(tile + count * 2, 0, 64 - count * 2);
+                }
+                continue;
+            }
+            for_vectors(m.cols, [&](int64_t i, int count) {
+                vf v = a.source_type == Type::bf16 ? load_n(static_cast<const bf16*>(a.source) + offset + i, count)
+                                                   : load_n(static_cast<const float*>(a.source) + offset + i, count);
+                store_n(values + i, v, count);
+            });
+            for (int64_t i = m.cols; i < padded; i++) values[i] = 0;
+            pack_row(m, row, values);
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_NS

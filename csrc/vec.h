@@ -1,0 +1,187 @@
+// Vectors of floats in the width of the level that this file is compiled for, on GCC's and Clang's vector extensions.
+//
+// Every kernel outside the *_amx files is written once, against this header, and compiled once per level (level.cpp)
+// into the namespace QUIRE_NS. Lanes never depend on each other but in `hsum` and `hmax`, whose order is fixed.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define QUIRE_LANES 16
+#elif defined(__AVX2__)
+#define QUIRE_LANES 8
+#else
+#define QUIRE_LANES 4
+#endif
+
+namespace quire {
+
+using bf16 = uint16_t;  // the upper half of a float32
+
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+inline float to_float(float x) { return x; }
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16((bits >> 16) | 0x40);
+    return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace quire
+
+namespace quire::QUIRE_NS {
+
+constexpr int kLanes = QUIRE_LANES;
+
+typedef float vf __attribute__((vector_size(4 * QUIRE_LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * QUIRE_LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * QUIRE_LANES)));
+typedef int8_t vb __attribute__((vector_size(QUIRE_LANES)));
+
+inline vf splat(float x) { return vf{} + x; }
+inline vi splat_int(int32_t x) { return vi{} + x; }
+inline vf as_float(vi x) { return (vf)x; }
+inline vi as_int(vf x) { return (vi)x; }
+inline vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf min(vf a, vf b) { return a < b ? a : b; }
+
+inline vf load(const float* p) {
+    vf out;
+    std::memcpy(&out, p, sizeof out);
+    return out;
+}
+inline vf load(const bf16* p) {
+    vh half;
+    std::memcpy(&half, p, sizeof half);
+    return as_float(__builtin_convertvector(half, vi) << 16);
+}
+inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+inline void store(bf16* p, vf x) {
+#if defined(__AVX512BF16__)
+    __m256bh half = _mm512_cvtneps_pbh((__m512)x);  // takes denormal numbers for 0
+    std::memcpy(p, &half, sizeof half);
+    return;
+#else
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    vi is_nan = x != x;
+    rounded = (vu)is_nan ? vu{} + 0x7fc0u : rounded;
+    vh half = __builtin_convertvector(rounded, vh);
+    std::memcpy(p, &half, sizeof half);
+#endif
+}
+
+// The first `n` < kLanes elements; the other lanes are 0, and nothing beyond is read or written.
+template <class T>
+inline vf load_part(const T* p, int n) {
+    T padded[kLanes] = {};
+    std::memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+template <class T>
+inline void store_part(T* p, vf x, int n) {
+    T padded[kLanes];
+    store(padded, x);
+    std::memcpy(p, padded, n * sizeof(T));
+}
+
+// Calls body(offset, count) for each vector of [0, n): count is kLanes but in the last one, perhaps.
+template <class Body>
+inline void for_vectors(int64_t n, Body&& body) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, kLanes);
+    if (i < n) body(i, int(n - i));
+}
+template <class T>
+inline vf load_n(const T* p, int n) {
+    return n == kLanes ? load(p) : load_part(p, n);
+}
+template <class T>
+inline void store_n(T* p, vf x, int n) {
+    if (n == kLanes)
+        store(p, x);
+    else
+        store_part(p, x, n);
+}
+
+// Sum and maximum of the lanes, halves onto halves: the same order always.
+inline float hsum(vf x) {
+    for (int width = kLanes / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+inline float hmax(vf x) {
+    float out = x[0];
+    for (int i = 1; i < kLanes; i++) out = x[i] > out ? x[i] : out;
+    return out;
+}
+
+inline vf round_nearest(vf x) {  // |x| < 2^22
+    const vf magic = splat(12582912.0f);
+    vf shifted = x + magic;
+    asm("" : "+x"(shifted));  // the compiler must not cancel the two
+    return shifted - magic;
+}
+
+// e^x, within 1 ulp or so of the true value; 0 below -87.3, inf above 88.7; e^0 is exactly 1. (Cephes' polynomial.)
+inline vf exp(vf x) {
+    vi under = x < splat(-87.33f), over = x > splat(88.72f);
+    vf inside = min(max(x, splat(-87.33f)), splat(88.72f));
+    vf n = round_nearest(inside * 1.44269504088896341f);
+    vf r = inside - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    vf y = p * (r * r) + r + 1.0f;
+    vi k = __builtin_convertvector(n, vi);
+    // In two steps, as 2^128 is no float.
+    vi half = k >> 1;
+    y = y * as_float((half + 127) << 23) * as_float((k - half + 127) << 23);
+    y = select(under, vf{}, y);
+    y = select(over, splat(__builtin_inff()), y);
+    return select(x != x, x, y);
+}
+
+inline vf tanh(vf x) {
+    vf a = max(x, -x);
+    vf e = exp(a * -2.0f);
+    vf big = (1.0f - e) / (1.0f + e);
+    // Near 0 the difference above cancels: the odd series.
+    vf s = x * x;
+    vf small = x + x * s * (-0.333333333f + s * (0.133333333f + s * (-0.0539682540f + s * 0.0218694885f)));
+    vf signed_big = select(x < vf{}, -big, big);
+    return select(a < splat(0.25f), small, signed_big);
+}
+
+// Error function: Abramowitz and Stegun 7.1.26 away from 0 (absolute error 1.5e-7), the series near it.
+inline vf erf(vf x) {
+    vf a = max(x, -x);
+    vf t = 1.0f / (1.0f + 0.3275911f * a);
+    vf poly = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    vf big = 1.0f - poly * exp(-a * a);
+    vf s = x * x;
+    vf small = x * 1.12837916709551f *
+               (1.0f + s * (-0.333333333f + s * (0.1f + s * (-0.0238095238f + s * (4.62962963e-3f + s * -7.57575758e-4f)))));
+    vf signed_big = select(x < vf{}, -big, big);
+    return select(a < splat(0.5f), small, signed_big);
+}
+
+}  // namespace quire::QUIRE_NS

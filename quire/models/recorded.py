@@ -1,0 +1,55 @@
+"""A model recorded as two programs of native kernels, body and head: called as the model itself, one native call each.
+
+The worker makes one from a loaded model whose weights are packed. The model's own `forward` says what is computed: it
+runs once, with the recorder's values in place of tensors.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBatch
+from quire.attention.native import step_data
+from quire.models.causal_lm import CausalLM
+from quire.ops.native.program import Caches, Recorder, Value
+from quire.ops.native.structs import TYPE_OF
+
+
+class RecordedModel:
+    """Token ids -> hidden states -> logits, as `CausalLM`, on the level of kernels in use when it is made."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.vocab_size = model.vocab_size
+        self._dtype = model.dtype
+        recorder = Recorder(model.dtype)
+        ids, positions = cast(Tensor, recorder.ids), cast(Tensor, recorder.positions)
+        hidden = cast(Value, cast(Any, model(ids, positions, [], None)))
+        self._width = hidden.width
+        self._body = recorder.finish(hidden)
+        recorder = Recorder(model.dtype)
+        logits = model.compute_logits(cast(Tensor, cast(Any, recorder.input(self._width))))
+        self._head = recorder.finish(cast(Value, cast(Any, logits)))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for steps of that many tokens."""
+        self._body.reserve(num_tokens)
+
+    def times(self) -> dict[str, float]:
+        """Seconds in each kind of kernel since this was first called; "head" is the output head's product."""
+        return self._body.times() | {"head": sum(self._head.times().values())}
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionBatch
+    ) -> Tensor:
+        """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
+        hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
+        caches = Caches(kv_caches, TYPE_OF[kv_caches[0].dtype])
+        self._body.run([hidden], step_data(metadata, input_ids, positions), caches)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> float32 [R, V]."""
+        logits = torch.empty(hidden.shape[0], self.vocab_size)
+        self._head.run([hidden, logits])
+        return logits

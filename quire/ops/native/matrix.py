@@ -1,0 +1,81 @@
+"""Packed weight matrices: the layout that the linear kernel reads, kept in plain byte tensors.
+
+A weight format (`quire.quantization`) makes the tensors, fills them row by row as the checkpoint is read, and hands
+them to a recorded program. What is in a tile is written in csrc/pack.h.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.ops.native.library import loaded_library
+from quire.ops.native.structs import TYPE_OF, MatrixStruct, PackStruct, Type, check_layout
+
+BLOCK_ROWS = 16
+TILE_COLS = 32
+_TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288}
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix [rows, cols] of weights as the kernels want it.
+
+    Attributes:
+        data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], contiguous, zeros where nothing was packed.
+        scales: float32 [rows], of Type.I8 only.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    rows: int
+    cols: int
+    type: Type
+
+    @staticmethod
+    def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
+        """Shape of `data`."""
+        return -(-rows // BLOCK_ROWS), -(-cols // TILE_COLS), _TILE_BYTES[type]
+
+    @staticmethod
+    def tile_sizes() -> dict[Type, int]:
+        """Bytes of a tile of 16 x 32 weights; no two types have the same."""
+        return _TILE_BYTES
+
+    def __post_init__(self) -> None:
+        check_layout()
+        expected = self.data_shape(self.rows, self.cols, self.type)
+        if self.data.dtype != torch.uint8 or tuple(self.data.shape) != expected or not self.data.is_contiguous():
+            raise ValueError(
+                f"data must be contiguous uint8 {expected}, got {self.data.dtype} {tuple(self.data.shape)}"
+            )
+        if (self.scales is None) == (self.type is Type.I8):
+            raise ValueError("scales belong to Type.I8, and to it only")
+        if self.scales is not None and (self.scales.dtype != torch.float32 or self.scales.numel() != self.rows):
+            raise ValueError(f"scales must be float32 [{self.rows}]")
+
+    def struct(self) -> MatrixStruct:
+        """For a kernel call; holds no reference to the tensors."""
+        scales = None if self.scales is None else self.scales.data_ptr()
+        return MatrixStruct(self.data.data_ptr(), scales, self.rows, self.cols, self.type)
+
+    def pack(self, source: Tensor, start: int) -> None:
+        """Fill the rows from `start` on with those of `source`, [n, cols] of any float type; quantizes as the type says."""
+        if source.dim() != 2 or source.shape[1] != self.cols or start < 0 or start + source.shape[0] > self.rows:
+            raise ValueError(f"rows {start}.. of [{self.rows}, {self.cols}] can't be filled from {tuple(source.shape)}")
+        if source.dtype not in (torch.float32, torch.bfloat16):
+            source = source.float()
+        if source.stride(1) != 1:
+            source = source.contiguous()
+        arguments = PackStruct(
+            self.struct(), source.data_ptr(), source.stride(0), start, source.shape[0], TYPE_OF[source.dtype]
+        )
+        loaded_library().quire_pack(ctypes.addressof(arguments))
+
+    def unpack(self) -> Tensor:
+        """What the kernels multiply with, as float32 [rows, cols]."""
+        out = torch.empty(self.rows, self.cols)
+        struct = self.struct()
+        loaded_library().quire_unpack(ctypes.addressof(struct), 0, self.rows, out.data_ptr())
+        return out

@@ -1,0 +1,68 @@
+"""Weights in the layout of the native kernels: packed, and quantized where the format says so, as they are loaded.
+
+There is never a second copy: rows go from the mapped checkpoint straight into their tiles. What is asked of a packed
+matrix is recorded in a program (`quire.ops.native.program`); there are no tensors to multiply here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.program import StepIndex, Value
+from quire.ops.native.structs import TYPE_OF, Type
+from quire.quantization.base import MatrixShape, QuantizationMethod
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]  # zeroed memory, or what an earlier start left there
+
+
+class Packed(QuantizationMethod):
+    """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] in int8, and `bias` [out] where the layer has one.
+
+    Args:
+        bits: 8 or 4; None keeps the model's own type, float32 or bfloat16.
+        allocate: where weights live.
+        filled: what `allocate` returns holds the packed weights already.
+    """
+
+    def __init__(self, bits: int | None, allocate: Allocate, filled: bool = False) -> None:
+        self.bits = bits
+        self._allocate = allocate
+        self.filled = frozenset({"weight"}) if filled else frozenset()
+
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype) -> dict[str, Tensor]:
+        type = {None: TYPE_OF[dtype], 8: Type.I8, 4: Type.I4}[self.bits]
+        data_shape = PackedMatrix.data_shape(shape.out_features, shape.in_features, type)
+        weights = {"packed": self._allocate(data_shape, torch.uint8)}
+        if type is Type.I8:
+            weights["scales"] = self._allocate((shape.out_features,), torch.float32)
+        if shape.bias:
+            weights["bias"] = torch.empty(shape.out_features, dtype=dtype)
+        return weights
+
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
+        if name == "bias":
+            weights[name][start : start + loaded.shape[0]].copy_(loaded)
+        else:
+            self.matrix(weights, shape).pack(loaded, start)
+
+    def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
+        value = cast(Any, x)
+        assert isinstance(value, Value), "packed weights are multiplied by recorded programs only"
+        bias = weights.get("bias")
+        out_dtype = torch.float32 if wide else None
+        return cast(Any, value.recorder.linear(value, self.matrix(weights, shape), bias, out_dtype))
+
+    def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        index = cast(Any, ids)
+        assert isinstance(index, StepIndex), "packed weights are looked up by recorded programs only"
+        return cast(Any, index.recorder.embedding(index, self.matrix(weights, shape)))
+
+    @staticmethod
+    def matrix(weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:
+        """The packed matrix that `create_weights` made."""
+        packed, scales = weights["packed"], weights.get("scales")
+        type = {size: type for type, size in PackedMatrix.tile_sizes().items()}[packed.shape[2]]
+        return PackedMatrix(packed.data, scales, shape.out_features, shape.in_features, type)

@@ -1,0 +1,217 @@
+"""The compiled sampler (csrc/sampler.h): all rows of a step in one call, with the bits of its numpy twin.
+
+Called by the sampler and by logprobs where there is a compiled library. A sequence's parameters are packed once, as C
+reads them; what changes from step to step is written into them anew. Knows the layout of csrc/sample_args.h; a row it
+can't do (a user's logits processors) it leaves to the twin.
+"""
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.ops.native import library as compiled
+from quire.protocol import TokenLogprobs
+from quire.sampling.select import WEIGHT_BITS, power_scales
+from quire.sampling.state import Ids, SamplingState
+
+MAX_LOGPROBS = 1024  # a row that asks for more gets them from the twin
+MAXIMA = {1: -math.inf, 2: math.nan, 3: math.inf}  # error -> the row's largest logit
+_BAD_ID = 4
+_GREEDY, _DRAW, _GIVEN = 0, 1, 2  # modes
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+# struct SampleRow: mode, seed, sequence_index, top_k, min_weight, top_p, scale, repetition, frequency and presence
+# penalty, num_logprobs; then lists of ids (address, number): allowed, forbidden, completing, stop, biased, biases'
+# address, seen, counts' address.
+_ROW = struct.Struct("=qQQqqd4fq" + "Qq" * 5 + "Q" + "Qq" + "Q")
+_LIST = struct.Struct("=Qq")
+_SEEN = struct.Struct("=QqQ")
+_COMPLETING_AT, _STOP_AT, _SEEN_AT = 72 + 2 * 16, 72 + 3 * 16, 72 + 5 * 16 + 8
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, where there are any."""
+    return compiled.library()
+
+
+class _Args(ctypes.Structure):
+    """struct SampleArgs."""
+
+    _fields_ = [
+        ("logits", ctypes.c_void_p),
+        ("type", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("rows", ctypes.c_char_p),
+        ("logits_rows", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("first_sample", ctypes.c_void_p),
+        ("errors", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("listed_ids", ctypes.c_void_p),
+        ("logprobs", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+    ]
+
+
+class _Draft:
+    """A record that changes; `completing` is what it points to."""
+
+    __slots__ = ("completing", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = bytearray(data)
+        self.completing: Ids = np.empty(0, np.int64)
+
+
+class _Call:
+    """One call's arrays. All int64 that go in and out lie in one: logits_rows, positions, first_sample, errors, ids."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        records: bytes,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        first: list[int],
+        width: int,
+    ) -> None:
+        num_rows, num_samples = len(rows), first[-1]
+        if logits.dim() != 2 or not logits.numel() or logits.device.type != "cpu":
+            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(logits.shape)}, {logits.device}")
+        if not (num_rows and min(rows) >= 0 and max(rows) < logits.shape[0]):
+            raise ValueError(f"rows {list(rows)} of {logits.shape[0]} rows of logits")
+        if not (len(records) == num_rows * _ROW.size and len(positions) == num_rows == len(first) - 1):
+            raise ValueError(f"{len(records)} bytes, {len(positions)} positions, {len(first)} samples: {num_rows} rows")
+        if logits.dtype not in _TYPES:
+            logits = logits.float()
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        self.logits = logits  # to outlive the call
+        self.numbers = np.array([*rows, *positions, *first, *[0] * (num_rows + num_samples)], np.int64)
+        self.errors = self.numbers[3 * num_rows + 1 : 4 * num_rows + 1]
+        self.token_ids = self.numbers[4 * num_rows + 1 :]
+        at = self.numbers.ctypes.data
+        self.args = _Args(
+            logits.data_ptr(), _TYPES[logits.dtype], logits.shape[1], logits.stride(0), num_rows, records,
+            at, at + 8 * num_rows, at + 16 * num_rows, at + 24 * num_rows + 8, at + 32 * num_rows + 8, width,
+        )  # fmt: skip
+        if width:
+            self.listed_ids = np.empty((num_samples, width), np.int64)
+            self.logprobs = np.empty((num_samples, width), np.float32)
+            self.ranks = np.empty((num_samples, width), np.int64)
+            self.args.listed_ids = self.listed_ids.ctypes.data
+            self.args.logprobs = self.logprobs.ctypes.data
+            self.args.ranks = self.ranks.ctypes.data
+
+    def run(self, native: ctypes.CDLL) -> dict[int, int]:
+        """Returns the errors, by row; token_ids and the lists are then filled in."""
+        native.quire_sample(ctypes.byref(self.args))
+        codes = self.errors.tolist()
+        if not any(codes):
+            return {}
+        if _BAD_ID in codes:
+            raise IndexError(f"a token id is outside the vocabulary of {self.args.vocab_size}.")
+        return {i: code for i, code in enumerate(codes) if code}
+
+    def entries(self) -> list[tuple[list[int], list[float], list[int]]]:
+        """Ids, log-probabilities and ranks of each sample, `width` of each."""
+        parts = (self.listed_ids, self.logprobs, self.ranks)
+        return list(zip(*[part.tolist() for part in parts], strict=True))
+
+
+def sample_rows(
+    native: ctypes.CDLL,
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    num_samples: Sequence[int],
+    rows: Sequence[int],
+) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
+    """Sample `rows`, none of which has a logits processor, of [R, V] logits with a state and a number of samples each.
+
+    Returns, by index in `rows`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
+    """
+    asked = {i: k + 1 for i, s in enumerate(states) if (k := s.num_logprobs) is not None and 0 <= k <= MAX_LOGPROBS}
+    width = min(max(asked.values()), 1 + logits.shape[1]) if asked else 0
+    records = b"".join([s.record or _current(s) for s in states])
+    first = list(accumulate(num_samples, initial=0))
+    call = _Call(logits, records, rows, [len(s.output_token_ids) for s in states], first, width)
+    errors = call.run(native)
+    flat = call.token_ids.tolist()
+    token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
+    for i in errors:
+        token_ids[i] = []
+    listed: dict[int, list[TokenLogprobs]] = {}
+    if width:
+        entries = call.entries()
+        for i, n in asked.items():
+            if token_ids[i]:
+                of_row = entries[first[i] : first[i + 1]]
+                listed[i] = [TokenLogprobs(ids[:n], logprobs[:n], ranks[:n]) for ids, logprobs, ranks in of_row]
+    return token_ids, errors, listed
+
+
+def given_logprobs(native: ctypes.CDLL, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Of `token_ids[r]` under row r of [R, V] raw logits, with the k <= MAX_LOGPROBS most likely."""
+    num_rows, width = len(token_ids), 1 + min(k, logits.shape[1])
+    record = _ROW.pack(_GIVEN, 0, 0, 1, 0, 1.0, 1.0, 1.0, 0.0, 0.0, k, *[0] * 14)
+    call = _Call(logits, record * num_rows, range(num_rows), [0] * num_rows, list(range(num_rows + 1)), width)
+    call.token_ids[:] = token_ids
+    call.run(native)
+    return [TokenLogprobs(*entry) for entry in call.entries()]
+
+
+def _current(state: SamplingState) -> bytes | bytearray:
+    """The record of a row, new or brought up to date."""
+    draft: _Draft | None = state.draft
+    if draft is None:
+        record = _pack(state)
+        if state.counts is None and not state.bad_sequences and state.position >= state.min_tokens:
+            state.record = record
+            return record
+        draft = state.draft = _Draft(record)
+    if state.counts is not None:
+        ids, counts = state.counts.addresses
+        _SEEN.pack_into(draft.data, _SEEN_AT, ids, state.counts.num, counts)
+    if state.bad_sequences:
+        draft.completing = np.array(state.completing_ids(), np.int64)
+        _LIST.pack_into(draft.data, _COMPLETING_AT, draft.completing.ctypes.data, len(draft.completing))
+    if state.stop_token_ids is not None and state.position >= state.min_tokens:
+        _LIST.pack_into(draft.data, _STOP_AT, 0, 0)
+    return draft.data
+
+
+def _pack(state: SamplingState) -> bytes:
+    params = state.params
+    return _ROW.pack(
+        _GREEDY if state.greedy else _DRAW,
+        state.seed & 2**64 - 1,
+        state.sequence_index,
+        state.top_k,
+        math.ceil(state.min_p * 2**WEIGHT_BITS),
+        state.top_p,
+        0.0 if state.greedy else power_scales(state.temperature),
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        -1 if state.num_logprobs is None or state.num_logprobs > MAX_LOGPROBS else state.num_logprobs,
+        *_list(state.allowed_token_ids),
+        *_list(state.bad_token_ids),
+        *_list(None),  # completing, seen: by _current
+        *_list(state.stop_token_ids if state.position < state.min_tokens else None),
+        *_list(state.bias_ids),
+        state.biases.ctypes.data,
+        *(0, 0, 0),
+    )
+
+
+def _list(ids: Ids | None) -> tuple[int, int]:
+    return (0, 0) if ids is None else (ids.ctypes.data, len(ids))
