@@ -1,4 +1,4 @@
-"""Where a step's time goes: python benchmarks/profile_step.py MODEL [--batch 32] [--context 256] [--steps 32] [KEY=VALUE ...]
+"""Where a step's time goes: python benchmarks/profile_step.py MODEL [--batch 32] [--context 256] [KEY=VALUE ...]
 
 Decodes a batch and prints, per step: the whole, each kind of kernel, and what is left for Python (scheduling, input
 preparation, sampling, output processing). KEY=VALUE are engine arguments in JSON.
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     options = {key: json.loads(value) for key, value in (option.split("=", 1) for option in args.options)}
     llm = LLM(model=args.model, enable_prefix_caching=False, **options)
     executor = llm.llm_engine.core.executor

@@ -1,4 +1,4 @@
-"""What weight-only quantization costs: python benchmarks/quantization_loss.py MODEL TEXT_FILE [--tokens 8192] [--window 256]
+"""What weight-only quantization costs: python benchmarks/quantization_loss.py MODEL [TEXT_FILE] [--tokens 8192]
 
 Perplexity of the model on the text (windows of tokens, each predicted from its own beginning) with the weights as they
 are, in int8 and in int4, and the error of the log-probabilities against the unquantized ones. Without TEXT_FILE random
@@ -25,7 +25,8 @@ def logprobs_of(llm: LLM, windows: list[list[int]]) -> list[float]:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found: list[float] = []
     for output in llm.generate([{"prompt_token_ids": window} for window in windows], params, use_tqdm=False):
-        assert output.prompt_logprobs is not None and output.prompt_token_ids is not None
+        assert output.prompt_logprobs is not None
+        assert output.prompt_token_ids is not None
         for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
             assert entry is not None
             found.append(entry[token].logprob)

@@ -66,6 +66,21 @@ inline void transpose_to(const float* in, float* out, int64_t stride, int64_t nu
     for (int64_t j = 0; j < num_columns; j++) _mm512_store_ps(out + j * stride, r[j]);
 }
 
+// 16 rows of `size` features, a multiple of 32, by feature: out[feature * stride + row].
+inline void transpose_features(const bf16* rows, int64_t size, bf16* out, int64_t stride) {
+    for (int64_t d = 0; d < size; d += 32) {
+        __m512 r[16];
+        for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows + i * size + d));
+        transpose16(r);  // two features a word
+        for (int p = 0; p < 16; p++) {
+            bf16* to = out + (d + 2 * p) * stride;
+            const __m512i words = _mm512_castps_si512(r[p]);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + stride), _mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16)));
+        }
+    }
+}
+
 // Up to 16 rows of x as B tiles, [tile][pair of k][row] of bf16 pairs; zeros beyond the last row and column.
 inline void pack_columns(const bf16* x, int64_t stride, int64_t num_rows, int64_t num_columns, uint32_t* out) {
     for (int64_t k = 0; k < num_columns; k += 32, out += 256) {

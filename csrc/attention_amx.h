@@ -98,6 +98,33 @@ inline __m512 exp2_of(__m512 x) {
     return _mm512_maskz_scalef_ps(counts, p, n);
 }
 
+// A chunk's keys and values as A tiles: 16 keys by features, and features by 32 keys. In the cache itself where a tile
+// lies in one block, else in the scratch copy.
+struct ChunkTiles {
+    const bf16* keys[4];
+    const bf16* values[2];
+    int64_t value_stride;  // bytes from feature to feature
+};
+
+template <class Cached>
+ChunkTiles chunk_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t high, const AttentionScratch& s) {
+    const CacheShape& shape = sight.a.cache_shape;
+    const int64_t dim = shape.padded_dim();
+    if (sizeof(Cached) == 2 && shape.block_size % 32 == 0 && low == chunk && high == chunk + kChunk) {
+        ChunkTiles tiles;
+        for (int64_t i = 0; i < 2; i++) {
+            const int64_t position = chunk + i * 32, offset = position % shape.block_size;
+            tiles.keys[2 * i] = reinterpret_cast<const bf16*>(sight.head(position, false)) + offset * dim;
+            tiles.keys[2 * i + 1] = tiles.keys[2 * i] + 16 * dim;
+            tiles.values[i] = reinterpret_cast<const bf16*>(sight.head(position, true)) + offset;
+        }
+        tiles.value_stride = shape.block_size * 2;
+        return tiles;
+    }
+    gather_tiles<Cached>(sight, chunk, low, high, s);
+    return {{s.keys, s.keys + 16 * dim, s.keys + 32 * dim, s.keys + 48 * dim}, {s.values, s.values + 32}, kChunk * 2};
+}
+
 // The softmax of a chunk's scores [key][row]: updates maximum and total of each row, and leaves the weights as B tiles.
 // Scores are in powers of 2: `factor` is the scale times log2(e). Returns whether the weighted sums shrink, by `decay`.
 template <bool kScaled, bool kMasked>
@@ -109,14 +136,15 @@ inline bool weigh_chunk(const AttentionScratch& s, int64_t tile, int64_t chunk, 
     __m512 most[4] = {before, before, before, before};
     __m512i key = _mm512_set1_epi32(int32_t(chunk));
     for (int64_t i = 0; i < kChunk; i++) {
-        __m512 v = _mm512_mul_ps(_mm512_load_ps(s.scores + i * 16), scale);
-        if (kScaled) v = _mm512_mul_ps(v, _mm512_set1_ps(s.key_scales[i]));
+        __m512 raw = _mm512_load_ps(s.scores + i * 16);
+        if (kScaled) raw = _mm512_mul_ps(raw, _mm512_set1_ps(s.key_scales[i]));
+        __m512 v = _mm512_mul_ps(raw, scale);
         if (kMasked) {
-            __mmask16 seen = _mm512_cmple_epi32_mask(first, key) & _mm512_cmple_epi32_mask(key, last);
-            v = _mm512_mask_mov_ps(lowest, seen, v);
+            const __mmask16 seen = _mm512_cmple_epi32_mask(first, key) & _mm512_cmple_epi32_mask(key, last);
+            raw = _mm512_mask_mov_ps(lowest, seen, raw), v = _mm512_mask_mov_ps(lowest, seen, v);
             key = _mm512_add_epi32(key, _mm512_set1_epi32(1));
         }
-        if (kScaled || kMasked) _mm512_store_ps(s.scores + i * 16, v);
+        if (kScaled || kMasked) _mm512_store_ps(s.scores + i * 16, raw);
         most[i % 4] = _mm512_max_ps(most[i % 4], v);
     }
     const __m512 now = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
@@ -126,12 +154,9 @@ inline bool weigh_chunk(const AttentionScratch& s, int64_t tile, int64_t chunk, 
     __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int64_t i = 0; i < kChunk; i += 2) {
         __m512 even = _mm512_load_ps(s.scores + i * 16), odd = _mm512_load_ps(s.scores + i * 16 + 16);
-        if (kScaled || kMasked) {
-            even = exp2_of(_mm512_add_ps(even, base)), odd = exp2_of(_mm512_add_ps(odd, base));
-        } else {
-            even = exp2_of(_mm512_add_ps(_mm512_mul_ps(even, scale), base));
-            odd = exp2_of(_mm512_add_ps(_mm512_mul_ps(odd, scale), base));
-        }
+        // Fused by name: left to the compiler, the masked form could round otherwise than the other, and which of the two a
+        // row meets depends on its neighbours.
+        even = exp2_of(_mm512_fmadd_ps(even, scale, base)), odd = exp2_of(_mm512_fmadd_ps(odd, scale, base));
         if (kMasked) even = _mm512_mask_mov_ps(even, blind, _mm512_setzero_ps()), odd = _mm512_mask_mov_ps(odd, blind, _mm512_setzero_ps());
         sums[0] = _mm512_add_ps(sums[0], even);
         sums[1] = _mm512_add_ps(sums[1], odd);
@@ -146,45 +171,43 @@ inline bool weigh_chunk(const AttentionScratch& s, int64_t tile, int64_t chunk, 
     decay = exp2_of(_mm512_sub_ps(before, now));
     _mm512_store_ps(highest, now);
     float* total = s.total + tile * 16;
-    _mm512_store_ps(total, _mm512_add_ps(_mm512_mul_ps(_mm512_load_ps(total), decay), _mm512_add_ps(sums[0], sums[1])));
+    _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), decay, _mm512_add_ps(sums[0], sums[1])));
     return _mm512_cmp_ps_mask(before, now, _CMP_NEQ_UQ) != 0;
 }
 
-inline void multiply_keys(const AttentionScratch& s, int64_t tile, int64_t dim) {
+inline void multiply_keys(const AttentionScratch& s, const ChunkTiles& chunk, int64_t tile, int64_t dim) {
     zero_sums();
     const uint32_t* queries = s.queries + tile * dim / 32 * 256;
     for (int64_t d = 0; d < dim; d += 32) {
         _tile_loadd(5, queries + d / 32 * 256, 64);
-        _tile_loadd(4, s.keys + d, dim * 2);
+        _tile_loadd(4, chunk.keys[0] + d, dim * 2);
         _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, s.keys + 16 * dim + d, dim * 2);
+        _tile_loadd(6, chunk.keys[1] + d, dim * 2);
         _tile_dpbf16ps(1, 6, 5);
-        _tile_loadd(4, s.keys + 32 * dim + d, dim * 2);
+        _tile_loadd(4, chunk.keys[2] + d, dim * 2);
         _tile_dpbf16ps(2, 4, 5);
-        _tile_loadd(6, s.keys + 48 * dim + d, dim * 2);
+        _tile_loadd(6, chunk.keys[3] + d, dim * 2);
         _tile_dpbf16ps(3, 6, 5);
     }
-    _tile_stored(0, s.scores, 64);
-    _tile_stored(1, s.scores + 256, 64);
-    _tile_stored(2, s.scores + 512, 64);
-    _tile_stored(3, s.scores + 768, 64);
+    store_sums(s.scores, true);
 }
 
-inline void multiply_values(const AttentionScratch& s, int64_t tile, int64_t dim) {
+inline void multiply_values(const AttentionScratch& s, const ChunkTiles& chunk, int64_t tile, int64_t dim) {
     _tile_loadd(6, s.weights, 64);
     _tile_loadd(7, s.weights + 256, 64);
     float* weighted = s.weighted + tile * dim * 16;
     for (int64_t d = 0; d < dim; d += 32) {
         float *c0 = weighted + d * 16, *c1 = c0 + 256;
+        const int64_t row = chunk.value_stride / 2, first = d * row, second = (d + 16) * row;
         _tile_loadd(0, c0, 64);
         _tile_loadd(1, c1, 64);
-        _tile_loadd(2, s.values + d * kChunk, 128);
+        _tile_loadd(2, chunk.values[0] + first, chunk.value_stride);
         _tile_dpbf16ps(0, 2, 6);
-        _tile_loadd(3, s.values + (d + 16) * kChunk, 128);
+        _tile_loadd(3, chunk.values[0] + second, chunk.value_stride);
         _tile_dpbf16ps(1, 3, 6);
-        _tile_loadd(4, s.values + d * kChunk + 32, 128);
+        _tile_loadd(4, chunk.values[1] + first, chunk.value_stride);
         _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, s.values + (d + 16) * kChunk + 32, 128);
+        _tile_loadd(5, chunk.values[1] + second, chunk.value_stride);
         _tile_dpbf16ps(1, 5, 7);
         _tile_stored(0, c0, 64);
         _tile_stored(1, c1, 64);
@@ -230,11 +253,12 @@ void attend_tiles(const AttentionArgs& a, RowRange range, Scratch& scratch) {
     const float factor = a.scale * 1.44269504088896341f;
     const int64_t low = sight.lowest_key(range.begin), high = sight.position(range.end - 1) + 1;
     for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-        gather_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
+        const ChunkTiles tiles =
+            chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
         for (int64_t t = 0; t < num_tiles; t++) {
             if (first[t][0] >= chunk + kChunk || last[t][15] < chunk) continue;
             const bool masked = first[t][15] > chunk || last[t][0] < chunk + kChunk - 1;
-            multiply_keys(s, t, dim);
+            multiply_keys(s, tiles, t, dim);
             __m512 decay;
             constexpr bool kScaled = sizeof(Cached) == 1;
             const __m512i low_keys = (__m512i)first[t], high_keys = (__m512i)last[t];
@@ -244,7 +268,7 @@ void attend_tiles(const AttentionArgs& a, RowRange range, Scratch& scratch) {
                 float* at = s.weighted + (t * dim + d) * 16;
                 _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), decay));
             }
-            multiply_values(s, t, dim);
+            multiply_values(s, tiles, t, dim);
         }
     }
     for (int64_t t = 0; t < num_tiles; t++) write_tile(s, sight, t, dim);

@@ -4,6 +4,9 @@
 #pragma once
 
 #include "linear.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace quire::QUIRE_NS {
 
@@ -144,7 +147,8 @@ inline void write_i8(const float* x, uint8_t* head, const CacheShape& shape, int
     const float most = largest_magnitude(x, size), inverse = most > 0 ? 127.0f / most : 0.0f;
     int8_t* out = reinterpret_cast<int8_t*>(head);
     for (int64_t i = 0; i < size; i += kLanes) {
-        vi q = __builtin_convertvector(round_nearest(load(x + i) * inverse), vi);
+        vf bounded = min(max(round_nearest(load(x + i) * inverse), splat(-127.0f)), splat(127.0f));
+        vi q = __builtin_convertvector(bounded, vi);
         for (int j = 0; j < kLanes; j++)
             out[by_feature ? (i + j) * shape.block_size + offset : offset * size + i + j] = int8_t(q[j]);
     }
@@ -172,33 +176,74 @@ inline void rotate(float* x, const float* cos_sin, int64_t rotary_dim) {
     });
 }
 
+// One token: norms and rotates its queries, in place, and its keys, and writes keys and values to the cache.
 template <class T>
-void prepare_rows(const PrepareArgs& a, Context& context) {
+void prepare_row(const PrepareArgs& a, int64_t t, bool write_values) {
     const CacheShape& shape = a.cache_shape;
     const int64_t dim = shape.head_dim, num_kv = shape.num_kv_heads;
     const bool feature_values = values_by_feature(a.type);
-    for_rows(a.step->num_tokens, context, [&](int64_t t) {
-        T* row = static_cast<T*>(a.qkv) + t * a.qkv_stride;
-        const int64_t slot = a.step->slots[t], offset = slot % shape.block_size;
-        uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
-        const float* angles = a.cos_sin ? a.cos_sin + a.step->positions[t] * a.rotary_dim : nullptr;
-        alignas(64) float x[kMaxHeadDim];
-        for (int64_t h = 0; h < a.num_heads + 2 * num_kv; h++, row += dim) {
-            const bool is_value = h >= a.num_heads + num_kv, is_key = h >= a.num_heads && !is_value;
-            const void* weight = is_value ? nullptr : is_key ? a.k_norm : a.q_norm;
-            if (!weight && !angles && h < a.num_heads) continue;
-            if (weight)
-                norm_row(row, x, dim, weight, nullptr, a.eps, false);
-            else
-                for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(row + i, n), n); });
-            if (angles && !is_value) rotate(x, angles, a.rotary_dim);
-            if (h < a.num_heads) {
-                for_vectors(dim, [&](int64_t i, int n) { store_n(row + i, load_n(x + i, n), n); });
-                continue;
-            }
-            for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
-            write_head(x, block + (h - a.num_heads) * shape.head_bytes(), shape, offset, is_value == feature_values);
+    T* row = static_cast<T*>(a.qkv) + t * a.qkv_stride;
+    const int64_t slot = a.step->slots[t], offset = slot % shape.block_size;
+    uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
+    const float* angles = a.cos_sin ? a.cos_sin + a.step->positions[t] * a.rotary_dim : nullptr;
+    alignas(64) float x[kMaxHeadDim];
+    const int64_t num_heads = a.num_heads + num_kv + (write_values ? num_kv : 0);
+    for (int64_t h = 0; h < num_heads; h++, row += dim) {
+        const bool is_value = h >= a.num_heads + num_kv, is_key = h >= a.num_heads && !is_value;
+        const void* weight = is_value ? nullptr : is_key ? a.k_norm : a.q_norm;
+        if (!weight && !angles && h < a.num_heads) continue;
+        if (weight)
+            norm_row(row, x, dim, weight, nullptr, a.eps, false);
+        else
+            for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(row + i, n), n); });
+        if (angles && !is_value) rotate(x, angles, a.rotary_dim);
+        if (h < a.num_heads) {
+            for_vectors(dim, [&](int64_t i, int n) { store_n(row + i, load_n(x + i, n), n); });
+            continue;
         }
+        for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
+        write_head(x, block + (h - a.num_heads) * shape.head_bytes(), shape, offset, is_value == feature_values);
+    }
+}
+
+#if defined(__AMX_BF16__)
+// The values of 16 tokens whose slots follow each other in one block, turned by feature in registers.
+inline void write_values_of_16(const PrepareArgs& a, int64_t first) {
+    const CacheShape& shape = a.cache_shape;
+    const int64_t dim = shape.head_dim, padded = shape.padded_dim(), slot = a.step->slots[first];
+    uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
+    alignas(64) bf16 rows[16 * kMaxHeadDim];
+    if (padded > dim) std::memset(rows, 0, sizeof(bf16) * 16 * padded);
+    for (int64_t h = 0; h < shape.num_kv_heads; h++) {
+        for (int64_t t = 0; t < 16; t++) {
+            const bf16* from = static_cast<const bf16*>(a.qkv) + (first + t) * a.qkv_stride + (a.num_heads + shape.num_kv_heads + h) * dim;
+            for_vectors(dim, [&](int64_t i, int n) { store_n(rows + t * padded + i, load_n(from + i, n), n); });
+        }
+        bf16* out = reinterpret_cast<bf16*>(block + (shape.num_kv_heads + h) * shape.head_bytes());
+        transpose_features(rows, padded, out + slot % shape.block_size, shape.block_size);
+    }
+}
+
+inline bool follow_each_other(const PrepareArgs& a, int64_t first) {
+    const int64_t slot = a.step->slots[first], size = a.cache_shape.block_size;
+    if (first + 16 > a.step->num_tokens || slot % size + 16 > size) return false;
+    for (int64_t t = 1; t < 16; t++)
+        if (a.step->slots[first + t] != slot + t) return false;
+    return true;
+}
+#endif
+
+template <class T>
+void prepare_rows(const PrepareArgs& a, Context& context) {
+    constexpr int64_t kTokens = 16;
+    context.pool.run(divide_up(a.step->num_tokens, kTokens), [&](int64_t task, int) {
+        const int64_t begin = task * kTokens, end = begin + kTokens < a.step->num_tokens ? begin + kTokens : a.step->num_tokens;
+        bool values_done = false;
+#if defined(__AMX_BF16__)
+        values_done = a.type == Type::bf16 && a.cache_shape.type == Type::bf16 && follow_each_other(a, begin);
+        if (values_done) write_values_of_16(a, begin);
+#endif
+        for (int64_t t = begin; t < end; t++) prepare_row<T>(a, t, !values_done);
     });
 }
 

@@ -23,9 +23,9 @@ inline vf activate(vf x) {
 
 // Sums to be finished: `width` output features from `first` on, of `num_rows` rows from `first_row` on.
 struct Sums {
-    const float* gate;     // [row][width]
+    const float* gate;     // [row][stride]
     const float* up;       // with silu_mul, what the gate is multiplied with; else null
-    int64_t width, first;  // features
+    int64_t stride, width, first;  // width, first: features
     int64_t up_first;      // the first of `up` among the weight's rows
     int64_t first_row, num_rows;
 };
@@ -54,9 +54,9 @@ void finish_rows(const LinearArgs& a, const Sums& s) {
             for (int j = 0; j < kStep; j++) {
                 int64_t at = j * kLanes;
                 if (n[j] == 0) break;
-                vf v = load(s.gate + r * s.width + i + at) * scale[j] + shift[j];
+                vf v = load(s.gate + r * s.stride + i + at) * scale[j] + shift[j];
                 if (kGated)
-                    v = silu(v) * (load(s.up + r * s.width + i + at) * up_scale[j] + up_shift[j]);
+                    v = silu(v) * (load(s.up + r * s.stride + i + at) * up_scale[j] + up_shift[j]);
                 else
                     v = activate<kEpilogue>(v);
                 if (a.residual)
@@ -156,7 +156,7 @@ inline void linear(const LinearArgs& a, Context& context) {
                     dot_block(unpacked ? unpacked + part * 512 * tiles : reinterpret_cast<const float*>(weights[part]), tiles,
                               x + m * padded, padded, rows, sums[part]);
             }
-            finish(a, {sums[0], gated ? sums[1] : nullptr, 16, block * 16, (block + up_offset) * 16, m, rows});
+            finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + up_offset) * 16, m, rows});
         }
     });
 }

@@ -57,10 +57,12 @@ inline void expand_i4_tile(const uint8_t* tile, bf16* out) {
     }
 }
 
-constexpr int64_t kAhead = 2048;       // bytes of weights to prefetch ahead
+constexpr int64_t kAhead = 2048;       // bytes of bf16 weights to prefetch ahead, into L2
+constexpr int64_t kCodesAhead = 4096;  // of codes, into L1: they are read by vectors, at once
 constexpr int64_t kFewRows = 32;       // up to here the weights are read once, straight through
 constexpr int64_t kChunkTiles = 8;     // k in tiles that a pair of blocks keeps in L1 when there are many rows
-constexpr int64_t kPanelRows = 256;    // rows of x that a task keeps in L2
+constexpr int64_t kPanelRows = 512;    // rows of x that a task multiplies, a chunk of k at a time out of L2
+constexpr int64_t kGroupPairs = 4;     // pairs of blocks that share them
 
 inline void prefetch(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
@@ -77,7 +79,8 @@ inline const bf16* bf16_tiles(const Matrix& w, int64_t block, int64_t begin, int
     if (w.type == Type::bf16) return reinterpret_cast<const bf16*>(w.tile(block, begin));
     for (int64_t t = begin; t < end; t++) {
         const uint8_t* tile = w.tile(block, t);
-        prefetch(tile + kAhead, w.tile_bytes());
+        for (int64_t i = 0; i < w.tile_bytes(); i += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(tile + kCodesAhead + i), _MM_HINT_T0);
         w.type == Type::i8 ? expand_i8_tile(tile, scratch + (t - begin) * 512) : expand_i4_tile(tile, scratch + (t - begin) * 512);
     }
     return scratch;
@@ -90,8 +93,10 @@ struct Ahead {
 };
 
 // Adds the products of tiles of k to four C tiles (features 0..15 and 16..31 of up to two groups of 16 rows of x).
-template <bool kTwo>
-inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t num_tiles, Ahead ahead) {
+// Calls between(t) after tile t: vector work that runs while the tiles are being multiplied.
+template <bool kTwo, class Between>
+inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t num_tiles, Ahead ahead,
+                     const Between& between) {
     for (int64_t t = 0; t < num_tiles; t++) {
         prefetch(ahead.first + t * ahead.step, ahead.step);
         prefetch(ahead.second + t * ahead.step, ahead.step);
@@ -105,11 +110,13 @@ inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const u
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
+        between(t);
     }
 }
 inline void multiply(bool two, const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t num_tiles,
                      Ahead ahead) {
-    two ? multiply<true>(w0, w1, x0, x1, num_tiles, ahead) : multiply<false>(w0, w1, x0, x1, num_tiles, ahead);
+    auto nothing = [](int64_t) {};
+    two ? multiply<true>(w0, w1, x0, x1, num_tiles, ahead, nothing) : multiply<false>(w0, w1, x0, x1, num_tiles, ahead, nothing);
 }
 
 inline void zero_sums() {
@@ -132,20 +139,44 @@ inline void store_sums(float* c, bool two) {
     _tile_stored(3, c + 768, 64);
 }
 
-// c: four tiles as stored above; writes rows [first_row, first_row + num_rows), at most 32.
-inline void finish_tiles(const LinearArgs& a, const float* c, BlockPair pair, int64_t first_row, int64_t num_rows) {
-    const bool gated = a.epilogue == Epilogue::silu_mul;
-    // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
-    const int64_t width = pair.has_second && !gated ? 32 : 16;
-    alignas(64) float rows[2][512];
-    for (int64_t half = 0; half * 16 < num_rows; half++) {
-        int64_t count = num_rows - half * 16 < 16 ? num_rows - half * 16 : 16;
-        const float* tiles = c + half * 512;
-        transpose_to(tiles, rows[0], width, count);
-        if (pair.has_second) transpose_to(tiles + 256, gated ? rows[1] : rows[0] + 16, width, count);
-        finish(a, {rows[0], gated ? rows[1] : nullptr, width, pair.first * 16, pair.second * 16, first_row + half * 16, count});
+// The end of four tiles of sums, as stored above, in kSteps steps: from columns to rows of the result, [32][32], then on
+// to where they belong. At most 32 rows from first_row on.
+class Finisher {
+public:
+    static constexpr int64_t kSteps = 8;
+
+    Finisher(const LinearArgs& args, BlockPair pair) : a_(args), pair_(pair), gated_(args.epilogue == Epilogue::silu_mul) {}
+
+    void begin(const float* c, int64_t first_row, int64_t num_rows) {
+        c_ = c, first_row_ = first_row, num_rows_ = num_rows, step_ = 0;
     }
-}
+    void step() {
+        if (step_ >= kSteps) return;
+        const int64_t i = step_++;
+        if (i < 4) {  // tile i: rows 16 * (i / 2) .., features of the first or the second block
+            const int64_t half = i / 2, part = i % 2, count = num_rows_ - half * 16 < 16 ? num_rows_ - half * 16 : 16;
+            if (count > 0 && (part == 0 || pair_.has_second)) transpose_to(c_ + i * 256, rows_ + half * 512 + part * 16, 32, count);
+            return;
+        }
+        const int64_t row = (i - 4) * 8, count = num_rows_ - row < 8 ? num_rows_ - row : 8;
+        if (count <= 0) return;
+        // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
+        const float* from = rows_ + row * 32;
+        const int64_t width = pair_.has_second && !gated_ ? 32 : 16;
+        finish(a_, {from, gated_ ? from + 16 : nullptr, 32, width, pair_.first * 16, pair_.second * 16, first_row_ + row, count});
+    }
+    void rest() {
+        while (step_ < kSteps) step();
+    }
+
+private:
+    const LinearArgs& a_;
+    BlockPair pair_;
+    bool gated_;
+    const float* c_ = nullptr;
+    int64_t first_row_ = 0, num_rows_ = 0, step_ = kSteps;
+    alignas(64) float rows_[1024];
+};
 
 inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, BlockPair pair, bf16* scratch) {
     const Matrix& w = a.weight;
@@ -162,7 +193,7 @@ inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, BlockPair pa
     } else {
         // Expanded one step before they are multiplied: tiles can be loaded only once they have left the store buffer,
         // and the products run while the next step is being expanded.
-        constexpr int64_t kStep = 2;
+        constexpr int64_t kStep = 1;
         auto expanded = [&](int64_t t) {
             int64_t end = t + kStep < tiles ? t + kStep : tiles;
             bf16* set = scratch + t / kStep % 2 * 2 * kStep * 512;
@@ -178,40 +209,53 @@ inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, BlockPair pa
         }
     }
     store_sums(c, two);
-    finish_tiles(a, c, pair, 0, a.num_rows);
+    Finisher finisher(a, pair);
+    finisher.begin(c, 0, a.num_rows);
+    finisher.rest();
 }
 
-// Rows [begin, end) of x, 32 at a time, against one pair of blocks, a chunk of k at a time: the chunk's weights stay in
-// L1, x comes from L2 and the sums wait in `sums`, which is exact: they are floats in the tile, too.
-inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, BlockPair pair, int64_t begin, int64_t end, bf16* scratch,
-                             float* sums) {
+// Rows [begin, end) of x, 32 at a time, against a group of pairs of blocks, a chunk of k at a time: a pair's chunk of weights
+// stays in L1, x's chunk in L2 for the whole group, and the sums wait in memory, which is exact: they are floats in the tile, too.
+inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, const BlockPair* pairs, int64_t num_pairs, int64_t begin,
+                             int64_t end, bf16* scratch, float* sums) {
     const Matrix& w = a.weight;
-    const int64_t tiles = w.num_tiles();
+    const int64_t tiles = w.num_tiles(), panels = divide_up(end - begin, 32), chunk_bytes = kChunkTiles * w.tile_bytes();
+    const int64_t out_bytes = type_bytes(a.out_type);
     for (int64_t t = 0; t < tiles; t += kChunkTiles) {
-        int64_t stop = t + kChunkTiles < tiles ? t + kChunkTiles : tiles;
-        const bf16* w0 = bf16_tiles(w, pair.first, t, stop, scratch);
-        const bf16* w1 = bf16_tiles(w, pair.second, t, stop, scratch + kChunkTiles * 512);
-        // The next chunk's weights come from memory meanwhile, a slice of both blocks with every tile of every 32 rows.
-        // (Beyond a block's end lies the next block, which comes next; beyond the matrix, a prefetch does nothing.)
-        const int64_t chunk_bytes = kChunkTiles * w.tile_bytes(), panels = divide_up(end - begin, 32);
-        Ahead ahead{w.tile(pair.first, t) + chunk_bytes, w.tile(pair.second, t) + chunk_bytes,
-                    round_up(divide_up(w.tile_bytes(), panels), 64)};
-        for (int64_t row = begin; row < end; row += 32) {
-            bool two = row + 16 < end;
-            float* c = sums + (row - begin) / 32 * 1024;
-            const uint32_t* x0 = x + (row / 16 * tiles + t) * 256;
-            const uint32_t* x1 = two ? x0 + tiles * 256 : x0;
-            t ? load_sums(c) : zero_sums();
-            multiply(two, w0, w1, x0, x1, stop - t, ahead);
-            ahead.first += (stop - t) * ahead.step;
-            ahead.second += (stop - t) * ahead.step;
-            store_sums(c, true);
-            // One behind: these sums were stored a while ago, and finishing them overlaps with the products just begun.
-            if (stop == tiles && row > begin) finish_tiles(a, c - 1024, pair, row - 32, 32);
+        const int64_t stop = t + kChunkTiles < tiles ? t + kChunkTiles : tiles;
+        for (int64_t p = 0; p < num_pairs; p++) {
+            const BlockPair pair = pairs[p];
+            const bf16* w0 = bf16_tiles(w, pair.first, t, stop, scratch);
+            const bf16* w1 = bf16_tiles(w, pair.second, t, stop, scratch + kChunkTiles * 512);
+            // The weights that come next are fetched meanwhile, a slice of both blocks with every tile of every 32 rows.
+            const bool last_pair = p + 1 == num_pairs;
+            const BlockPair& next = pairs[last_pair ? 0 : p + 1];
+            const int64_t skip = last_pair ? chunk_bytes : 0;  // beyond the matrix, a prefetch does nothing
+            Ahead ahead{w.tile(next.first, t) + skip, w.tile(next.second, t) + skip, round_up(divide_up(w.tile_bytes(), panels), 64)};
+            Finisher finisher(a, pair);
+            for (int64_t row = begin; row < end; row += 32) {
+                const bool two = row + 16 < end;
+                float* c = sums + (p * panels + (row - begin) / 32) * 1024;
+                const uint32_t* x0 = x + (row / 16 * tiles + t) * 256;
+                const uint32_t* x1 = two ? x0 + tiles * 256 : x0;
+                t ? load_sums(c) : zero_sums();
+                // One behind: the sums of the 32 rows before are finished while these are multiplied. And where these will
+                // go is fetched, as the stores would wait for it.
+                if (stop == tiles)
+                    for (int64_t r = row; r < row + 32 && r < end; r++)
+                        _mm_prefetch(static_cast<const char*>(a.out) + (r * a.out_stride + pair.first * 16) * out_bytes, _MM_HINT_T0);
+                auto finish_step = [&](int64_t) { finisher.step(); };
+                two ? multiply<true>(w0, w1, x0, x1, stop - t, ahead, finish_step)
+                    : multiply<false>(w0, w1, x0, x1, stop - t, ahead, finish_step);
+                ahead.first += (stop - t) * ahead.step;
+                ahead.second += (stop - t) * ahead.step;
+                store_sums(c, true);
+                finisher.rest();
+                if (stop == tiles) finisher.begin(c, row, end - row < 32 ? end - row : 32);
+            }
+            finisher.rest();
         }
     }
-    const int64_t last = begin + (end - begin - 1) / 32 * 32;
-    finish_tiles(a, sums + (last - begin) / 32 * 1024, pair, last, end - last);
 }
 
 inline void linear_amx(const LinearArgs& a, Context& context) {
@@ -232,23 +276,24 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     };
     const bool few = a.num_rows <= kFewRows;
     const int64_t panels = few ? 1 : divide_up(a.num_rows, kPanelRows);
-    // About 128 KB of weights a task: enough to stream, few enough to share out evenly.
+    // About 256 KB of weights a task: enough to stream, few enough to share out evenly.
     const int64_t pair_bytes = 2 * tiles * w.tile_bytes();
-    int64_t group = few ? (131072 + pair_bytes - 1) / pair_bytes : 4;
+    const int64_t group = few ? divide_up(262144, pair_bytes) : kGroupPairs;
     const int64_t groups = divide_up(num_pairs, group);
     context.pool.run(groups * panels, [&](int64_t task, int thread) {
         Tiles configured;
         bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * kChunkTiles * 512);
         int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
-        for (int64_t i = first; i < first + group && i < num_pairs; i++) {
-            if (few) {
-                linear_few_rows(a, x, pair(i), scratch);
-            } else {
-                int64_t begin = panel * kPanelRows, end = begin + kPanelRows < a.num_rows ? begin + kPanelRows : a.num_rows;
-                float* sums = context.thread_scratch2[thread].get<float>(kPanelRows / 32 * 1024);
-                linear_many_rows(a, x, pair(i), begin, end, scratch, sums);
-            }
+        const int64_t last = first + group < num_pairs ? first + group : num_pairs;
+        if (few) {
+            for (int64_t i = first; i < last; i++) linear_few_rows(a, x, pair(i), scratch);
+            return;
         }
+        BlockPair pairs[kGroupPairs];
+        for (int64_t i = first; i < last; i++) pairs[i - first] = pair(i);
+        const int64_t begin = panel * kPanelRows, end = begin + kPanelRows < a.num_rows ? begin + kPanelRows : a.num_rows;
+        float* sums = context.thread_scratch2[thread].get<float>(kGroupPairs * kPanelRows / 32 * 1024);
+        linear_many_rows(a, x, pairs, last - first, begin, end, scratch, sums);
     });
 }
 

@@ -82,9 +82,10 @@ inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const
     int32_t q[32];
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         for (int c = 0; c < 32; c += kLanes) {
-            vi v = __builtin_convertvector(round_product(load(x + t * 32 + c), inverse), vi);
+            // Within bounds before it is an integer: NaN and infinity are none (their row's scale says what they were).
+            vf bounded = min(max(round_product(load(x + t * 32 + c), inverse), splat(-127.0f)), splat(127.0f));
+            vi v = __builtin_convertvector(bounded, vi);
             vi magnitude = v < 0 ? -v : v;
-            magnitude = magnitude > 127 ? splat_int(127) : magnitude;
             vi coded = magnitude | (v < 0 ? splat_int(128) : splat_int(0));
             std::memcpy(q + c, &coded, sizeof coded);
         }

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -25,3 +26,32 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("needs ../shared/data beside the repository")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_cache_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test writes packed weights, or anything else, to the cache of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `level` runs once on each level of compiled kernels; without the library it is skipped."""
+    if "level" in metafunc.fixturenames:
+        from quire.ops.native.library import TORCH, levels
+
+        metafunc.parametrize("level", [name for name in levels() if name != TORCH], indirect=True)
+
+
+@pytest.fixture
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The level of kernels in use; level and number of threads are as before afterwards."""
+    from quire.ops.native.library import current_level, loaded_library, set_level, set_num_threads
+
+    before, num_threads = current_level(), loaded_library().quire_num_threads()
+    set_level(request.param)
+    set_num_threads(1)
+    yield request.param
+    set_level(before)
+    set_num_threads(num_threads)

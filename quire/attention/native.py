@@ -19,8 +19,7 @@ _SCALE_BYTES = 4  # of a token and head in an int8 cache
 
 
 class NativeBackend(AttentionBackend[AttentionBatch]):
-    """Keys and values in the layout that this CPU multiplies best; float32, bfloat16, or int8 with a scale per token and
-    head.
+    """Keys and values in the layout that this CPU multiplies best; float32, bfloat16, or int8 with scales.
 
     Args:
         int8: keep keys and values in eight bits.

@@ -75,7 +75,7 @@ class EngineArgs:
     kv_cache_dtype: Literal["auto", "int8"] = _option(
         "auto", "Keys and values in the model's type, or in eight bits with a scale per token and head."
     )
-    block_size: int = _option(16, "Tokens in a KV block.")
+    block_size: int = _option(32, "Tokens in a KV block.")
     gpu_memory_utilization: float | None = _option(
         None,
         "Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; "

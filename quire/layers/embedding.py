@@ -49,8 +49,8 @@ class LearnedPositions(Embedding):
         super().__init__(num_positions + offset, size, method, dtype)
         self.offset = offset
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return super().forward(positions + self.offset if self.offset else positions)
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids + self.offset if self.offset else ids)
 
 
 class TiedHead(nn.Module):

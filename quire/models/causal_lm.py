@@ -124,7 +124,8 @@ class CausalLM(nn.Module):
                     f"tensor {name!r} has the shape {tuple(tensor.shape)} in the checkpoint, but config.json implies "
                     f"{slot.shape}: config.json and the weights don't belong together."
                 )
-            slot.load(tensor)
+            if not slot.filled:
+                slot.load(tensor)
             self.missing_weights.discard(canonical)
         incomplete = {slots[name].module for name in self.missing_weights}
         return {name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in incomplete}

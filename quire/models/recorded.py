@@ -4,7 +4,7 @@ The worker makes one from a loaded model whose weights are packed. The model's o
 runs once, with the recorder's values in place of tensors.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBatch
 from quire.attention.native import step_data
 from quire.models.causal_lm import CausalLM
-from quire.ops.native.program import Caches, Recorder, Value
+from quire.ops.native.program import Caches, Recorder, recorded
 from quire.ops.native.structs import TYPE_OF
 
 
@@ -23,13 +23,12 @@ class RecordedModel:
         self.vocab_size = model.vocab_size
         self._dtype = model.dtype
         recorder = Recorder(model.dtype)
-        ids, positions = cast(Tensor, recorder.ids), cast(Tensor, recorder.positions)
-        hidden = cast(Value, cast(Any, model(ids, positions, [], None)))
+        hidden: Any = model(recorded(recorder.ids), recorded(recorder.positions), [], None)
         self._width = hidden.width
         self._body = recorder.finish(hidden)
         recorder = Recorder(model.dtype)
-        logits = model.compute_logits(cast(Tensor, cast(Any, recorder.input(self._width))))
-        self._head = recorder.finish(cast(Value, cast(Any, logits)))
+        logits: Any = model.compute_logits(recorded(recorder.input(self._width)))
+        self._head = recorder.finish(logits)
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for steps of that many tokens."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from quire.ops import reference
-from quire.ops.native.program import StepIndex, Value
+from quire.ops.native.program import StepIndex, Value, recorded
 from quire.ops.native.structs import Epilogue
 from quire.ops.reference import linear, rotary, write_kv
 from quire.ops.reference_attention import paged_attention
@@ -35,7 +35,7 @@ __all__ = [
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `quire.ops.reference.rms_norm`."""
     if isinstance(x, Value):
-        return x.recorder.norm(x, weight, None, eps, subtract_mean=False)
+        return recorded(x.recorder.norm(x, weight, None, eps, subtract_mean=False))
     return reference.rms_norm(x, weight, eps)
 
 
@@ -50,7 +50,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """See `quire.ops.reference.layer_norm`."""
     if isinstance(x, Value):
-        return x.recorder.norm(x, weight, bias, eps, subtract_mean=True)
+        return recorded(x.recorder.norm(x, weight, bias, eps, subtract_mean=True))
     return reference.layer_norm(x, weight, bias, eps)
 
 
@@ -91,4 +91,4 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def _activate(x: Tensor, function: Callable[[Tensor], Tensor], epilogue: Epilogue) -> Tensor:
-    return x.recorder.activation(x, epilogue) if isinstance(x, Value) else function(x)
+    return recorded(x.recorder.activation(x, epilogue)) if isinstance(x, Value) else function(x)

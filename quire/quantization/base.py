@@ -1,7 +1,7 @@
 """The contract of a weight format: create the weights, load a checkpoint tensor into them, multiply with them.
 
-A linear layer or an embedding is given one when it is built and calls nothing else. A format knows one matrix at a time;
-it must not know models, nor which layer it serves.
+A linear layer or an embedding is given one when it is built and calls nothing else. A format knows one matrix at a
+time; it must not know models, nor which layer it serves.
 """
 
 from abc import ABC, abstractmethod

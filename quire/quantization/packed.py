@@ -5,13 +5,12 @@ matrix is recorded in a program (`quire.ops.native.program`); there are no tenso
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import StepIndex, Value
+from quire.ops.native.program import StepIndex, Value, recorded
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
 
@@ -49,16 +48,13 @@ class Packed(QuantizationMethod):
             self.matrix(weights, shape).pack(loaded, start)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
-        value = cast(Any, x)
-        assert isinstance(value, Value), "packed weights are multiplied by recorded programs only"
-        bias = weights.get("bias")
+        assert isinstance(x, Value), "packed weights are multiplied by recorded programs only"
         out_dtype = torch.float32 if wide else None
-        return cast(Any, value.recorder.linear(value, self.matrix(weights, shape), bias, out_dtype))
+        return recorded(x.recorder.linear(x, self.matrix(weights, shape), weights.get("bias"), out_dtype))
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        index = cast(Any, ids)
-        assert isinstance(index, StepIndex), "packed weights are looked up by recorded programs only"
-        return cast(Any, index.recorder.embedding(index, self.matrix(weights, shape)))
+        assert isinstance(ids, StepIndex), "packed weights are looked up by recorded programs only"
+        return recorded(ids.recorder.embedding(ids, self.matrix(weights, shape)))
 
     @staticmethod
     def matrix(weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:

@@ -77,7 +77,7 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [N, K] -> codes int8 [N, K] in -8..7, scales [N, groups] (bf16 values): least squared error of 9 scales."""
+    """float32 [N, K] -> codes int8 [N, K] in -8..7, scales float32 [N, groups] (bf16 values): the best of 9 scales."""
     num_rows, num_columns = rows.shape
     padded = torch.nn.functional.pad(rows, (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
     extreme = padded.gather(2, padded.abs().argmax(2, keepdim=True))

@@ -40,18 +40,24 @@ class InputBatch:
 
 def gather(plan: StepPlan, table: RowTable) -> InputBatch:
     """Gather the inputs of a step whose rows are up to date with the plan."""
-    rows = np.fromiter((table.row(s.sequence_id) for s in plan.scheduled), np.int64, len(plan.scheduled))
-    counts = np.fromiter((s.num_new_tokens for s in plan.scheduled), np.int64, len(plan.scheduled))
+    rows = np.array([table.row(s.sequence_id) for s in plan.scheduled], np.int64)
+    counts = [s.num_new_tokens for s in plan.scheduled]
     starts = table.num_computed[rows]
-    query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(counts, out=query_start_loc[1:])
-    # Token t of sequence s: position = starts[s] + (t - query_start_loc[s]).
-    positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
-    row_of_token = np.repeat(rows, counts)
+    if max(counts) == 1:  # all decode: most steps are this, and each call spared counts in a small model's step
+        query_start_loc = np.arange(len(rows) + 1)
+        positions, row_of_token, seq_lens = starts, rows, starts + 1
+    else:
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        # Token t of sequence s: position = starts[s] + (t - query_start_loc[s]).
+        positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
+        row_of_token = np.repeat(rows, counts)
+        seq_lens = starts + counts
     block_size = table.block_size
-    slots = table.block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size
-    slots += positions % block_size
-    seq_lens = starts + counts
+    block, offset = np.divmod(positions, block_size)
+    slots = table.block_tables[row_of_token, block].astype(np.int64)
+    slots *= block_size
+    slots += offset
     num_blocks = -(-int(seq_lens.max()) // block_size)
     sampled = [i for i, s in enumerate(plan.scheduled) if s.num_samples]
     start_loc = torch.from_numpy(query_start_loc)

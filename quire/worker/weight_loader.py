@@ -197,7 +197,7 @@ def _windows(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
 
 
 def _fill_with_random(model: _HasShapes, seed: int) -> int:
-    """Random tensors in place of a checkpoint's: N(0, 0.02), but ones for the scales of norms (vectors named `*weight`).
+    """Random tensors in place of a checkpoint's: N(0, 0.02), but ones for the scales of norms (vectors, `*weight`).
 
     Each tensor has a generator of its own, keyed by seed and name, so its values depend on nothing else. Returns their
     bytes.

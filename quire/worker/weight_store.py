@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class WeightStore:
         self._manifest: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []  # flat bytes, in the manifest's order
         self._size = 0
+        self._content_bytes = 0
         self._writer: threading.Thread | None = None
         self.filled = path is not None and self._open(path)
 
@@ -67,9 +68,9 @@ class WeightStore:
         entry = {"shape": list(shape), "dtype": str(dtype), "offset": self._size}
         if self.filled:
             index = len(self._tensors)
-            if self._manifest[index : index + 1] != [entry]:
+            if self._manifest[index : index + 1] != [entry] or self._size + num_bytes > self._content_bytes:
                 assert self.path is not None
-                self.path.unlink(missing_ok=True)
+                _remove(self.path)
                 raise StaleStoreError
             flat = torch.frombuffer(self._mapped, dtype=torch.uint8, count=num_bytes, offset=self._size)
         else:
@@ -80,7 +81,7 @@ class WeightStore:
         return flat.view(dtype).view(shape)
 
     def finish(self) -> None:
-        """The weights are complete: keep them. Returns at once; a thread writes, and a short script's exit waits for it."""
+        """The weights are complete: keep them. Returns at once; a thread writes, and a script's exit waits for it."""
         if self.path is not None and not self.filled:
             self._writer = threading.Thread(target=self._write, args=(self.path,), name="quire-weight-store")
             self._writer.start()
@@ -100,18 +101,23 @@ class WeightStore:
             length = int.from_bytes(os.pread(file, 8, size - 8), "little") if size >= 8 else -1
             if not 0 <= length <= size - 8:
                 raise ValueError("no manifest")
-            self._manifest = json.loads(os.pread(file, length, size - 8 - length))
+            manifest = json.loads(os.pread(file, length, size - 8 - length))
+            if not isinstance(manifest, list):
+                raise ValueError("the manifest is no list")
+            self._manifest, self._content_bytes = manifest, size - 8 - length
             # Private: what anyone writes to the weights stays in this process.
             self._mapped = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             with contextlib.suppress(OSError, ValueError):  # before Linux 5.14: a fault for each page, later
                 self._mapped.madvise(_MADV_POPULATE_READ)
-            os.utime(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("the packed weights in %s can't be used (%s): packing anew", path.name, error)
-            path.unlink(missing_ok=True)
+            self._manifest = []
+            _remove(path)
             return False
         finally:
             os.close(file)
+        with contextlib.suppress(OSError):  # a cache that is read-only serves as well
+            os.utime(path)
         return True
 
     def _write(self, path: Path) -> None:
@@ -119,11 +125,11 @@ class WeightStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(path.parent)
-            # In large writes: the kernel then keeps the file in large pages, through which it is read nearly twice as fast.
+            # In large writes: the kernel then keeps the file in large pages, and reads through them go twice as fast.
             with open(partial, "xb", buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, self._size)
                 for entry, tensor in zip(self._manifest, self._tensors, strict=True):
-                    content = memoryview(tensor.numpy())
+                    content = memoryview(cast(Any, tensor.numpy()))
                     done = 0
                     while done < len(content):
                         done += os.pwrite(file.fileno(), content[done : done + _WRITE_BYTES], entry["offset"] + done)
@@ -133,8 +139,7 @@ class WeightStore:
             os.replace(partial, path)
         except OSError as error:
             logger.warning("packed weights are not kept on disk: %s", error.strerror)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            _remove(partial)
 
 
 def store_path(files: Iterable[Path], layout: str) -> Path | None:
@@ -169,6 +174,11 @@ def _digest(files: list[Path], layout: str) -> str:
                 stream.seek(max(0, stat.st_size * i // 256 - _SAMPLE))
                 digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:32]
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _remove_stale(folder: Path) -> None:

@@ -1,9 +1,14 @@
 """Fixtures for tests that drive a whole engine: tiny random models of every family, and the two real ones."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+
+from quire.ops.native.library import TORCH, levels, library
 
 BASE = {
     "vocab_size": 199,
@@ -79,3 +84,30 @@ def model_options(family_dirs: dict[str, Path], request: pytest.FixtureRequest):
         return {"model": name, "skip_tokenizer_init": True}
 
     return options
+
+
+@pytest.fixture
+def native() -> str:
+    """The best level of compiled kernels, which engines choose by themselves; skips where there are none."""
+    if levels() == [TORCH]:
+        pytest.skip("needs the compiled kernels")
+    return levels()[0]
+
+
+@pytest.fixture
+def two_threads(native: str, monkeypatch: pytest.MonkeyPatch):
+    """`with two_threads(used=True):` engines that start run on two threads, however small the model."""
+
+    @contextmanager
+    def on(used: bool) -> Iterator[None]:
+        before = torch.get_num_threads()
+        monkeypatch.setattr("quire.worker.worker.SMALL_MODEL", 0)
+        torch.set_num_threads(2 if used else 1)
+        try:
+            yield
+            found = library()
+            assert found is None or not used or found.quire_num_threads() == 2
+        finally:
+            torch.set_num_threads(before)
+
+    return on

@@ -1,7 +1,7 @@
 """Same request, same tokens and logprobs, bit for bit, whatever happens around it.
 
 Each model runs one set of requests alone, one after another, without prefix cache: the baseline. Every other way of
-running the same requests must give equal tokens and equal floats.
+running the same requests on the same kernels, weight format and cache type must give equal tokens and equal floats.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from quire import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from quire.ops.native.library import TORCH, levels
 
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
@@ -43,6 +44,7 @@ VARIANTS = [
     Variant(32, 512, 16, prefix=False, preempted=True),
     Variant(7, 512, 16, prefix=False, preempted=False, chunked=False),
 ]
+SOME_VARIANTS = [VARIANTS[0], VARIANTS[5], VARIANTS[8]]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
 
 
@@ -125,20 +127,21 @@ def run(one: LLMEngine, todo: list[tuple[list[int], SamplingParams]], together: 
 
 @pytest.fixture(scope="module")
 def baseline(model_options):
-    """Each model's requests, alone; computed once per model and dtype."""
-    known: dict[tuple[str, str], list[Any]] = {}
+    """Each model's requests, alone; computed once per model, dtype and further engine options."""
+    known: dict[tuple[Any, ...], list[Any]] = {}
 
-    def alone(model: str, dtype: str) -> list[Any]:
-        if (model, dtype) not in known:
-            one = engine(model_options(model), dtype)
-            known[model, dtype] = run(one, requests(one.config.model.vocab_size), together=1)
-        return known[model, dtype]
+    def alone(model: str, dtype: str, **options: str) -> list[Any]:
+        key = (model, dtype, *sorted(options.items()))
+        if key not in known:
+            one = engine(model_options(model), dtype, **options)
+            known[key] = run(one, requests(one.config.model.vocab_size), together=1)
+        return known[key]
 
     return alone
 
 
-def check_variant(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
-    changes: dict[str, Any] = {
+def check_variant(model_options, baseline, model: str, dtype: str, variant: Variant, **options: str) -> None:
+    changes: dict[str, Any] = options | {
         "max_num_batched_tokens": variant.budget,
         "block_size": variant.block_size,
         "enable_prefix_caching": variant.prefix,
@@ -148,7 +151,7 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
         changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
     one = engine(model_options(model), dtype, **changes)
     todo = requests(one.config.model.vocab_size)
-    expected = baseline(model, dtype)
+    expected = baseline(model, dtype, **options)
     assert run(one, todo, variant.together) == expected
     stats = one.stats()
     if variant.preempted:
@@ -169,7 +172,7 @@ def test_the_variants_cover_every_pair_of_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[5], VARIANTS[8]])
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
 def test_exactness_llama(model_options, baseline, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, "llama", dtype, variant)
 
@@ -180,6 +183,52 @@ def test_exactness_llama(model_options, baseline, dtype: str, variant: Variant) 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
 def test_exactness_matrix(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, model, dtype, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
+def test_exactness_on_plain_torch(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
+    check_variant(model_options, baseline, model, dtype, variant, kernels=TORCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", levels()[1:-1])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
+def test_exactness_on_further_levels(
+    model_options, baseline, model: str, dtype: str, variant: Variant, kernels: str
+) -> None:
+    check_variant(model_options, baseline, model, dtype, variant, kernels=kernels)
+
+
+COMPRESSED = [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", COMPRESSED, ids=lambda o: "-".join(*o.items()))
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
+def test_exactness_of_few_bits(
+    model_options, baseline, model: str, variant: Variant, options: dict[str, str], native: str
+) -> None:
+    check_variant(model_options, baseline, model, "bfloat16", variant, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "mistral", "gpt2", "demo"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
+def test_exactness_on_two_threads(
+    model_options, baseline, model: str, dtype: str, variant: Variant, two_threads
+) -> None:
+    """Against the baseline of one thread: the number of threads changes no bit either."""
+    with two_threads(used=False):
+        baseline(model, dtype)
+    with two_threads(used=True):
+        check_variant(model_options, baseline, model, dtype, variant)
 
 
 @pytest.mark.slow

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.ops.native.library import levels
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7, "block_size": 4}], ids=["default", "chunked"])
-def test_golden_tokens_text_and_logprobs(shared_data: Path, options: dict[str, int]) -> None:
+@pytest.mark.parametrize("kernels", levels())
+def test_golden_tokens_text_and_logprobs(shared_data: Path, kernels: str, options: dict[str, int]) -> None:
     model = shared_data / "models" / "stories260K"
     golden = json.loads((model / "golden_greedy_fp32.json").read_text())
-    llm = LLM(model=str(model), debug=True, max_num_seqs=4, show_progress=False, **options)
+    llm = LLM(model=str(model), debug=True, max_num_seqs=4, show_progress=False, kernels=kernels, **options)
     # The golden steps go on past an end-of-sequence token.
     params = SamplingParams(temperature=0, max_tokens=64, logprobs=5, ignore_eos=True)
     prompts = [case["prompt"] or case["prompt_token_ids"] for case in golden]

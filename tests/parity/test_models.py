@@ -33,9 +33,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-def ours(saved, name: str, dtype: str = "float32") -> Any:
+def ours(saved, name: str, dtype: str = "float32", kernels: str = "torch") -> Any:
     # Without a maximum, dynamic rope scaling is fixed for longer sequences than transformers sees here.
-    return tiny.build_ours(saved(name)[1], dtype, max_model_len=256)
+    return tiny.build_ours(saved(name)[1], dtype, kernels, max_model_len=256)
 
 
 def prompt(length: int = PROMPT_LEN, seed: int = 0) -> list[int]:
@@ -49,30 +49,47 @@ def their_logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
-def test_logits_at_every_position(saved, name: str) -> None:
-    expected = their_logits(saved(name)[0], prompt())
-    model = ours(saved, name)
-    found = [tiny.Paged(model, size).prefill(0, prompt(), chunk) for size, chunk in PATHS]
-    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
-    for (size, chunk), logits in zip(PATHS[1:], found[1:], strict=True):
-        assert torch.equal(logits, found[0]), f"block size {size}, chunks of {chunk}"
+def test_logits_at_every_position(saved, name: str, kernels: str) -> None:
+    found = logits_on_every_path(ours(saved, name, kernels=kernels))
+    torch.testing.assert_close(found, their_logits(saved(name)[0], prompt()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_logits_on_every_level(saved, name: str, level: str) -> None:
+    found = logits_on_every_path(ours(saved, name, kernels=level))
+    torch.testing.assert_close(found, their_logits(saved(name)[0], prompt()), atol=1e-4, rtol=0)
+
+
+def logits_on_every_path(model: Any) -> Tensor:
+    first, *others = (tiny.Paged(model, size).prefill(0, prompt(), chunk) for size, chunk in PATHS)
+    for (size, chunk), logits in zip(PATHS[1:], others, strict=True):
+        assert torch.equal(logits, first), f"block size {size}, chunks of {chunk}"
+    return first
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
-def test_greedy_tokens(saved, name: str) -> None:
+def test_greedy_tokens(saved, name: str, kernels: str) -> None:
     """64 greedy tokens; transformers is asked once, about the whole text, which is greedy decoding by induction."""
     start = prompt(20, seed=1)
-    tokens = tiny.Paged(ours(saved, name), 16).greedy(0, start, 64)
+    tokens = tiny.Paged(ours(saved, name, kernels=kernels), 16).greedy(0, start, 64)
     their_choice = their_logits(saved(name)[0], start + tokens)[len(start) - 1 : -1].argmax(-1)
     assert tokens == their_choice.tolist()
     assert len(set(tokens)) > 3, "so repetitive a text would hide errors"
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bits_do_not_depend_on_the_batch(saved, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_batch(saved, name: str, dtype: str, kernels: str) -> None:
+    check_bits(ours(saved, name, dtype, kernels))
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_bits_of_float16_do_not_depend_on_the_batch(saved, name: str) -> None:
+    check_bits(ours(saved, name, "float16"))
+
+
+def check_bits(model: Any) -> None:
     """Prompts and decoded tokens, alone and in a batch that mixes chunks and decodes."""
-    model = ours(saved, name, dtype)
     prompts = [prompt(n, seed=n) for n in (1, 37, 64, 5, 90)]
     decoded = [prompt(6, seed=100 + n) for n in range(len(prompts))]
     texts = [p + d for p, d in zip(prompts, decoded, strict=True)]
@@ -95,6 +112,29 @@ def test_bits_do_not_depend_on_the_batch(saved, name: str, dtype: str) -> None:
             assert torch.equal(one, torch.cat(parts))
 
 
+@pytest.mark.parametrize("name", tiny.CASES)
+def test_bfloat16_at_every_position(saved, name: str, native: str) -> None:
+    check_bfloat16(saved, name, native)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bfloat16_on_every_level(saved, name: str, level: str) -> None:
+    check_bfloat16(saved, name, level)
+
+
+def check_bfloat16(saved, name: str, level: str) -> None:
+    """The native kernels are as near to transformers' float32 as torch is."""
+    expected = their_logits(saved(name)[0], prompt())
+
+    def error(logits: Tensor) -> float:
+        return ((logits.float() - expected).square().mean().sqrt() / expected.std()).item()
+
+    found = logits_on_every_path(ours(saved, name, "bfloat16", level))
+    assert found.dtype == torch.float32, "logits are not rounded"
+    torchs = tiny.Paged(ours(saved, name, "bfloat16")).prefill(0, prompt())
+    assert error(found) < min(0.1, 1.3 * error(torchs) + 0.005)
+
+
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_half_precision_is_near_single(saved, name: str) -> None:
     single = tiny.Paged(ours(saved, name)).prefill(0, prompt())
@@ -104,9 +144,10 @@ def test_half_precision_is_near_single(saved, name: str) -> None:
         assert (half.float() - single).square().mean().sqrt() < bound * single.std()
 
 
-def test_batch_larger_than_one_linear_tile(saved) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_larger_than_one_linear_tile(saved, dtype: str, kernels: str) -> None:
     """More than 32 rows at once, all decoding: rows of different tiles of the matrix products."""
-    model = ours(saved, "llama")
+    model = ours(saved, "llama", dtype, kernels)
     batch = tiny.Paged(model, 16, num_sequences=40, max_len=48)
     for s in range(40):
         batch.prefill(s, prompt(3 + s, seed=s))

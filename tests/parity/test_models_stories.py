@@ -16,9 +16,9 @@ BOS, EOS = 1, 2  # the model ends a story with either
 
 
 @pytest.mark.parametrize(("block_size", "chunk"), [(16, 10_000), (8, 7)])
-def test_golden(shared_data: Path, block_size: int, chunk: int) -> None:
+def test_golden(shared_data: Path, kernels: str, block_size: int, chunk: int) -> None:
     directory = shared_data / "models" / "stories260K"
-    model = tiny.build_ours(directory)
+    model = tiny.build_ours(directory, kernels=kernels)
     golden = json.loads((directory / "golden_greedy_fp32.json").read_text())
     paged = tiny.Paged(model, block_size, num_sequences=len(golden))
     assert len(golden) == 4
@@ -38,10 +38,10 @@ def test_golden(shared_data: Path, block_size: int, chunk: int) -> None:
     assert [tokens[i] for i in range(4)] == [case["greedy_token_ids"] for case in golden]
 
 
-def test_bits_do_not_depend_on_the_batch(shared_data: Path) -> None:
+def test_bits_do_not_depend_on_the_batch(shared_data: Path, kernels: str) -> None:
     directory = shared_data / "models" / "stories260K"
     for dtype in ("float32", "bfloat16"):
-        model = tiny.build_ours(directory, dtype)
+        model = tiny.build_ours(directory, dtype, kernels)
         prompts = [[1, *range(3 + n, 40 + 5 * n)] for n in range(8)]
         batch = tiny.Paged(model, 8, num_sequences=8)
         together = batch.step(dict(enumerate(prompts)))

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBatch
+from quire.attention.backend import AttentionBackend, AttentionBatch
 from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
+from quire.models.recorded import RecordedModel
 from quire.models.registry import CausalLM, build_model
+from quire.ops.native.library import TORCH
+from quire.quantization.packed import Packed
 
 LLAMA = {
     "vocab_size": 97,
@@ -167,21 +170,36 @@ def checkpoint(directory: Path) -> Iterable[tuple[str, Tensor]]:
     return load_file(directory / "model.safetensors").items()
 
 
-def build_ours(directory: Path, dtype: str = "float32", **options: Any) -> CausalLM:
+@dataclass(frozen=True)
+class Ours:
     """Our model of a saved one, loaded."""
+
+    model: CausalLM
+    run: CausalLM | RecordedModel  # the model itself, or its recording
+    backend: AttentionBackend[Any]
+
+
+def build_ours(directory: Path, dtype: str = "float32", kernels: str = TORCH, **options: Any) -> Ours:
+    """Our model of a saved one, on plain torch or recorded for the level of compiled kernels in use."""
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
-    model = build_model(config, select_backend())
+    native = kernels != TORCH
+    backend = select_backend("native" if native else "reference")
+    model = build_model(config, backend, Packed(None, zeros) if native else None)
     loaded = model.load_weights(checkpoint(directory))
     assert loaded == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights
-    return model
+    return Ours(model, RecordedModel(model) if native else model, backend)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 @dataclass
 class Paged:
     """Runs sequences through the paged path of a model; blocks are scattered, unwritten ones hold NaN."""
 
-    model: CausalLM
+    ours: Ours
     block_size: int = 16
     num_sequences: int = 1
     max_len: int = 160
@@ -193,9 +211,8 @@ class Paged:
         blocks = list(range(1, self.num_sequences * per_sequence + 1))
         random.Random(self.seed).shuffle(blocks)
         self.tables = torch.tensor(blocks).view(self.num_sequences, per_sequence)
-        self.backend = select_backend()
-        model = self.model
-        shape = self.backend.kv_cache_shape(len(blocks) + 1, self.block_size, model.num_kv_heads, model.head_dim)
+        model, backend = self.ours.model, self.ours.backend
+        shape = backend.kv_cache_shape(len(blocks) + 1, self.block_size, model.num_kv_heads, model.head_dim)
         self.caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(model.num_layers)]
         self.computed = [0] * self.num_sequences
 
@@ -210,13 +227,13 @@ class Paged:
         batch = AttentionBatch(
             query_start_loc=rows,
             seq_lens=torch.tensor([high for _, _, high in spans]),
-            block_tables=self.tables[list(tokens)],
+            block_tables=self.tables[list(tokens)].contiguous(),
             slot_mapping=self.tables[owner, positions // size] * size + positions % size,
             block_size=size,
         )
         ids = torch.tensor([token for new in tokens.values() for token in new])
-        hidden = self.model(ids, positions, self.caches, self.backend.build(batch))
-        logits = self.model.compute_logits(hidden)
+        hidden = self.ours.run(ids, positions, self.caches, self.ours.backend.build(batch))
+        logits = self.ours.run.compute_logits(hidden)
         for s, _, high in spans:
             self.computed[s] = high
         return {s: logits[rows[i] : rows[i + 1]] for i, s in enumerate(tokens)}

@@ -1,7 +1,7 @@
 """Finds and loads the compiled kernels, and chooses the level of CPU features that they use.
 
-The library is plain C, loaded with ctypes: nothing to build per Python version, and every call lets go of the GIL. It is
-absent where Quire was installed without a compiler; then the plain-torch twins in `quire.ops.reference` do all the work.
+The library is plain C, loaded with ctypes: nothing to build per Python version, and every call lets go of the GIL. It
+is absent where Quire was installed without a compiler; then the plain-torch twins (`quire.ops.reference`) do the work.
 Two environment variables serve tests: QUIRE_NATIVE_LIBRARY names another file, QUIRE_KERNELS another default level.
 """
 

@@ -23,7 +23,7 @@ class PackedMatrix:
     """A matrix [rows, cols] of weights as the kernels want it.
 
     Attributes:
-        data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], contiguous, zeros where nothing was packed.
+        data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], zeros where nothing was packed.
         scales: float32 [rows], of Type.I8 only.
     """
 
@@ -61,7 +61,7 @@ class PackedMatrix:
         return MatrixStruct(self.data.data_ptr(), scales, self.rows, self.cols, self.type)
 
     def pack(self, source: Tensor, start: int) -> None:
-        """Fill the rows from `start` on with those of `source`, [n, cols] of any float type; quantizes as the type says."""
+        """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type."""
         if source.dim() != 2 or source.shape[1] != self.cols or start < 0 or start + source.shape[0] > self.rows:
             raise ValueError(f"rows {start}.. of [{self.rows}, {self.cols}] can't be filled from {tuple(source.shape)}")
         if source.dtype not in (torch.float32, torch.bfloat16):

@@ -1,14 +1,15 @@
 """Programs: a model's forward pass as a list of kernel calls, recorded once and then run in one call a step.
 
-Recording runs the model's own `forward` with `Value`s in place of tensors: each operation of `quire.ops` appends itself
-to the `Recorder` that the value belongs to. Neighbours are fused where a kernel does both (a product with the activation
-or the residual sum after it). `Recorder.finish` assigns the buffers and makes the `Program`, which the worker runs. As a
-CUDA graph would, it leaves Python out of the step; sizes are free, though.
+Recording runs the model's own `forward` with `Value`s in place of tensors: each operation of `quire.ops` appends
+itself to the `Recorder` that the value belongs to. Neighbours are fused where a kernel does both (a product with the
+activation or the residual sum after it). `Recorder.finish` assigns the buffers and makes the `Program`, which the
+worker runs. As a CUDA graph would, it leaves Python out of the step; sizes are free, though.
 """
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +55,11 @@ class Value:
 
     def __add__(self, other: "Value") -> "Value":
         return self.recorder.add(self, other)
+
+
+def recorded(value: Value | StepIndex) -> Tensor:
+    """The value, for code that says Tensor and only hands it on: layers are written for tensors."""
+    return cast(Tensor, cast(Any, value))
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class Recorder:
         return self._append(step, [x], out, other=y)
 
     def prepare(self, qkv: Value, heads: HeadShape, preparation: Preparation, *, layer: int) -> Value:
-        """Norm and rotate queries and keys of qkv, [T, (Hq + 2 Hkv) D], in place; write keys and values to the cache."""
+        """Norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) D], in place; write the cache."""
         if qkv.width != (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim:
             raise ValueError(f"{qkv.width} columns are not {heads}")
         table = preparation.cos_sin

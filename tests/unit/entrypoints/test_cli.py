@@ -200,7 +200,7 @@ def test_no_prompt_is_refused_before_any_model_is_loaded(
     ("arguments", "code", "message"),
     [
         (["--max-num-seqs", "0"], 2, "error: max_num_seqs must be at least 1, got 0.\n"),
-        (["--quantization", "awq"], 2, "error: quantization='awq' is not supported yet"),
+        (["--quantization", "awq"], 2, "error: quantization must be one of None, 'int8', 'int4', got 'awq'.\n"),
         (["--temperature", "3"], 2, "error: temperature must be a number in [0, 2]; it is 3.0.\n"),
         (["--n", "0"], 2, "error: n must be an integer in [1, 16384]; it is 0.\n"),
     ],

@@ -14,6 +14,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RopeParameters, RotaryEmbedding
+from quire.quantization.base import MatrixShape
 from quire.quantization.unquantized import Unquantized
 
 F32 = torch.float32
@@ -36,7 +37,7 @@ def test_merged_linear_is_its_parts_side_by_side() -> None:
             merged.load(tensor, start, parts[name].weights[tensor])
     x = torch.randn(5, 4)
     assert torch.equal(merged(x), torch.cat([part(x) for part in parts.values()], -1))
-    assert merged.out_features == 5
+    assert merged.shape == MatrixShape(4, 5, bias=True)
     assert not any(p.requires_grad for p in merged.parameters())
 
 
@@ -100,19 +101,19 @@ def test_norms_along_the_residual_stream() -> None:
 
 
 def test_tied_head_shares_the_embedding() -> None:
-    embedding = VocabEmbedding(11, 4, F32)
-    embedding.weight.copy_(torch.randn(11, 4))
+    embedding, weight = VocabEmbedding(11, 4, METHOD, F32), torch.randn(11, 4)
+    embedding.load("weight", weight)
     head = TiedHead(embedding)
     hidden = torch.randn(3, 4)
-    torch.testing.assert_close(head(hidden), hidden @ embedding.weight.t())
-    embedding.weight.zero_()
+    torch.testing.assert_close(head(hidden), hidden @ weight.t())
+    embedding.weights["weight"].zero_()
     assert not head(hidden).any()
 
 
 def test_learned_positions_with_offset() -> None:
-    positions = LearnedPositions(5, 3, F32, offset=2)
-    positions.weight.copy_(torch.arange(21.0).view(7, 3))
-    assert torch.equal(positions(torch.tensor([0, 4])), positions.weight[[2, 6]])
+    positions, weight = LearnedPositions(5, 3, METHOD, F32, offset=2), torch.arange(21.0).view(7, 3)
+    positions.load("weight", weight)
+    assert torch.equal(positions(torch.tensor([0, 4])), weight[[2, 6]])
 
 
 def test_mlps() -> None:

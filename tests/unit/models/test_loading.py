@@ -11,7 +11,12 @@ from torch import Tensor
 from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
 from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
+from quire.quantization.base import QuantizationMethod
+from quire.quantization.packed import Packed
+from quire.worker.weight_loader import load_model_weights
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,10 +57,11 @@ OPT: dict[str, Any] = {
 def make(tmp_path: Path):
     """Build a model from the contents of a config.json."""
 
-    def build(config: dict[str, Any], **options: Any) -> CausalLM:
+    def build(config: dict[str, Any], method: QuantizationMethod | None = None, **options: Any) -> CausalLM:
         (tmp_path / "config.json").write_text(json.dumps(config))
         model_config = ModelConfig.from_pretrained(str(tmp_path), load_format="dummy", **options)
-        return build_model(model_config, select_backend())
+        build.config = model_config  # type: ignore[attr-defined]
+        return build_model(model_config, select_backend("reference"), method)
 
     return build
 
@@ -113,6 +119,24 @@ def test_missing_tensors_are_named_as_the_checkpoint_names_them(make) -> None:
     assert model.missing_weights == {"model.layers.1.self_attn.k_proj.weight", "model.norm.weight"}
     absent = {"model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"}
     assert {name for name, _ in model.named_parameters()} - loaded == absent
+
+
+def test_matrices_that_are_there_already_need_no_loading(make) -> None:
+    """With weights that an earlier start packed, only the vectors are missing."""
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    weights = tensors(LLAMA)
+    vectors = {name: tensor for name, tensor in weights.items() if tensor.dim() == 1}
+    model = make(LLAMA, method=Packed(None, allocate, filled=True))
+    assert model.filled_weights == weights.keys() - vectors.keys()
+    assert model.missing_weights == set(vectors)
+    assert model.load_weights(vectors.items()) == {name for name, _ in model.named_parameters()}
+    assert not model.missing_weights
+    fresh = make(LLAMA, method=Packed(None, allocate))
+    assert fresh.filled_weights == set()
+    assert fresh.missing_weights == set(weights)
 
 
 def test_misfits_are_refused(make) -> None:
@@ -187,3 +211,18 @@ def test_facts_that_size_the_cache(make) -> None:
     assert (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size) == (2, 1, 4, 13)
     assert model.dtype == torch.float32
     assert not model.training
+
+
+def test_dummy_weights_are_the_same_in_every_format(make, level: str) -> None:
+    """They are made as a checkpoint's tensors are, by those names: merged layers and packed ones get the same."""
+    models = [make(GPT2), make(GPT2, method=Packed(None, lambda shape, dtype: torch.zeros(shape, dtype=dtype)))]
+    for model in models:
+        load_model_weights(model, make.config, load_format="dummy", progress=False)
+        assert not model.missing_weights
+    for path, plain in models[0].named_modules():
+        packed = models[1].get_submodule(path)
+        if isinstance(plain, Linear | Embedding):
+            assert torch.equal(Packed.matrix(packed.weights, packed.shape).unpack(), plain.weights["weight"]), path
+        if isinstance(plain, Linear):
+            assert torch.equal(packed.weights["bias"], plain.weights["bias"])
+            assert plain.weights["weight"].std() > 0.01

@@ -22,8 +22,7 @@ def sorted_ids(logits: np.ndarray) -> list[int]:
 def plain_weights(logits: np.ndarray, temperature: float) -> dict[int, int]:
     """Token -> integer weight, in order."""
     order = sorted_ids(logits)
-    scaled = np.exp((logits[order] - logits.max()) / np.float32(temperature)) * np.float32(2**40)
-    return dict(zip(order, map(int, scaled.tolist()), strict=True))
+    return dict(zip(order, weigh(logits[order], float(logits.max()), temperature).tolist(), strict=True))
 
 
 def plain_survivors(
@@ -166,6 +165,17 @@ def test_weights_depend_on_the_logit_alone() -> None:
     column = np.full((3, 1), maximum, np.float32)
     stacked = weigh(np.stack([row[:333], row[333:666], row[666:999]]), column, np.full((3, 1), 0.7, np.float32))
     assert (stacked.ravel() == whole[:999]).all()
+
+
+def test_weights_are_those_of_exp_and_the_same_on_every_machine() -> None:
+    row = -np.concatenate([[0.0], np.geomspace(1e-30, 60, 5000), [1e30, np.inf]]).astype(np.float32)
+    for temperature in (0.01, 0.7, 1.0, 2.0):
+        weights = weigh(row + np.float32(5), 5.0, temperature)
+        exact = np.exp((row + np.float32(5) - np.float32(5)).astype(np.float64) / temperature) * 2**40
+        assert weights[0] == 2**40 == weights.max()
+        assert (abs(weights - exact) <= 3e-6 * exact + 1).all()
+    row = -np.array([0.0, 0.1, 1.0, 7.3, 20.0, 27.5, 30.0], np.float32)
+    assert weigh(row, 0.0, 0.9).tolist() == [2**40, 983886135296, 361951526912, 330056896, 245, 0, 0]
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.2, 0.3, 0.5, 0.7, 0.9])

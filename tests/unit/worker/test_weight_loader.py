@@ -30,14 +30,18 @@ CONFIG = {
 
 
 class TinyModel(nn.Module):
-    """Three parameters under their checkpoint names; other names are ignored, as a model may."""
+    """Three parameters, or those of `modules`, under their checkpoint names; ignores other names, as a model may."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, **modules: nn.Module) -> None:
         super().__init__()
-        self.embed = nn.Embedding(16, 8, dtype=dtype)
-        self.proj = nn.Linear(8, 6, dtype=dtype)
+        self.dtype = dtype
+        for name, module in (modules or {"embed": nn.Embedding(16, 8), "proj": nn.Linear(8, 6)}).items():
+            self.add_module(name, module.to(dtype))
         for parameter in self.parameters():
             nn.init.constant_(parameter, torch.nan)
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         parameters = dict(self.named_parameters())
@@ -145,6 +149,20 @@ def test_windows_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(weight_loader, "safe_open", lambda path, **kw: opened.append(path) or real(path, **kw))
     assert_loaded(load(tmp_path)[0])
     assert len(opened) == 2
+
+
+def test_tensors_that_are_there_already_are_not_read(tmp_path: Path) -> None:
+    save_file(good_tensors(), tmp_path / "model.safetensors")
+    model = TinyModel()
+    model.filled_weights = {"embed.weight"}
+    given: list[str] = []
+    real = model.load_weights
+    model.load_weights = lambda weights: (
+        real((given.append(name) or name, tensor) for name, tensor in weights) | {"embed.weight"}
+    )
+    load(tmp_path, model)
+    assert sorted(given) == ["proj.bias", "proj.weight"]
+    assert model.get_parameter("embed.weight").isnan().all()
 
 
 def test_progress_is_told_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +366,7 @@ def test_dummy_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
     first = dummy(tmp_path, TinyModel())
     torch.manual_seed(99)
     again = dummy(tmp_path, TinyModel())
-    alone = dummy(tmp_path, nn.ModuleDict({"proj": nn.Linear(8, 6)}))
+    alone = dummy(tmp_path, TinyModel(proj=nn.Linear(8, 6)))
     other = dummy(tmp_path, TinyModel(), seed=1)
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
@@ -370,8 +388,7 @@ def test_dummy_weights_leave_the_global_generator_alone(tmp_path: Path) -> None:
 
 
 def test_dummy_scales(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"norm": nn.LayerNorm(64), "wide": nn.Linear(512, 1200)})  # over two periods long
-    values = dummy(tmp_path, model)
+    values = dummy(tmp_path, TinyModel(norm=nn.LayerNorm(64), wide=nn.Linear(512, 1200)))  # over two periods long
     assert torch.equal(values["norm.weight"], torch.ones(64))
     assert 0 < values["norm.bias"].abs().max() < 0.1
     wide = values["wide.weight"]

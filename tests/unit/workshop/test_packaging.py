@@ -1,9 +1,20 @@
-"""The package's metadata and its pinned set-up say the same thing, and nothing of one machine."""
+"""The package's metadata and its pinned set-up say the same thing, and nothing of one machine; and what is built from
+them, with the compiled kernels and without, holds what it should.
+"""
 
+import ctypes
+import importlib.util
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 import quire
 
@@ -47,3 +58,52 @@ def test_what_ships_is_there() -> None:
     assert (ROOT / "quire" / "py.typed").exists()
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+LIBRARY = "quire/ops/native/_kernels.so"
+CMAKE = shutil.which("cmake") or importlib.util.find_spec("cmake")
+needs_backend = pytest.mark.skipif(not importlib.util.find_spec("scikit_build_core"), reason="needs scikit-build-core")
+needs_cmake = pytest.mark.skipif(not CMAKE, reason="needs cmake")
+
+
+def build(kind: str, into: Path, **environment: str) -> Path:
+    """A wheel or an sdist of this checkout. It is the build backend of this environment that builds: no network."""
+    code = f"import sys; from scikit_build_core import build; build.build_{kind}(sys.argv[1])"
+    ours = {name: value for name, value in os.environ.items() if name != "QUIRE_NO_NATIVE"}
+    command = [sys.executable, "-c", code, str(into)]
+    done = subprocess.run(command, cwd=ROOT, env=ours | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = into.iterdir()
+    return built
+
+
+@needs_backend
+@pytest.mark.parametrize(
+    "environment", [{"QUIRE_NO_NATIVE": "1"}, pytest.param({"CXX": "/bin/false"}, marks=needs_cmake)], ids=str
+)
+def test_wheel_without_a_compiler_is_pure_python(tmp_path: Path, environment: dict[str, str]) -> None:
+    wheel = build("wheel", tmp_path, **environment)
+    assert wheel.name == f"quire-{quire.__version__}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"quire/__init__.py", "quire/py.typed", "quire/demo/model.safetensors"} <= names
+    assert LIBRARY not in names
+
+
+@needs_backend
+@needs_cmake
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "c++")), reason="needs a C++ compiler")
+def test_wheel_with_the_kernels_serves_every_python(tmp_path: Path) -> None:
+    wheel = build("wheel", tmp_path)
+    assert wheel.name.startswith(f"quire-{quire.__version__}-py3-none-")
+    library = ctypes.CDLL(zipfile.ZipFile(wheel).extract(LIBRARY, tmp_path))
+    library.quire_level.restype = ctypes.c_char_p
+    assert library.quire_level(0)
+
+
+@needs_backend
+def test_sdist_can_be_built_from(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"pyproject.toml", "CMakeLists.txt", "csrc/level.cpp", "csrc/kernels.h", "quire/demo/config.json"} <= names
+    assert not [name for name in names if name.endswith(".so") or name.startswith("build/")]

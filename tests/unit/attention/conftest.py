@@ -1,0 +1,26 @@
+"""The backends that the tests in this directory run on, and the way to their helper module (`paged`)."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.attention.backend import AttentionBackend
+from quire.attention.registry import select_backend
+from quire.ops.native.library import TORCH, current_level, levels, set_level
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(params=["reference", *(name for name in levels() if name != TORCH)])
+def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend[Any]]:
+    """The reference, then the native backend on each level of kernels there is."""
+    if request.param == "reference":
+        yield select_backend("reference")
+        return
+    before = current_level()
+    set_level(request.param)
+    yield select_backend("native")
+    set_level(before)

@@ -1,0 +1,138 @@
+"""Random sequences, dense attention in fp64, and runs of the sequences through a paged backend in any steps."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend, AttentionBatch
+
+
+@dataclass
+class Sequence:
+    """All that a sequence will ever be: query [L, Hq, D], key and value [L, Hkv, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+
+def make_sequences(
+    lengths: list[int], heads: tuple[int, int], head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[Sequence]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, num_heads: int) -> Tensor:
+        return torch.randn(length, num_heads, head_dim, generator=generator).to(dtype)
+
+    return [Sequence(draw(n, heads[0]), draw(n, heads[1]), draw(n, heads[1])) for n in lengths]
+
+
+def dense(sequence: Sequence, scale: float, window: int | None) -> Tensor:
+    """Causal attention in fp64, written down directly."""
+    query, key, value = (x.double().transpose(0, 1) for x in (sequence.query, sequence.key, sequence.value))
+    group = len(query) // len(key)
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    distance = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(0, 1)
+
+
+def poisoned_cache(
+    backend: AttentionBackend[Any], num_blocks: int, block_size: int, heads: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """A cache for KV heads and their size in which whatever is read before it is written shows as NaN."""
+    shape = backend.kv_cache_shape(num_blocks, block_size, *heads)
+    cache = torch.empty(shape, dtype=backend.kv_cache_dtype(dtype))
+    backend.fill_blocks(cache, torch.arange(num_blocks), float("nan"))
+    return cache
+
+
+def attend(
+    backend: AttentionBackend[Any],
+    sequences: list[Sequence],
+    steps: list[list[int]],
+    block_size: int,
+    window: int | None = None,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Run sequences through the paged backend; steps[i][s] is the number of tokens of sequence s in step i.
+
+    Blocks are scattered, and hold NaN until they are written, as do those of nobody.
+    """
+    _, num_kv_heads, head_dim = sequences[0].key.shape
+    num_blocks = [-(-len(s) // block_size) for s in sequences]
+    free = list(range(1, sum(num_blocks) + 3))
+    random.Random(seed).shuffle(free)
+    table = torch.zeros(len(sequences), max(num_blocks), dtype=torch.int64)
+    for s, count in enumerate(num_blocks):
+        table[s, :count] = torch.tensor([free.pop() for _ in range(count)])
+    heads = num_kv_heads, head_dim
+    cache = poisoned_cache(backend, sum(num_blocks) + 3, block_size, heads, sequences[0].key.dtype)
+    computed = [0] * len(sequences)
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    for step in steps:
+        live = [s for s, count in enumerate(step) if count]
+        spans = [(s, computed[s], computed[s] + step[s]) for s in live]
+        rows = torch.tensor([0] + [high - low for _, low, high in spans]).cumsum(0)
+        slots = [table[s, p // block_size] * block_size + p % block_size for s, a, b in spans for p in range(a, b)]
+        lengths = torch.tensor([high for _, _, high in spans])
+        width = -(-int(lengths.max()) // block_size)
+        tables = table[live, :width].contiguous()
+        metadata = backend.build(AttentionBatch(rows, lengths, tables, torch.stack(slots), block_size))
+        query, key, value = (
+            torch.cat([getattr(sequences[s], name)[a:b] for s, a, b in spans]) for name in ("query", "key", "value")
+        )
+        backend.write_kv(key, value, cache, metadata)
+        out = backend.forward(query, cache, metadata, head_dim**-0.5, window)
+        for i, (s, _, high) in enumerate(spans):
+            found[s].append(out[rows[i] : rows[i + 1]])
+            computed[s] = high
+    assert computed == [len(s) for s in sequences]
+    return [torch.cat(parts) for parts in found]
+
+
+def whole(sequences: list[Sequence]) -> list[list[int]]:
+    return [[len(s) for s in sequences]]
+
+
+def alone(sequences: list[Sequence], chunk: int) -> list[list[int]]:
+    """One sequence after another, in chunks."""
+    steps = []
+    for s, sequence in enumerate(sequences):
+        for start in range(0, len(sequence), chunk):
+            steps.append([min(chunk, len(sequence) - start) if i == s else 0 for i in range(len(sequences))])
+    return steps
+
+
+def mixed(sequences: list[Sequence], seed: int) -> list[list[int]]:
+    """Steps in which each sequence decodes, computes a chunk, or rests."""
+    rng = random.Random(seed)
+    left = [len(s) for s in sequences]
+    steps = []
+    while any(left):
+        step = [min(n, rng.choice([0, 1, 1, 5, 16, 90])) for n in left]
+        if any(step):
+            steps.append(step)
+            left = [n - count for n, count in zip(left, step, strict=True)]
+    return steps
+
+
+def variants(sequences: list[Sequence]) -> dict[str, tuple[list[list[int]], int]]:
+    """Other ways to compute the same than token by token alone: name -> steps, block size."""
+    return {
+        "whole": (whole(sequences), 16),
+        "alone whole": (alone(sequences, 1000), 16),
+        "chunks of 7": (alone(sequences, 7), 8),
+        "chunks of 64": (alone(sequences, 64), 64),
+        "mixed": (mixed(sequences, 2), 1),
+        "mixed again": (mixed(sequences, 3), 5),
+    }

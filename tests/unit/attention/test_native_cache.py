@@ -1,0 +1,160 @@
+"""The native KV cache: keys normed and rotated on their way into it, and eight bits in place of the model's type."""
+
+import pytest
+import torch
+from paged import Sequence, alone, attend, dense, make_sequences, mixed, poisoned_cache, variants, whole
+from torch import Tensor
+
+from quire import ops
+from quire.attention.backend import AttentionBatch
+from quire.attention.native import NativeBackend, step_data
+from quire.ops.native.library import set_num_threads
+from quire.ops.native.program import Caches, HeadShape, Preparation, Program, Recorder
+from quire.ops.native.structs import TYPE_OF
+
+INT8 = NativeBackend(int8=True)
+DTYPES = [torch.float32, torch.bfloat16]
+HEADS = [(4, 4), (4, 2), (7, 1), (24, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "window"), [*((h, None) for h in HEADS), ((4, 2), 30)])
+@pytest.mark.parametrize("head_dim", [8, 40, 128])
+def test_int8_is_near_dense_attention(
+    level: str, head_dim: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    sequences = make_sequences([1, 65, 150], heads, head_dim, dtype)
+    for sequence, out in zip(sequences, attend(INT8, sequences, mixed(sequences, 1), 16, window), strict=True):
+        values = sequence.value.double()
+        error = (out.double() - dense(sequence, head_dim**-0.5, window)).abs()
+        assert error.max() < 0.02 * (values.max() - values.min())
+        assert error.square().mean().sqrt() < 0.005 * (values.max() - values.min())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "window"), [((4, 2), None), ((7, 1), None), ((4, 2), 30)])
+def test_int8_bits_do_not_depend_on_composition(
+    level: str, dtype: torch.dtype, heads: tuple[int, int], window: int | None
+) -> None:
+    sequences = make_sequences([3, 64, 150, 40], heads, 40, dtype)
+    for sequence in sequences:
+        sequence.query *= 10  # large scores: their rounding shows in the weights
+    expected = attend(INT8, sequences, alone(sequences, 1), 16, window)
+    for name, (steps, block_size) in variants(sequences).items():
+        found = attend(INT8, sequences, steps, block_size, window, seed=len(name))
+        assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True)), name
+    set_num_threads(2)
+    found = attend(INT8, sequences, whole(sequences), 16, window)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_is_exact_where_eight_bits_are_enough(level: str, dtype: torch.dtype) -> None:
+    """Small integers whose largest is 127: scales of 1. Errors of the layout would show whole."""
+    [sequence] = make_sequences([100], (2, 1), 64, dtype)
+    generator = torch.Generator().manual_seed(3)
+    for name in ("key", "value"):
+        drawn = torch.randint(-127, 128, getattr(sequence, name).shape, generator=generator)
+        drawn[..., 0] = 127
+        setattr(sequence, name, drawn.to(dtype))
+    sequence.query *= 1 / 64
+    [eight] = attend(INT8, [sequence], [[100]], 16)
+    [full] = attend(NativeBackend(), [sequence], [[100]], 16)
+    bound = 1e-4 if dtype == torch.float32 else 1.0
+    torch.testing.assert_close(eight.float(), full.float(), atol=bound, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", ["key", "value"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_int8_keeps_what_is_broken_visible(level: str, dtype: torch.dtype, broken: str, value: float) -> None:
+    [sequence] = make_sequences([20], (2, 1), 40, dtype)
+    [clean] = attend(INT8, [sequence], alone([sequence], 1), 16)
+    getattr(sequence, broken)[9, 0, 3] = value
+    [found] = attend(INT8, [sequence], alone([sequence], 1), 16)
+    assert torch.equal(found[:9], clean[:9])
+    shows = found[9:].isnan().flatten(1).any(1)
+    assert shows.any() if value == torch.inf else shows.all()  # an infinite key may as well get a weight of 0
+
+
+def test_int8_poison_shows(level: str) -> None:
+    [sequence] = make_sequences([12], (4, 2), 8)
+    cache = poisoned_cache(INT8, 2, 16, (2, 8), torch.float32)
+    slots, rows = torch.arange(12), torch.tensor([0, 12])
+    step = AttentionBatch(rows, torch.tensor([13]), torch.tensor([[1]]), slots + 16, 16)
+    INT8.write_kv(sequence.key, sequence.value, cache, step)
+    assert INT8.forward(sequence.query, cache, step, 1.0, None)[-1].isnan().all()
+    INT8.fill_blocks(cache, torch.arange(2), 0.0)
+    assert not INT8.forward(sequence.query, cache, step, 1.0, None).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_int8_cache_takes_the_room_it_says(dtype: torch.dtype) -> None:
+    assert INT8.kv_cache_dtype(dtype) == torch.int8
+    assert NativeBackend().kv_cache_dtype(dtype) == dtype
+    # 40 features are padded to 64; a scale of 4 bytes a token.
+    assert INT8.kv_cache_shape(9, 16, 2, 40) == (9, 2, 2, 16 * 68)
+    assert NativeBackend().kv_cache_shape(9, 16, 2, 40) == (9, 2, 2, 16 * 64)
+
+
+# ---- norms and rotation, as a model's layers record them
+
+
+class Layer:
+    """Norms, rotation and attention of one layer, with HEADS[1]; `expected` does the same with tensors."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, rotary_dim: int, norms: bool) -> None:
+        generator = torch.Generator().manual_seed(5)
+        angles = torch.rand(200, rotary_dim // 2, generator=generator) * 6
+        self.table = torch.cat((angles.cos(), angles.sin()), 1)
+        weights = (torch.randn(2, head_dim, generator=generator) * 0.2 + 1).to(dtype)
+        self.norms = (weights[0].clone(), weights[1].clone()) if norms else (None, None)
+        self.heads, self.dtype = HeadShape(4, 2, head_dim), dtype
+
+    def program(self) -> Program:
+        recorder = Recorder(self.dtype)
+        qkv = recorder.input(8 * self.heads.head_dim)
+        preparation = Preparation(*self.norms, 1e-5, self.table)
+        prepared = recorder.prepare(qkv, self.heads, preparation, layer=0)
+        return recorder.finish(recorder.attend(prepared, self.heads, layer=0, scale=0.3, window=30))
+
+    def expected(self, sequence: Sequence) -> Tensor:
+        query, key, value = (x.float() for x in (sequence.query, sequence.key, sequence.value))
+        if self.norms[0] is not None and self.norms[1] is not None:
+            query = ops.rms_norm(query, self.norms[0].float(), 1e-5)
+            key = ops.rms_norm(key, self.norms[1].float(), 1e-5)
+        query, key = ops.rotary(query, key, torch.arange(len(sequence)), self.table)
+        return dense(Sequence(query, key, value), 0.3, 30)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (128, 2)])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_rotation(
+    level: str, dtype: torch.dtype, int8: bool, head_dim: int, rotary_dim: int, norms: bool
+) -> None:
+    layer, backend = Layer(dtype, head_dim, rotary_dim, norms), NativeBackend(int8)
+    program = layer.program()
+    [sequence] = make_sequences([90], (4, 2), head_dim, dtype)
+    rows = torch.cat((sequence.query, sequence.key, sequence.value), 1).flatten(1)
+
+    def computed(chunk: int, block_size: int) -> Tensor:
+        blocks = torch.arange(90 // block_size + 1).flip(0)
+        cache = poisoned_cache(backend, len(blocks), block_size, (2, head_dim), dtype)
+        parts = []
+        for low in range(0, 90, chunk):
+            positions = torch.arange(low, min(low + chunk, 90))
+            slots = blocks[positions // block_size] * block_size + positions % block_size
+            count = torch.tensor([0, len(positions)])
+            batch = AttentionBatch(count, count[1:] + low, blocks[None], slots, block_size)
+            qkv, out = rows[positions].clone(), torch.empty(len(positions), 4 * head_dim, dtype=dtype)
+            program.run([qkv, out], step_data(batch, positions=positions), Caches([cache], TYPE_OF[cache.dtype]))
+            parts.append(out)
+        return torch.cat(parts)
+
+    found = computed(90, 16)
+    bound = 0.15 if int8 else 2e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.double().view(90, 4, head_dim), layer.expected(sequence), atol=bound, rtol=bound)
+    assert torch.equal(computed(1, 8), found)
+    assert torch.equal(computed(17, 64), found)

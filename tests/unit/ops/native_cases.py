@@ -1,0 +1,137 @@
+"""What the tests of the native kernels share: sizes, tensors that end where memory does, and one product as a program.
+
+A kernel that reads or writes beyond a buffer of `at_page_end` ends the process; the sizes here are those at which that
+is likely: around every width of a vector, a tile and a panel.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.native.library import loaded_library, set_num_threads
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.program import Program, Recorder, StepData, Value
+from quire.ops.native.structs import Epilogue, Type
+
+DTYPES = [torch.float32, torch.bfloat16]
+EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of one rounding
+MAX_ROWS = 300
+ROWS = [*range(1, 71), 129, 255, 256, 257, MAX_ROWS]
+# (features out, features in): odd ones, one tile and a little more or less, many tiles one way and the other.
+SHAPES = [(1, 1), (7, 40), (40, 7), (16, 32), (33, 31), (100, 257), (199, 100), (257, 199), (1000, 40), (40, 1000)]
+_PAGE = mmap.PAGESIZE
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal deviates."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def at_page_end(tensor: Tensor) -> Tensor:
+    """A contiguous copy whose last byte is followed by a page that may neither be read nor written."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    pages = max(1, -(-num_bytes // _PAGE))
+    region = mmap.mmap(-1, (pages + 1) * _PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.mprotect(ctypes.c_void_p(address + pages * _PAGE), ctypes.c_size_t(_PAGE), 0)
+    assert not failed, ctypes.get_errno()
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    offset = pages * _PAGE - num_bytes
+    copy = torch.frombuffer(region, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+def packed(dense: Tensor, type: Type) -> PackedMatrix:
+    """`dense` as a matrix for the kernels; it and its scales end where memory does."""
+    rows, cols = dense.shape
+    data = at_page_end(torch.zeros(PackedMatrix.data_shape(rows, cols, type), dtype=torch.uint8))
+    scales = at_page_end(torch.zeros(rows)) if type is Type.I8 else None
+    matrix = PackedMatrix(data, scales, rows, cols, type)
+    matrix.pack(dense, 0)
+    return matrix
+
+
+def run(program: Program, inputs: list[Tensor], width: int, dtype: torch.dtype, step: StepData | None = None) -> Tensor:
+    """The program's output; inputs and output end where memory does."""
+    out = at_page_end(torch.full((inputs[0].shape[0] if inputs else len(step.ids), width), torch.nan, dtype=dtype))
+    program.run([*(at_page_end(x) for x in inputs), out], step)
+    return out
+
+
+def elementwise(function: Callable[[Value], Value], x: Tensor) -> Tensor:
+    """What `function`, recorded, makes of the rows of x."""
+    recorder = Recorder(x.dtype)
+    value = function(recorder.input(x.shape[1]))
+    return run(recorder.finish(value), [x], value.width, x.dtype)
+
+
+class Product:
+    """A linear layer as a program: ``function(x @ matrix.T + bias) + residual``; called with x, or x and residual."""
+
+    def __init__(
+        self,
+        matrix: PackedMatrix,
+        dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        function: Epilogue = Epilogue.NONE,
+        residual: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        recorder = Recorder(dtype)
+        x = recorder.input(matrix.cols)
+        others = [recorder.input(matrix.rows)] if residual else []
+        value = recorder.linear(x, matrix, bias, out_dtype)
+        if function is not Epilogue.NONE:
+            value = recorder.activation(value, function)
+        for other in others:
+            value = recorder.add(value, other)
+        self.width, self.dtype = value.width, out_dtype or dtype
+        self.program = recorder.finish(value)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return run(self.program, list(inputs), self.width, self.dtype)
+
+
+FUNCTIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
+    Epilogue.NONE: lambda x: x,
+    Epilogue.SILU_MUL: lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    Epilogue.GELU: F.gelu,
+    Epilogue.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Epilogue.RELU: F.relu,
+}
+
+
+def product_error(x: Tensor, dense: Tensor) -> Tensor:
+    """A bound on the error of a sum of products in fp32 in any order, for each element of the result."""
+    magnitude = x.double().abs() @ dense.double().abs().t()
+    return magnitude * (4 + x.shape[1] ** 0.5) * 2.0**-23
+
+
+def assert_near(found: Tensor, expected: Tensor, error: Tensor | float = 0.0, roundings: int = 1) -> None:
+    """Equal to the fp64 tensor but for `error` and the rounding of the result to its type, once or more."""
+    bound = error + (expected.abs() + error) * EPSILON[found.dtype] * 1.01 * roundings + 1e-30
+    difference = (found.double() - expected).abs()
+    worst = (difference / bound).max().item() if found.numel() else 0.0
+    assert not found.isnan().any()
+    assert worst <= 1, f"off by up to {difference.max().item():.3g}, {worst:.3g} times what rounding explains"
+
+
+class Threads:
+    """`with Threads(2):` kernels run on that many threads inside."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> None:
+        self.before = loaded_library().quire_num_threads()
+        set_num_threads(self.count)
+
+    def __exit__(self, *exception: object) -> None:
+        set_num_threads(self.before)

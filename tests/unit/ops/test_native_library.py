@@ -1,0 +1,78 @@
+"""Finding the compiled kernels and choosing their level: what is missing or wrong means plain torch, and says so."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.ops.native import library
+from quire.ops.native.library import TORCH, choose_level, current_level, levels, set_level
+
+load_anew = library.library.__wrapped__  # the function itself remembers its answer
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger=library.__name__)
+    return lambda: caplog.text
+
+
+@pytest.fixture
+def compiled() -> None:
+    if library.library() is None:
+        pytest.skip("needs the compiled kernels")
+
+
+def test_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, messages) -> None:
+    monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", str(tmp_path / "absent.so"))
+    assert load_anew() is None
+    assert "no compiled kernels (absent.so): plain torch is used" in messages()
+
+
+def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, messages) -> None:
+    (tmp_path / "broken.so").write_bytes(b"\x7fELF, but not really")
+    monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", str(tmp_path / "broken.so"))
+    assert load_anew() is None
+    assert "can't be loaded" in messages()
+    assert "reinstall Quire" in messages()
+
+
+def test_a_library_of_another_version(compiled: None, monkeypatch: pytest.MonkeyPatch, messages) -> None:
+    monkeypatch.setattr(library, "ABI_VERSION", 10**6)
+    assert load_anew() is None
+    assert "of another version of Quire" in messages()
+    monkeypatch.undo()
+    monkeypatch.setitem(library._SIGNATURES, "quire_not_there", (None, []))
+    assert load_anew() is None
+    assert "can't be loaded" in messages()
+
+
+def test_levels(compiled: None, level: str) -> None:
+    assert levels()[-2:] == ["portable", TORCH]
+    assert current_level() == level
+    set_level(TORCH)
+    assert current_level() == level
+    with pytest.raises(ConfigError, match="kernels='neon' can't be used on this machine; it has amx|it has "):
+        set_level("neon")
+    assert current_level() == level
+
+
+def test_choosing_a_level(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_KERNELS", raising=False)
+    assert choose_level() == levels()[0]
+    assert choose_level("portable") == "portable"
+    monkeypatch.setenv("QUIRE_KERNELS", "portable")
+    assert choose_level() == "portable"
+    assert choose_level(TORCH) == TORCH
+    monkeypatch.setenv("QUIRE_KERNELS", "avx1024")
+    with pytest.raises(ConfigError, match=r"kernels='avx1024' can't be used .*; it has auto, .*portable, torch"):
+        choose_level()
+
+
+def test_without_the_library_there_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library", lambda: None)
+    assert levels.__wrapped__() == [TORCH]
+    assert current_level() == TORCH
+    set_level(TORCH)
+    library.set_num_threads(3)

@@ -1,0 +1,150 @@
+"""Products with packed matrices, on every level: right against fp64, and each row a function of that row alone."""
+
+import pytest
+import torch
+from native_cases import (
+    DTYPES,
+    EPSILON,
+    FUNCTIONS,
+    MAX_ROWS,
+    ROWS,
+    SHAPES,
+    Product,
+    Threads,
+    assert_near,
+    draw,
+    packed,
+    product_error,
+)
+from torch import Tensor
+
+from quire.ops.native.program import Recorder
+from quire.ops.native.structs import Epilogue, Type
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_fp64_and_no_row_depends_on_another(
+    level: str, dtype: torch.dtype, type: Type, shape: tuple[int, int]
+) -> None:
+    matrix = packed(draw(*shape, seed=1), type)
+    x = draw(MAX_ROWS, shape[1], dtype=dtype)
+    product = Product(matrix, dtype)
+    whole = product(x)
+    dense = matrix.unpack()
+    assert_near(whole, x.double() @ dense.double().t(), product_error(x, dense))
+    for rows in ROWS:
+        start = (rows * 13) % (MAX_ROWS - rows + 1)  # another place each time
+        assert torch.equal(product(x[start : start + rows]), whole[start : start + rows]), rows
+    with Threads(2):
+        for rows in (1, 17, 33, MAX_ROWS):
+            assert torch.equal(product(x[:rows]), whole[:rows]), rows
+
+
+# With halves of 20 and 7 columns the activation is a kernel of its own: a gated product is cut in blocks of 16.
+FUNCTION_SIZES = [(f, n) for f in Epilogue for n in ((32, 96, 40, 14) if f is Epilogue.SILU_MUL else (45,))]
+
+
+@pytest.mark.parametrize(("function", "features"), FUNCTION_SIZES)
+@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_activation_and_residual(
+    level: str, dtype: torch.dtype, type: Type, function: Epilogue, features: int
+) -> None:
+    matrix, x = packed(draw(features, 70, seed=1) * 0.2, type), draw(37, 70, dtype=dtype)
+    dense, bias = matrix.unpack(), draw(features, dtype=dtype, seed=2)
+    error = product_error(x, dense)
+    expected = x.double() @ dense.double().t() + bias.double()
+    # Where kernels are not fused, what lies between them is rounded.
+    fused = function is not Epilogue.SILU_MUL or features % 32 == 0
+    error = error + (0 if fused else expected.abs() * EPSILON[dtype] if dtype == torch.bfloat16 else 0)
+    if function is Epilogue.SILU_MUL:
+        gate, up = expected.chunk(2, -1)
+        error = 1.1 * (error.chunk(2, -1)[0] * up.abs() + error.chunk(2, -1)[1] * gate.abs()) + up.abs() * 1e-6
+    else:
+        error = 1.2 * error + 1e-6
+    expected = FUNCTIONS[function](expected)
+    assert_near(Product(matrix, dtype, bias=bias, function=function)(x), expected, error)
+
+    residual = draw(37, expected.shape[1], dtype=dtype, seed=3)
+    if function is Epilogue.NONE:
+        found = Product(matrix, dtype, bias=bias, residual=True)(x, residual)
+        assert_near(found, expected + residual.double(), error)
+        wide = Product(matrix, dtype, bias=bias, out_dtype=torch.float32)(x)
+        assert wide.dtype == torch.float32
+        assert_near(wide, expected, error)
+        assert torch.equal(wide.to(dtype), Product(matrix, dtype, bias=bias)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_rows_apart_from_each_other(level: str, dtype: torch.dtype, rows: int) -> None:
+    """Rows of inputs and outputs may lie in wider ones; what is between them is not touched."""
+    matrix = packed(draw(21, 50), Type.BF16)
+    x, residual = draw(rows, 77, dtype=dtype)[:, 3:53], draw(rows, 64, dtype=dtype, seed=1)[:, 9:30]
+    product = Product(matrix, dtype, residual=True)
+    room = torch.full((rows, 40), 7.0, dtype=dtype)
+    product.program.run([x, residual, room[:, 5:26]])
+    assert torch.equal(room[:, 5:26], product(x, residual))
+    assert (room[:, :5] == 7).all()
+    assert (room[:, 26:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
+    matrix, x, residual = packed(draw(33, 40), Type.I8), draw(50, 40, dtype=dtype), draw(50, 33, dtype=dtype, seed=1)
+    product = Product(matrix, dtype, residual=True)
+    expected = product(x, residual)
+    product.program.run([x, residual, residual])
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, type: Type, rows: int) -> None:
+    matrix = packed(draw(50, 45), type)
+    x = draw(rows, 45, dtype=dtype)
+    product = Product(matrix, dtype)
+    clean = product(x)
+    x[1, 44], x[2, 0] = torch.nan, torch.inf
+    found = product(x)
+    others = [i for i in range(rows) if i not in (1, 2)]
+    assert torch.equal(found[others], clean[others])
+    assert found[1].isnan().all()
+    expected = (x[2].double() @ matrix.unpack().double().t()).to(dtype)
+    assert torch.equal(found[2].isinf() * found[2].sign(), expected.isinf() * expected.sign())
+
+
+@pytest.mark.parametrize("type", Type)
+def test_no_rows(level: str, type: Type) -> None:
+    assert Product(packed(draw(5, 8), type), torch.float32)(torch.empty(0, 8)).shape == (0, 5)
+
+
+def test_magnitudes_far_apart(level: str) -> None:
+    """Scales are per row (int8) or group of 32 (int4): a large row or group takes nothing from a small one."""
+    weight = draw(40, 64)
+    weight[::2] *= 1e-6
+    weight[:, 32:] *= 1e3
+    weight[5] = 0
+    x = torch.eye(64)
+    for type, bound in ((Type.F32, 1e-7), (Type.BF16, 2.0**-8), (Type.I8, 1 / 250), (Type.I4, 0.18)):
+        found = Product(packed(weight, type), torch.float32)(x).t()
+        size = weight.view(40, 2, 32) if type is Type.I4 else weight.view(40, 1, 64)
+        error = (found - weight).view(size.shape).abs().amax(2) / size.abs().amax(2).clamp(min=1e-30)
+        assert error.max() < bound, type
+        assert not found[5].any()
+
+
+def test_widths_must_agree(level: str) -> None:
+    recorder, matrix = Recorder(torch.float32), packed(draw(5, 8), Type.F32)
+    with pytest.raises(ValueError, match=r"a matrix \[5, 8\] can't multiply rows of 9"):
+        recorder.linear(recorder.input(9), matrix, None)
+
+
+@pytest.mark.parametrize("bias", [draw(6), draw(5).bfloat16(), draw(10)[::2]], ids=["size", "type", "stride"])
+def test_a_bias_must_fit(level: str, bias: Tensor) -> None:
+    recorder, matrix = Recorder(torch.float32), packed(draw(5, 8), Type.F32)
+    with pytest.raises(ValueError, match=r"expected 5 contiguous torch\.float32"):
+        recorder.linear(recorder.input(8), matrix, bias)

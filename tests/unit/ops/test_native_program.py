@@ -1,0 +1,299 @@
+"""Programs: fusing, buffers, levels and threads; and what is refused before it could write where it should not."""
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_cases import DTYPES, EPSILON, Product, Threads, assert_near, draw, elementwise, packed
+from torch import Tensor
+
+from quire import ops
+from quire.attention.native import NativeBackend
+from quire.ops.native.library import library, set_level
+from quire.ops.native.program import Caches, HeadShape, Preparation, Program, Recorder, StepData, StepIndex, Value
+from quire.ops.native.structs import Epilogue, Type
+
+F32 = torch.float32
+
+
+def test_a_fused_product_is_the_product_and_then_the_rest(level: str) -> None:
+    """In float32 nothing is rounded between the kernels, so fusing them changes no bit."""
+    matrix, x, residual = packed(draw(64, 45), Type.F32), draw(40, 45), draw(40, 64, seed=1)
+    plain = Product(matrix, F32)(x)
+    for function in (Epilogue.GELU, Epilogue.GELU_TANH, Epilogue.RELU, Epilogue.SILU_MUL):
+        alone = elementwise(lambda v, function=function: v.recorder.activation(v, function), plain)
+        assert torch.equal(Product(matrix, F32, function=function)(x), alone), function
+    assert torch.equal(Product(matrix, F32, residual=True)(x, residual), plain + residual)
+
+
+def test_a_value_is_gone_once_it_is_fused(level: str) -> None:
+    recorder, matrix = Recorder(F32), packed(draw(8, 8), Type.F32)
+    x = recorder.input(8)
+    product = recorder.linear(x, matrix, None)
+    recorder.activation(product, Epilogue.RELU)
+    with pytest.raises(AssertionError, match="used after it was fused"):
+        recorder.norm(product, None, None, 1e-5, subtract_mean=True)
+    product = recorder.linear(x, matrix, None)
+    recorder.add(product, x)
+    with pytest.raises(AssertionError, match="used after it was fused"):
+        recorder.add(x, product)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, seed: int) -> None:
+    """Random programs, whose values outlive each other in every order, against the same in fp64."""
+    rng = random.Random(seed)
+    recorder = Recorder(dtype)
+    inputs = [draw(11, 24, dtype=dtype, seed=i) for i in range(2)]
+    values: list[Any] = [recorder.input(24) for _ in inputs]
+    exact = [x.double() for x in inputs]
+    for i in range(25):
+        a, b = rng.randrange(len(values)), rng.randrange(len(values))
+        kind = rng.choice(["linear", "gelu", "norm", "add", "add"])
+        if kind == "linear":  # the product itself may be fused to what follows, so only the sum is kept
+            matrix = packed(draw(24, 24, seed=i) * 0.2, Type.BF16)
+            values.append(recorder.linear(values[a], matrix, None) + values[b])
+            exact.append(exact[a] @ matrix.unpack().double().t() + exact[b])
+        elif kind == "add":
+            values.append(values[a] + values[b])
+            exact.append(exact[a] + exact[b])
+        else:
+            values.append(ops.gelu(values[a]) if kind == "gelu" else ops.layer_norm(values[a], None, None, 1e-3))
+            fp64: dict[str, Callable[[Tensor], Tensor]] = {
+                "gelu": torch.nn.functional.gelu,
+                "norm": lambda x: torch.nn.functional.layer_norm(x, (24,), eps=1e-3),
+            }
+            exact.append(fp64[kind](exact[a]))
+    out = torch.full((11, 24), torch.nan, dtype=dtype)
+    before = [x.clone() for x in inputs]
+    recorder.finish(values[-1]).run([*inputs, out])
+    scale = max(x.abs().max().item() for x in exact)
+    assert_near(out, exact[-1], scale * EPSILON[dtype] * 25, roundings=4)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True)), "an input was written to"
+
+
+def test_reserving_changes_nothing(level: str) -> None:
+    product, x = Product(packed(draw(40, 24), Type.F32), F32, function=Epilogue.SILU_MUL), draw(50, 24)
+    expected = product(x)
+    for rows in (7, 64, 3, 300):
+        product.program.reserve(rows)
+        assert torch.equal(product(x), expected)
+
+
+def test_a_program_keeps_what_it_points_to(level: str) -> None:
+    product, x = Product(packed(draw(500, 300), Type.F32), F32, bias=draw(500)), draw(4, 300)
+    expected = product(x)
+    gc.collect()
+    scribble = [torch.full((500, 300), 9.0) for _ in range(4)] + [torch.full((500,), 9.0) for _ in range(50)]
+    assert torch.equal(product(x), expected)
+    del scribble
+
+
+def test_a_program_stays_on_the_level_it_was_recorded_on(level: str) -> None:
+    """A KV cache's layout belongs to a level: changing it under a running engine must not matter."""
+    matrix, x = packed(draw(33, 500), Type.BF16), draw(20, 500, dtype=torch.bfloat16)
+    here = Product(matrix, torch.bfloat16, out_dtype=F32)
+    expected = here(x)
+    set_level("portable")
+    assert torch.equal(here(x), expected)
+    there = Product(matrix, torch.bfloat16, out_dtype=F32)(x)
+    assert torch.equal(there, expected) == (level == "portable")
+
+
+def test_two_threads_at_once(level: str) -> None:
+    """Calls take turns; meanwhile others run Python."""
+    cases = []
+    for i, (features, dtype) in enumerate([(64, F32), (200, torch.bfloat16), (33, F32)]):
+        product = Product(packed(draw(features, 90, seed=i), Type.I8), dtype)
+        x = draw(37, 90, dtype=dtype, seed=i)
+        cases.append((product, x, product(x)))
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        product, x, expected = cases[i]
+        wrong.extend(i for _ in range(60) if not torch.equal(product(x), expected))
+
+    with Threads(2):
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+    assert not wrong
+
+
+FORK = """
+import os, signal, sys, threading, torch
+sys.path.insert(0, {here!r})
+from native_cases import Product, Type, draw, packed
+from quire.ops.native.library import set_num_threads
+set_num_threads(2)
+product, x = Product(packed(draw(512, 512), Type.F32), torch.float32), draw(64, 512)
+expected = product(x)
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        product(x)
+if {busy}:
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(8):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if all(torch.equal(product(x), expected) for _ in range(3)) else 3)
+    assert os.waitpid(child, 0)[1] == 0, "the child hung, or computed something else"
+    assert torch.equal(product(x), expected)
+stop.set()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "while another thread computes"])
+def test_a_forked_child_can_compute(busy: bool) -> None:
+    """It has none of the parent's threads, and must not wait for a lock that one of them held."""
+    if library() is None:
+        pytest.skip("needs the compiled kernels")
+    script = FORK.format(here=str(Path(__file__).parent), busy=busy)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- what is refused
+
+
+def adding_program() -> Program:
+    recorder = Recorder(F32)
+    return recorder.finish(recorder.input(6) + recorder.input(6))
+
+
+GOOD = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([GOOD, GOOD], "has 3 bound tensors, got 2"),
+        ([GOOD] * 4, "has 3 bound tensors, got 4"),
+        ([GOOD, torch.zeros(5, 6), GOOD], r"expected F32 \[4, 6\], got torch.float32 \(5, 6\)"),
+        ([GOOD, torch.zeros(4, 7), GOOD], r"expected F32 \[4, 6\], got torch.float32 \(4, 7\)"),
+        ([GOOD, GOOD, torch.zeros(3, 6)], r"expected F32 \[3, 6\], got torch.float32 \(4, 6\)"),
+        ([GOOD, torch.zeros(24), GOOD], r"expected F32 \[4, 6\], got torch.float32 \(24,\)"),
+        ([GOOD.bfloat16(), GOOD, GOOD], "expected F32 .* got torch.bfloat16"),
+        ([GOOD, GOOD, GOOD.double()], "expected F32 .* got torch.float64"),
+        ([GOOD, torch.zeros(6, 4).t(), GOOD], r"expected F32 \[4, 6\]"),
+        ([GOOD, GOOD, torch.zeros(4, 12)[:, ::2]], r"expected F32 \[4, 6\]"),
+    ],
+)
+def test_tensors_are_checked(level: str, tensors: list[Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adding_program().run(tensors)
+
+
+def step(**changes: Any) -> StepData:
+    """A step of two sequences with 3 and 1 tokens."""
+    fields: dict[str, Any] = {
+        "ids": torch.zeros(4, dtype=torch.int64),
+        "positions": torch.tensor([0, 1, 2, 7]),
+        "slots": torch.tensor([16, 17, 18, 39]),
+        "query_start_loc": torch.tensor([0, 3, 4]),
+        "seq_lens": torch.tensor([3, 8]),
+        "block_tables": torch.tensor([[1, 0], [2, 3]]),
+        "block_size": 16,
+    }
+    return StepData(**(fields | changes))
+
+
+def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, Tensor, Tensor, list[Tensor]]:
+    """A program of as many layers, the tensors to run it with, and caches."""
+    recorder, heads = Recorder(dtype), HeadShape(4, 2, 8)
+    x = qkv = recorder.input(64)
+    for layer in range(num_layers):
+        qkv = recorder.prepare(qkv, heads, Preparation(), layer=layer)
+        attended = recorder.attend(qkv, heads, layer=layer, scale=1.0, window=None)
+    shape = NativeBackend().kv_cache_shape(4, 16, 2, 8)
+    caches = [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]
+    assert x is qkv
+    return recorder.finish(attended), torch.ones(4, 64, dtype=dtype), torch.zeros(4, 32, dtype=dtype), caches
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids": torch.zeros(4, dtype=torch.int32)}, "contiguous int64, got torch.int32"),
+        ({"slots": torch.zeros(8, dtype=torch.int64)[::2]}, "contiguous int64"),
+        ({"block_tables": torch.zeros(2, 2, dtype=torch.int64).t()}, "contiguous int64"),
+        ({"positions": torch.arange(5)}, "ids, positions and slots must be of one length"),
+        ({"slots": torch.arange(3)}, "ids, positions and slots must be of one length"),
+        ({"query_start_loc": torch.tensor([0, 4])}, "different numbers of sequences"),
+        ({"seq_lens": torch.tensor([3])}, "different numbers of sequences"),
+        ({"block_tables": torch.tensor([[1, 0]])}, "different numbers of sequences"),
+        ({n: torch.arange(5) for n in ("ids", "positions", "slots")}, "needs a step of as many tokens as rows"),
+    ],
+)
+def test_a_step_is_checked(level: str, changes: dict[str, Tensor], message: str) -> None:
+    program, qkv, out, caches = attending()
+    program.run([qkv, out], step(), Caches(caches, Type.F32))
+    with pytest.raises(ValueError, match=message):
+        program.run([qkv, out], step(**changes), Caches(caches, Type.F32))
+
+
+def test_step_and_caches_must_be_there(level: str) -> None:
+    program, qkv, out, caches = attending(num_layers=2)
+    with pytest.raises(ValueError, match="needs a step"):
+        program.run([qkv, out])
+    with pytest.raises(ValueError, match="has 2 layers, got 0 caches"):
+        program.run([qkv, out], step())
+    with pytest.raises(ValueError, match="has 2 layers, got 1 caches"):
+        program.run([qkv, out], step(), Caches(caches[:1], Type.F32))
+    with pytest.raises(ValueError, match="needs a step"):
+        adding_program().run([GOOD, GOOD, GOOD.clone()], step())
+
+
+def test_no_rows_no_step(level: str) -> None:
+    adding_program().run([torch.zeros(0, 6)] * 3)
+    program, qkv, out, caches = attending()
+    nobody = torch.zeros(0, dtype=torch.int64)
+    names = ("ids", "positions", "slots", "seq_lens")
+    empty = step(
+        **dict.fromkeys(names, nobody),
+        query_start_loc=torch.zeros(1, dtype=torch.int64),
+        block_tables=torch.zeros(0, 1, dtype=torch.int64),
+    )
+    program.run([qkv[:0], out[:0]], empty, Caches(caches, Type.F32))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (lambda r, x: r.norm(x, torch.ones(63), None, 1e-5, subtract_mean=False), "expected 64 contiguous"),
+        (lambda r, x: r.norm(x, torch.ones(64), torch.ones(64).double(), 1e-5, subtract_mean=True), "expected 64"),
+        (lambda r, x: r.prepare(x, HeadShape(4, 4, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
+        (lambda r, x: r.prepare(x, HeadShape(4, 3, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
+        (lambda r, x: r.attend(x, HeadShape(4, 3, 8), layer=0, scale=1.0, window=None), "whole groups"),
+        (lambda r, x: r.attend(x, HeadShape(1, 1, 513), layer=0, scale=1.0, window=None), "head_dim is at most 512"),
+        (lambda r, x: r.prepare(x, HeadShape(4, 2, 8), Preparation(q_norm=torch.ones(4)), layer=0), "expected 8"),
+        *(
+            (lambda r, x, t=table: r.prepare(x, HeadShape(4, 2, 8), Preparation(cos_sin=t), layer=0), "cos_sin must be")
+            for table in (torch.ones(9, 10), torch.ones(9, 8).double(), torch.ones(8, 9).t())
+        ),
+    ],
+)
+def test_recording_is_checked(level: str, record: Callable[[Recorder, Value], object], message: str) -> None:
+    recorder = Recorder(F32)
+    with pytest.raises(ValueError, match=message):
+        record(recorder, recorder.input(64))
+
+
+def test_plain_tables_cannot_be_looked_up_by_a_program(level: str) -> None:
+    ids: Any = StepIndex(Recorder(F32), by_position=False)
+    with pytest.raises(AssertionError, match="packed tables only"):
+        ops.embedding(ids, torch.ones(3, 4))

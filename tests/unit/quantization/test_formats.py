@@ -1,0 +1,139 @@
+"""Weights in few bits: plain-torch twins and packed formats hold the same numbers, however a layer's parts arrive."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
+from quire.layers.linear import Linear
+from quire.ops.native.program import Recorder, StepIndex
+from quire.quantization.base import MatrixShape, QuantizationMethod
+from quire.quantization.packed import Packed
+from quire.quantization.registry import select_formats
+from quire.quantization.unquantized import Unquantized
+from quire.quantization.weight_only import WeightOnly
+
+F32, BF16 = torch.float32, torch.bfloat16
+PARTS = {"q_proj": 21, "k_proj": 5, "v_proj": 40}
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled_linear(method: QuantizationMethod, dtype: torch.dtype, order: list[str]) -> Linear:
+    layer = Linear(70, PARTS, bias=True, method=method, dtype=dtype)
+    parts = {name: (start, shapes) for name, start, shapes in layer.checkpoint_parts()}
+    for name in order:
+        start, shapes = parts[name]
+        for tensor, shape in shapes.items():
+            layer.load(tensor, start, draw(*shape, dtype=dtype, seed=start))
+    return layer
+
+
+def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """What a layer computes as a program."""
+    recorder = Recorder(inputs[0].dtype)
+    program = recorder.finish(function(*(recorder.input(x.shape[1]) for x in inputs)))
+    out = torch.empty(inputs[0].shape[0], width, dtype=dtype)
+    program.run([*inputs, out])
+    return out
+
+
+def test_registry() -> None:
+    for name, bits in ((None, (None, None)), ("int8", (8, 8)), ("int4", (4, 8))):
+        packed, plain = select_formats(name, zeros), select_formats(name, None)
+        for method, expected in zip((packed.linear, packed.table), bits, strict=True):
+            assert isinstance(method, Packed)
+            assert method.bits == expected
+        for method, expected in zip((plain.linear, plain.table), bits, strict=True):
+            assert isinstance(method, Unquantized) if expected is None else isinstance(method, WeightOnly)
+            assert getattr(method, "bits", None) == expected
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, bits: int | None) -> None:
+    method = Packed(bits, zeros)
+    twin = filled_linear(Unquantized() if bits is None else WeightOnly(bits), dtype, ["q_proj", "k_proj", "v_proj"])
+    layer = filled_linear(method, dtype, ["v_proj", "q_proj", "k_proj"])
+    x = draw(37, 70, dtype=dtype, seed=9)
+    found = recorded(layer, x, width=66, dtype=dtype)
+    assert torch.equal(layer.weights["bias"], twin.weights["bias"])
+    bound = {F32: 2e-5, BF16: 0.1}[dtype] if bits != 4 else {F32: 5e-3, BF16: 0.15}[dtype]
+    torch.testing.assert_close(found, twin(x), atol=bound, rtol=bound)
+    wide = recorded(lambda v: layer(v, wide=True), x, width=66, dtype=F32)
+    torch.testing.assert_close(wide, twin(x).float(), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_twin_is_near_what_it_was_given(bits: int, dtype: torch.dtype) -> None:
+    method, shape = WeightOnly(bits), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
+    weights, dense, bias = method.create_weights(shape, dtype), draw(2500, 100), draw(2500, seed=1)
+    for start, stop in ((1100, 2500), (0, 7), (7, 1100)):
+        method.load(weights, shape, "weight", dense[start:stop], start)
+    method.load(weights, shape, "bias", bias, 0)
+    assert weights["codes"].dtype == torch.int8
+    assert weights["codes"].abs().amax() == (127 if bits == 8 else 8)
+    assert weights["scales"].shape == (2500, 1 if bits == 8 else 4)
+    x = draw(70, 100, dtype=dtype, seed=2)
+    found = method.apply(weights, shape, x)
+    assert found.dtype == dtype
+    expected = x.float() @ dense.t() + bias
+    error = (found.float() - expected).square().mean().sqrt() / expected.std()
+    assert error < (0.01 if bits == 8 else 0.1)
+    for rows in (1, 33):
+        assert torch.equal(method.apply(weights, shape, x[5 : 5 + rows]), found[5 : 5 + rows])
+    ids = torch.tensor([2499, 0, 3])
+    rows = method.lookup(weights, shape, ids, dtype)
+    assert rows.dtype == dtype
+    assert (rows.float() - dense[ids]).abs().max() < (0.03 if bits == 8 else 0.6)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dtype, bits: int | None) -> None:
+    plain = Unquantized() if bits is None else WeightOnly(bits)
+    pair = [VocabEmbedding(50, 40, method, dtype) for method in (Packed(bits, zeros), plain)]
+    for embedding in pair:
+        embedding.load("weight", draw(50, 40, dtype=dtype))
+    hidden = draw(9, 40, dtype=dtype, seed=4)
+    found = recorded(lambda v: TiedHead(pair[0])(v, wide=True), hidden, width=50, dtype=F32)
+    torch.testing.assert_close(found, TiedHead(pair[1])(hidden).float(), atol=0.1, rtol=0.1)
+    matrix = Packed.matrix(pair[0].weights, pair[0].shape).unpack()
+    torch.testing.assert_close(matrix.to(dtype), pair[1](torch.arange(50)), atol=0, rtol=0.01)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> None:
+    twin = Unquantized() if bits is None else WeightOnly(bits)
+    native, plain = (LearnedPositions(9, 40, m, F32, offset=2) for m in (Packed(bits, zeros), twin))
+    for layer in (native, plain):
+        layer.load("weight", draw(11, 40))
+    index: Any = StepIndex(Recorder(F32), by_position=True)
+    value: Any = native(index)
+    [step] = value.recorder._steps
+    assert (step.struct.offset, step.struct.by_position) == (2, 1)
+    rows = Packed.matrix(native.weights, native.shape).unpack()
+    assert torch.equal(plain(torch.arange(9)), rows[2:])
+
+
+def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
+    assert Packed(8, zeros).filled == frozenset()
+    assert Packed(8, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
+    assert Unquantized().filled == WeightOnly(4).filled == frozenset()
+
+
+def test_packed_weights_are_for_programs_only(level: str) -> None:
+    layer = Linear(8, 3, bias=False, method=Packed(None, zeros), dtype=F32)
+    with pytest.raises(AssertionError, match="recorded programs only"):
+        layer(torch.ones(2, 8))
+    with pytest.raises(AssertionError, match="recorded programs only"):
+        Embedding(3, 8, Packed(8, zeros), F32)(torch.tensor([1]))

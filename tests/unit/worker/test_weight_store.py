@@ -1,0 +1,348 @@
+"""Packed weights on disk: found again at the next start, and never in the way of one when disk or file are bad."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.worker import weight_store
+from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
+
+BROKEN = [b"[" * 100_000, b"5", b"{}", b"null"]
+SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((3, 5, 7), torch.uint8),
+    ((6,), torch.float32),
+    ((2000, 9), torch.uint8),
+]
+
+
+def allocate(store: WeightStore) -> list[Tensor]:
+    return [store.allocate(shape, dtype) for shape, dtype in SHAPES]
+
+
+def keep(path: Path, value: int = 1) -> list[Tensor]:
+    """Fill a store as a first start does, and wait until it is on the disk."""
+    store = WeightStore(path)
+    assert not store.filled
+    tensors = allocate(store)
+    assert not any(t.any() for t in tensors), "fresh memory is zero"
+    for i, tensor in enumerate(tensors):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 251 + i + value)
+    store.finish()
+    store.settle()
+    return tensors
+
+
+def test_the_next_start_finds_the_weights(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "store.bin"
+    first = keep(path)
+    again = WeightStore(path)
+    assert again.filled
+    second = allocate(again)
+    for one, two in zip(first, second, strict=True):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        assert torch.equal(one, two)
+        assert two.data_ptr() % 64 == 0
+    assert [p.name for p in path.parent.iterdir()] == ["store.bin"]
+
+
+def test_a_change_stays_in_its_process(tmp_path: Path) -> None:
+    """`LLM.apply_model` may write to weights."""
+    path = tmp_path / "store.bin"
+    first = keep(path)
+    content = path.read_bytes()
+    again = WeightStore(path)
+    second = allocate(again)
+    second[0].zero_()
+    again.finish()
+    again.settle()
+    assert path.read_bytes() == content
+    assert torch.equal(allocate(WeightStore(path))[0], first[0])
+
+
+def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = WeightStore(None)
+    assert not store.filled
+    allocate(store)
+    store.finish()
+    store.settle()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_before_the_weights_are_complete(tmp_path: Path) -> None:
+    allocate(WeightStore(tmp_path / "store.bin"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_racing_starts_leave_one_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "store.bin"
+    stores = [WeightStore(path) for _ in range(4)]
+    tensors = [allocate(store) for store in stores]
+    for value, (store, mine) in enumerate(zip(stores, tensors, strict=True)):
+        for tensor in mine:
+            tensor.fill_(value + 1)
+        store.finish()
+    for store in stores:
+        store.settle()
+    found = allocate(WeightStore(path))
+    values = {int(t[0]) for t in (t.flatten() for t in found) if t.numel()}
+    assert len(values) == 1, "a mixture of two writers"
+    assert values <= {1, 2, 3, 4}
+    assert all((t == t.flatten()[0]).all() for t in found if t.numel())
+    assert [p.name for p in tmp_path.iterdir()] == ["store.bin"]
+
+
+def test_a_reader_keeps_what_it_opened(tmp_path: Path) -> None:
+    path = tmp_path / "store.bin"
+    first = keep(path, 1)
+    reader = allocate(WeightStore(path))
+    path.unlink()
+    keep(path, 2)
+    assert all(torch.equal(one, two) for one, two in zip(first, reader, strict=True))
+
+
+@pytest.mark.parametrize("name", ["posix_fallocate", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, code: int
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_store.os, name, fail)
+        tensors = keep(tmp_path / "store.bin")
+    assert f"packed weights are not kept on disk: {os.strerror(code)}" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    assert tensors[0].any(), "the weights in memory are as they were"
+
+
+def test_a_disk_that_fills_up_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.pwrite, []
+
+    def write(file: int, data: Any, offset: int) -> int:
+        calls.append(len(data))
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "full")
+        return real(file, data[:1000], offset)  # a short write is none of the errors
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_store.os, "pwrite", write)
+        keep(tmp_path / "store.bin")
+    assert len(calls) == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    with monkeypatch.context() as patch:
+        # The manifest is one small write.
+        patch.setattr(weight_store.os, "pwrite", lambda f, d, o: real(f, d if bytes(d[:1]) == b"[" else d[:999], o))
+        first = keep(tmp_path / "store.bin")
+    assert all(torch.equal(a, b) for a, b in zip(first, allocate(WeightStore(tmp_path / "store.bin")), strict=True))
+
+
+def test_a_place_where_no_directory_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    keep(tmp_path / "file" / "store.bin")
+    assert "packed weights are not kept on disk" in caplog.text
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "store.bin"
+    keep(path)
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 1013), *range(len(whole) - 300, len(whole), 7)]:
+        path.write_bytes(whole[:length])
+        assert not WeightStore(path).filled, length
+        assert not path.exists(), "a broken file is removed, so that this start writes a good one"
+
+
+def with_manifest(path: Path, manifest: bytes) -> None:
+    """Replace the manifest at the end of a store's file."""
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[-8:], "little")
+    path.write_bytes(whole[: -8 - length] + manifest + len(manifest).to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [b"", b"{", b"\xff\xfe", b'"text"', *BROKEN],
+    ids=len,
+)
+def test_a_broken_manifest_is_noticed(tmp_path: Path, manifest: bytes) -> None:
+    path = tmp_path / "store.bin"
+    keep(path)
+    with_manifest(path, manifest)
+    check_rebuilt(path)
+
+
+def check_rebuilt(path: Path) -> None:
+    """A start that meets a bad file ends up with a good one: at once, or after it is told that the file is stale."""
+    try:
+        store = WeightStore(path)
+        allocate(store)
+        assert not store.filled
+    except StaleStoreError:
+        pass
+    assert not path.exists()
+    keep(path)
+    assert WeightStore(path).filled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[1:],
+        lambda m: m[:1],
+        lambda m: [],
+        lambda m: [m[1], m[0], *m[2:]],
+        lambda m: [m[0] | {"shape": [3, 5, 8]}, *m[1:]],
+        lambda m: [m[0], m[1] | {"dtype": "torch.int8"}, *m[2:]],
+        lambda m: [m[0], m[1] | {"offset": 8192}, *m[2:]],
+        lambda m: [5, *m[1:]],
+    ],
+)
+def test_a_file_of_other_weights_is_stale(tmp_path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
+    path = tmp_path / "store.bin"
+    keep(path)
+    length = int.from_bytes(path.read_bytes()[-8:], "little")
+    manifest = json.loads(path.read_bytes()[-8 - length : -8])
+    with_manifest(path, json.dumps(change(manifest)).encode())
+    store = WeightStore(path)
+    assert store.filled
+    with pytest.raises(StaleStoreError):
+        allocate(store)
+    assert not path.exists()
+    check_rebuilt(path)
+
+
+def test_a_file_that_is_too_short_for_its_manifest_is_stale(tmp_path: Path) -> None:
+    path = tmp_path / "store.bin"
+    keep(path)
+    length = int.from_bytes(path.read_bytes()[-8:], "little")
+    path.write_bytes(path.read_bytes()[-8 - length - 100 :])
+    check_rebuilt(path)
+
+
+def test_a_cache_that_cannot_be_written_to_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed weights that came with a container's image, on a file system that is read-only."""
+    path = tmp_path / "store.bin"
+    keep(path)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_store.os, "utime", refuse)
+        patch.setattr(Path, "unlink", refuse)
+        assert WeightStore(path).filled
+        with_manifest(path, b"{")
+        assert not WeightStore(path).filled
+
+
+def test_what_a_dead_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    old, young = tmp_path / "x.1.1.partial", tmp_path / "x.2.2.partial"
+    for file in (old, young):
+        file.write_bytes(b"half")
+    yesterday = time.time() - 25 * 3600
+    os.utime(old, (yesterday, yesterday))
+    keep(tmp_path / "store.bin")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["store.bin", young.name]
+
+
+def test_a_use_is_remembered(tmp_path: Path) -> None:
+    """For whoever clears the cache by age."""
+    path = tmp_path / "store.bin"
+    keep(path)
+    os.utime(path, (1, 1))
+    assert WeightStore(path).filled
+    assert time.time() - path.stat().st_mtime < 60
+
+
+# ---- the file's name
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(weight_store, "MIN_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(range(256)) * 100)
+    return file
+
+
+def test_the_name_tells_checkpoints_apart(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "model-00002.safetensors"
+    shutil.copy2(checkpoint, other)
+    names = {"one": store_path([checkpoint], "layout")}
+    assert store_path([checkpoint], "layout") == names["one"]
+    names["other layout"] = store_path([checkpoint], "layout2")
+    names["two files"] = store_path([checkpoint, other], "layout")
+    assert store_path([other, checkpoint], "layout") == names["two files"]
+    stat, content = checkpoint.stat(), checkpoint.read_bytes()
+    for place in (0, 5000, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        checkpoint.write_bytes(changed)
+        os.utime(checkpoint, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        names[f"byte {place}"] = store_path([checkpoint], "layout")
+    checkpoint.write_bytes(content)
+    os.utime(checkpoint, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    names["time"] = store_path([checkpoint], "layout")
+    assert None not in names.values()
+    assert len(set(names.values())) == len(names)
+    assert all(name.parent == tmp_path / "cache" / "quire" / "packed" for name in names.values() if name)
+    assert not (tmp_path / "cache" / "quire").exists(), "a name makes no directory"
+
+
+def test_without_xdg_it_is_in_the_home_directory(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = store_path([checkpoint], "")
+    assert path is not None
+    assert path.parent == tmp_path / "home" / ".cache" / "quire" / "packed"
+
+
+def test_small_checkpoints_are_not_worth_a_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_store, "MIN_BYTES", 25_601)
+    assert store_path([checkpoint], "") is None
+    monkeypatch.setattr(weight_store, "MIN_BYTES", 25_600)
+    assert store_path([checkpoint], "") is not None
+    assert store_path([], "") is None or weight_store.MIN_BYTES == 0
+
+
+def test_no_room_no_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_free(num_bytes: int) -> Path | None:
+        usage = shutil._ntuple_diskusage(10**9, 10**9 - num_bytes, num_bytes)  # type: ignore[attr-defined]
+        monkeypatch.setattr(weight_store.shutil, "disk_usage", lambda path: usage)
+        return store_path([checkpoint], "")
+
+    path = with_free(60_000)
+    assert path is not None
+    assert with_free(40_000) is None
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert with_free(40_000) == path, "what is there needs no more room"
+
+
+def test_a_script_waits_for_the_writer(tmp_path: Path) -> None:
+    """The thread is no daemon: the interpreter joins it."""
+    store = WeightStore(tmp_path / "store.bin")
+    allocate(store)
+    store.finish()
+    assert not any(t.daemon for t in threading.enumerate() if t.name == "quire-weight-store")
+    store.settle()
