@@ -1,13 +1,19 @@
 // Paged causal attention, for any level: an online softmax (arXiv:1805.02867) over chunks of 64 keys at absolute
 // positions, in ascending order, in fp32. What a row does not see changes none of its bits, so neither the rows computed
-// beside it, nor the block size, nor how the sequence was cut into steps can matter.
+// beside it, nor the block size, nor how the sequence was cut into steps can matter. Spans of 1024 keys, at absolute positions
+// too, are summed apart and merged in order, whether one thread does them all or, with few heads and long contexts, many
+// threads one each (split-KV): how many there are does not matter either.
 #pragma once
+
+#include <algorithm>
+#include <utility>
 
 #include "elementwise.h"
 
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kChunk = 64;        // keys
+constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of kChunk
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
 
 // The query rows of one task: rows [begin, end) of a sequence and a KV head, row = token * group + query head of it.
@@ -156,48 +162,127 @@ inline void attend_chunk(const float* query, const float* keys, const float* val
     }
 }
 
-template <class T, class Cached>
-void attend_rows(const AttentionArgs& a, RowRange range, Scratch& scratch) {
-    const Sight sight(a, range);
-    const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
-    float* keys = scratch.get<float>(2 * kChunk * dim + num_rows * (2 * dim + 2));
-    float *values = keys + kChunk * dim, *query = values + kChunk * dim, *weighted = query + num_rows * dim;
-    float *highest = weighted + num_rows * dim, *total = highest + num_rows;
-    for (int64_t r = 0; r < num_rows; r++) {
-        const T* from = static_cast<const T*>(a.query) + sight.query_offset(range.begin + r, a.query_stride);
-        for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(query + r * dim + i, load_n(from + i, n) * a.scale, n); });
-        for (int64_t i = a.cache_shape.head_dim; i < dim; i++) query[r * dim + i] = 0;
-        for (int64_t i = 0; i < dim; i++) weighted[r * dim + i] = 0;
-        highest[r] = kLowest, total[r] = 0;
+// What a span of keys comes to, for `rows` rows: sums of values weighted by exp(score - highest), and of the weights.
+struct Partial {
+    float *weighted, *highest, *total;  // [rows * dim], [rows], [rows]; how rows lie is the kernel's business
+
+    static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
+    Partial(float* memory, int64_t rows, int64_t dim) : weighted(memory), highest(memory + rows * dim), total(highest + rows) {}
+};
+
+// The tasks of a step, spans and all, on the pool. A Kernel knows how to compute a range's partial for keys [low, high), to
+// merge a partial into the one before it, and to write out the last:
+//   kernel.compute(range, low, high, partial, thread), kernel.merge(into, from, num_rows), kernel.write(range, partial)
+template <class Kernel>
+void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel) {
+    const AttentionTasks tasks(a, rows_per_task);
+    const int64_t dim = a.cache_shape.padded_dim(), state = round_up(Partial::floats(rows_per_task, dim), 16);
+    auto seen = [&](RowRange range) {  // keys that any row of it sees
+        const Sight sight(a, range);
+        return std::pair<int64_t, int64_t>{sight.lowest_key(range.begin), sight.position(range.end - 1) + 1};
+    };
+    auto span_of = [&](RowRange range, int64_t span, Partial partial, int thread) {
+        auto [low, high] = seen(range);
+        const int64_t begin = span * kSpan, end = begin + kSpan;
+        kernel.compute(range, low > begin ? low : begin, high < end ? high : end, partial, thread);
+    };
+    int64_t most_spans = 1;
+    for (int64_t s = 0; s < a.step->num_seqs; s++) most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
+    if (most_spans == 1 || context.pool.size() == 1 || tasks.count() >= 4 * context.pool.size()) {
+        context.pool.run(tasks.count(), [&](int64_t task, int thread) {
+            float* memory = context.thread_scratch2[thread].get<float>(2 * state);
+            const Partial whole(memory, rows_per_task, dim), next(memory + state, rows_per_task, dim);
+            const RowRange range = tasks[task];
+            auto [low, high] = seen(range);
+            for (int64_t span = low / kSpan; span * kSpan < high; span++) {
+                const bool first = span == low / kSpan;
+                span_of(range, span, first ? whole : next, thread);
+                if (!first) kernel.merge(whole, next, range.end - range.begin);
+            }
+            kernel.write(range, whole, thread);
+        });
+        return;
     }
-    const int64_t low = sight.lowest_key(range.begin), high = sight.position(range.end - 1) + 1;
-    for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-        const int64_t stop = high < chunk + kChunk ? high : chunk + kChunk;
-        gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
-        for (int64_t r = 0; r < num_rows; r++) {
-            const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
-            if (first >= kChunk || end <= 0) continue;
-            attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk, highest[r],
-                         total[r], weighted + r * dim);
-        }
-    }
-    for (int64_t r = 0; r < num_rows; r++) {
-        T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
-        const float factor = 1.0f / total[r];
-        for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(out + i, load_n(weighted + r * dim + i, n) * factor, n); });
-    }
+    float* memory = context.shared.get<float>(tasks.count() * most_spans * state);
+    auto partial = [&](int64_t task, int64_t span) { return Partial(memory + (task * most_spans + span) * state, rows_per_task, dim); };
+    context.pool.run(tasks.count() * most_spans, [&](int64_t i, int thread) {
+        const RowRange range = tasks[i / most_spans];
+        auto [low, high] = seen(range);
+        const int64_t span = i % most_spans;
+        if ((span + 1) * kSpan > low && span * kSpan < high) span_of(range, span, partial(i / most_spans, span), thread);
+    });
+    context.pool.run(tasks.count(), [&](int64_t task, int thread) {
+        const RowRange range = tasks[task];
+        auto [low, high] = seen(range);
+        const Partial whole = partial(task, low / kSpan);
+        for (int64_t span = low / kSpan + 1; span * kSpan < high; span++)
+            kernel.merge(whole, partial(task, span), range.end - range.begin);
+        kernel.write(range, whole, thread);
+    });
 }
 
+template <class T, class Cached>
+struct RowKernel {
+    const AttentionArgs& a;
+    Context& context;
+
+    void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+        const Sight sight(a, range);
+        const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
+        float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
+        float *values = keys + kChunk * dim, *query = values + kChunk * dim;
+        for (int64_t r = 0; r < num_rows; r++) {
+            const T* from = static_cast<const T*>(a.query) + sight.query_offset(range.begin + r, a.query_stride);
+            for_vectors(a.cache_shape.head_dim, [&](int64_t i, int n) { store_n(query + r * dim + i, load_n(from + i, n) * a.scale, n); });
+            for (int64_t i = a.cache_shape.head_dim; i < dim; i++) query[r * dim + i] = 0;
+            for (int64_t i = 0; i < dim; i++) partial.weighted[r * dim + i] = 0;
+            partial.highest[r] = kLowest, partial.total[r] = 0;
+        }
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
+            const int64_t stop = high < chunk + kChunk ? high : chunk + kChunk;
+            gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
+            for (int64_t r = 0; r < num_rows; r++) {
+                const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
+                if (first >= kChunk || end <= 0) continue;
+                attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk,
+                             partial.highest[r], partial.total[r], partial.weighted + r * dim);
+            }
+        }
+    }
+
+    void merge(Partial into, Partial from, int64_t num_rows) const {
+        const int64_t dim = a.cache_shape.padded_dim();
+        for (int64_t r = 0; r < num_rows; r++) {
+            const float highest = into.highest[r] > from.highest[r] ? into.highest[r] : from.highest[r];
+            const vf keep = exp(splat(into.highest[r] - highest)), take = exp(splat(from.highest[r] - highest));
+            for (int64_t i = r * dim; i < (r + 1) * dim; i += kLanes)
+                store(into.weighted + i, load(into.weighted + i) * keep + load(from.weighted + i) * take);
+            into.total[r] = into.total[r] * keep[0] + from.total[r] * take[0];
+            into.highest[r] = highest;
+        }
+    }
+
+    void write(RowRange range, Partial partial, int) const {
+        const Sight sight(a, range);
+        const int64_t dim = a.cache_shape.padded_dim();
+        for (int64_t r = 0; r < range.end - range.begin; r++) {
+            T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
+            const float factor = 1.0f / partial.total[r];
+            for_vectors(a.cache_shape.head_dim,
+                        [&](int64_t i, int n) { store_n(out + i, load_n(partial.weighted + r * dim + i, n) * factor, n); });
+        }
+    }
+};
+
 inline void attention(const AttentionArgs& a, Context& context) {
-    const AttentionTasks tasks(a, 32);
-    context.pool.run(tasks.count(), [&](int64_t task, int thread) {
-        Scratch& scratch = context.thread_scratch[thread];
-        const Type cached = a.cache_shape.type;
-        if (a.type == Type::f32)
-            cached == Type::i8 ? attend_rows<float, int8_t>(a, tasks[task], scratch) : attend_rows<float, float>(a, tasks[task], scratch);
-        else
-            cached == Type::i8 ? attend_rows<bf16, int8_t>(a, tasks[task], scratch) : attend_rows<bf16, bf16>(a, tasks[task], scratch);
-    });
+    constexpr int64_t kRows = 32;
+    const bool i8 = a.cache_shape.type == Type::i8;
+    if (a.type == Type::f32)
+        i8 ? run_attention(a, context, kRows, RowKernel<float, int8_t>{a, context})
+           : run_attention(a, context, kRows, RowKernel<float, float>{a, context});
+    else
+        i8 ? run_attention(a, context, kRows, RowKernel<bf16, int8_t>{a, context})
+           : run_attention(a, context, kRows, RowKernel<bf16, bf16>{a, context});
 }
 
 }  // namespace quire::QUIRE_NS

@@ -19,27 +19,21 @@ struct AttentionScratch {
     bf16 *keys, *values;   // [64][D] and [D][64]
     float *key_scales, *value_scales;  // [64], of an i8 cache
     uint32_t* queries;     // [tile][D / 32] B tiles
-    float* weighted;       // [tile][D][16]
-    float *highest, *total;  // [tile][16]
     bf16* rows;            // [16][D]
     float* scores;         // [64][16]
     uint32_t* weights;     // two B tiles
 
     AttentionScratch(Scratch& scratch, int64_t dim) {
-        uint8_t* p = scratch.get<uint8_t>(2 * kChunk * dim * 2 + 2 * kChunk * 4 + kTaskTiles * kTileRows * (dim * 2 + dim * 4 + 8) +
-                                          kTileRows * dim * 2 + kChunk * 64 + 2048);
+        uint8_t* p = scratch.get<uint8_t>(2 * kChunk * dim * 2 + 2 * kChunk * 4 + kTaskTiles * kTileRows * dim * 2 + kTileRows * dim * 2 + kChunk * 64 + 2048);
         auto take = [&p](auto*& field, int64_t bytes) { field = reinterpret_cast<std::remove_reference_t<decltype(field)>>(p), p += bytes; };
         take(keys, kChunk * dim * 2);
         take(values, kChunk * dim * 2);
         take(scores, kChunk * 64);
         take(weights, 2048);
         take(queries, kTaskTiles * kTileRows * dim * 2);
-        take(weighted, kTaskTiles * kTileRows * dim * 4);
         take(rows, kTileRows * dim * 2);
         take(key_scales, kChunk * 4);
         take(value_scales, kChunk * 4);
-        take(highest, kTaskTiles * kTileRows * 4);
-        take(total, kTaskTiles * kTileRows * 4);
     }
 };
 
@@ -128,10 +122,10 @@ ChunkTiles chunk_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t h
 // The softmax of a chunk's scores [key][row]: updates maximum and total of each row, and leaves the weights as B tiles.
 // Scores are in powers of 2: `factor` is the scale times log2(e). Returns whether the weighted sums shrink, by `decay`.
 template <bool kScaled, bool kMasked>
-inline bool weigh_chunk(const AttentionScratch& s, int64_t tile, int64_t chunk, float factor, __m512i first, __m512i last,
+inline bool weigh_chunk(const AttentionScratch& s, Partial partial, int64_t tile, int64_t chunk, float factor, __m512i first, __m512i last,
                         __m512& decay) {
     const __m512 scale = _mm512_set1_ps(factor), lowest = _mm512_set1_ps(kLowest);
-    float* highest = s.highest + tile * 16;
+    float* highest = partial.highest + tile * 16;
     const __m512 before = _mm512_load_ps(highest);
     __m512 most[4] = {before, before, before, before};
     __m512i key = _mm512_set1_epi32(int32_t(chunk));
@@ -170,7 +164,7 @@ inline bool weigh_chunk(const AttentionScratch& s, int64_t tile, int64_t chunk, 
     }
     decay = exp2_of(_mm512_sub_ps(before, now));
     _mm512_store_ps(highest, now);
-    float* total = s.total + tile * 16;
+    float* total = partial.total + tile * 16;
     _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_load_ps(total), decay, _mm512_add_ps(sums[0], sums[1])));
     return _mm512_cmp_ps_mask(before, now, _CMP_NEQ_UQ) != 0;
 }
@@ -192,10 +186,9 @@ inline void multiply_keys(const AttentionScratch& s, const ChunkTiles& chunk, in
     store_sums(s.scores, true);
 }
 
-inline void multiply_values(const AttentionScratch& s, const ChunkTiles& chunk, int64_t tile, int64_t dim) {
+inline void multiply_values(const AttentionScratch& s, const ChunkTiles& chunk, float* weighted, int64_t dim) {
     _tile_loadd(6, s.weights, 64);
     _tile_loadd(7, s.weights + 256, 64);
-    float* weighted = s.weighted + tile * dim * 16;
     for (int64_t d = 0; d < dim; d += 32) {
         float *c0 = weighted + d * 16, *c1 = c0 + 256;
         const int64_t row = chunk.value_stride / 2, first = d * row, second = (d + 16) * row;
@@ -214,74 +207,96 @@ inline void multiply_values(const AttentionScratch& s, const ChunkTiles& chunk, 
     }
 }
 
-inline void write_tile(const AttentionScratch& s, const Sight& sight, int64_t tile, int64_t dim) {
-    const AttentionArgs& a = sight.a;
-    const int64_t begin = sight.range.begin + tile * kTileRows;
-    const int64_t count = sight.range.end - begin < kTileRows ? sight.range.end - begin : kTileRows;
-    const vf factor = 1.0f / load(s.total + tile * 16);
-    alignas(64) float in[256], out[256];
-    for (int64_t d = 0; d < a.cache_shape.head_dim; d += 16) {
-        for (int64_t i = 0; i < 16; i++) store(in + i * 16, load(s.weighted + (tile * dim + d + i) * 16) * factor);
-        transpose_to(in, out, 16, count);
-        const int n = a.cache_shape.head_dim - d < 16 ? int(a.cache_shape.head_dim - d) : 16;
-        for (int64_t r = 0; r < count; r++)
-            store_n(static_cast<bf16*>(a.out) + sight.query_offset(begin + r, a.out_stride) + d, load(out + r * 16), n);
-    }
-}
-
+// A partial holds tiles of 16 rows: weighted [tile][feature][row], highest and total [tile][row].
 template <class Cached>
-void attend_tiles(const AttentionArgs& a, RowRange range, Scratch& scratch) {
-    const Sight sight(a, range);
-    const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.end - range.begin, kTileRows);
-    const AttentionScratch s(scratch, dim);
-    vi first[kTaskTiles], last[kTaskTiles];  // keys that each row sees
-    for (int64_t t = 0; t < num_tiles; t++) {
-        for (int64_t i = 0; i < kTileRows; i++) {
-            int64_t row = range.begin + t * kTileRows + i;
-            const bool there = row < range.end;
-            row = there ? row : range.end - 1;  // a row that isn't there sees what the last one does, with a query of zeros
-            first[t][i] = int32_t(sight.lowest_key(row)), last[t][i] = int32_t(sight.position(row));
-            const bf16* from = static_cast<const bf16*>(a.query) + sight.query_offset(row, a.query_stride);
-            std::memset(s.rows + i * dim, 0, dim * 2);
-            if (there) std::memcpy(s.rows + i * dim, from, a.cache_shape.head_dim * 2);
-        }
-        pack_columns(s.rows, dim, kTileRows, dim, s.queries + t * dim / 32 * 256);
-        std::memset(s.weighted + t * dim * 16, 0, dim * 64);
-        store(s.highest + t * 16, splat(kLowest));
-        store(s.total + t * 16, vf{});
-    }
-    const float factor = a.scale * 1.44269504088896341f;
-    const int64_t low = sight.lowest_key(range.begin), high = sight.position(range.end - 1) + 1;
-    for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-        const ChunkTiles tiles =
-            chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
+struct TileKernel {
+    const AttentionArgs& a;
+    Context& context;
+
+    void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+        constexpr bool kScaled = sizeof(Cached) == 1;
+        const Tiles configured;
+        const Sight sight(a, range);
+        const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.end - range.begin, kTileRows);
+        const AttentionScratch s(context.thread_scratch[thread], dim);
+        __m512i first[kTaskTiles], last[kTaskTiles];  // keys that each row sees
+        int64_t earliest[kTaskTiles][2], latest[kTaskTiles][2];  // of a tile's first and last row
         for (int64_t t = 0; t < num_tiles; t++) {
-            if (first[t][0] >= chunk + kChunk || last[t][15] < chunk) continue;
-            const bool masked = first[t][15] > chunk || last[t][0] < chunk + kChunk - 1;
-            multiply_keys(s, tiles, t, dim);
-            __m512 decay;
-            constexpr bool kScaled = sizeof(Cached) == 1;
-            const __m512i low_keys = (__m512i)first[t], high_keys = (__m512i)last[t];
-            const bool shrink = masked ? weigh_chunk<kScaled, true>(s, t, chunk, factor, low_keys, high_keys, decay)
-                                       : weigh_chunk<kScaled, false>(s, t, chunk, factor, low_keys, high_keys, decay);
-            for (int64_t d = 0; shrink && d < dim; d++) {
-                float* at = s.weighted + (t * dim + d) * 16;
-                _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), decay));
+            alignas(64) int32_t from[16], to[16];
+            for (int64_t i = 0; i < kTileRows; i++) {
+                int64_t row = range.begin + t * kTileRows + i;
+                const bool there = row < range.end;
+                row = there ? row : range.end - 1;  // one that isn't there sees what the last one does, with a query of zeros
+                from[i] = int32_t(sight.lowest_key(row)), to[i] = int32_t(sight.position(row));
+                const bf16* query = static_cast<const bf16*>(a.query) + sight.query_offset(row, a.query_stride);
+                std::memset(s.rows + i * dim, 0, dim * 2);
+                if (there) std::memcpy(s.rows + i * dim, query, a.cache_shape.head_dim * 2);
             }
-            multiply_values(s, tiles, t, dim);
+            first[t] = _mm512_load_si512(from), last[t] = _mm512_load_si512(to);
+            earliest[t][0] = from[0], earliest[t][1] = from[15], latest[t][0] = to[0], latest[t][1] = to[15];
+            pack_columns(s.rows, dim, kTileRows, dim, s.queries + t * dim / 32 * 256);
+            std::memset(partial.weighted + t * dim * 16, 0, dim * 64);
+            store(partial.highest + t * 16, splat(kLowest));
+            store(partial.total + t * 16, vf{});
+        }
+        const float factor = a.scale * 1.44269504088896341f;
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
+            const ChunkTiles tiles =
+                chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
+            for (int64_t t = 0; t < num_tiles; t++) {
+                if (earliest[t][0] >= chunk + kChunk || latest[t][1] < chunk) continue;
+                const bool masked = earliest[t][1] > chunk || latest[t][0] < chunk + kChunk - 1;
+                multiply_keys(s, tiles, t, dim);
+                __m512 decay;
+                const bool shrink = masked ? weigh_chunk<kScaled, true>(s, partial, t, chunk, factor, first[t], last[t], decay)
+                                           : weigh_chunk<kScaled, false>(s, partial, t, chunk, factor, first[t], last[t], decay);
+                float* weighted = partial.weighted + t * dim * 16;
+                for (int64_t d = 0; shrink && d < dim; d++)
+                    _mm512_store_ps(weighted + d * 16, _mm512_mul_ps(_mm512_load_ps(weighted + d * 16), decay));
+                multiply_values(s, tiles, weighted, dim);
+            }
         }
     }
-    for (int64_t t = 0; t < num_tiles; t++) write_tile(s, sight, t, dim);
-}
+
+    void merge(Partial into, Partial from, int64_t num_rows) const {
+        const int64_t dim = a.cache_shape.padded_dim();
+        for (int64_t t = 0; t < divide_up(num_rows, kTileRows); t++) {
+            const __m512 before = _mm512_load_ps(into.highest + t * 16), other = _mm512_load_ps(from.highest + t * 16);
+            const __m512 highest = _mm512_max_ps(before, other);
+            const __m512 keep = exp2_of(_mm512_sub_ps(before, highest)), take = exp2_of(_mm512_sub_ps(other, highest));
+            auto merged = [&](float* to, const float* x) {
+                _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), keep, _mm512_mul_ps(_mm512_load_ps(x), take)));
+            };
+            for (int64_t i = t * dim; i < (t + 1) * dim; i++) merged(into.weighted + i * 16, from.weighted + i * 16);
+            merged(into.total + t * 16, from.total + t * 16);
+            _mm512_store_ps(into.highest + t * 16, highest);
+        }
+    }
+
+    void write(RowRange range, Partial partial, int) const {
+        const Sight sight(a, range);
+        const int64_t dim = a.cache_shape.padded_dim(), head_dim = a.cache_shape.head_dim;
+        for (int64_t t = 0; t * kTileRows < range.end - range.begin; t++) {
+            const int64_t begin = range.begin + t * kTileRows;
+            const int64_t count = range.end - begin < kTileRows ? range.end - begin : kTileRows;
+            const vf factor = 1.0f / load(partial.total + t * 16);
+            alignas(64) float in[256], out[256];
+            for (int64_t d = 0; d < head_dim; d += 16) {
+                for (int64_t i = 0; i < 16; i++) store(in + i * 16, load(partial.weighted + (t * dim + d + i) * 16) * factor);
+                transpose_to(in, out, 16, count);
+                const int n = head_dim - d < 16 ? int(head_dim - d) : 16;
+                for (int64_t r = 0; r < count; r++)
+                    store_n(static_cast<bf16*>(a.out) + sight.query_offset(begin + r, a.out_stride) + d, load(out + r * 16), n);
+            }
+        }
+    }
+};
 
 inline void attention_amx(const AttentionArgs& a, Context& context) {
     if (a.type != Type::bf16) return attention(a, context);
-    const AttentionTasks tasks(a, kTaskTiles * kTileRows);
-    context.pool.run(tasks.count(), [&](int64_t task, int thread) {
-        Tiles configured;
-        Scratch& scratch = context.thread_scratch[thread];
-        a.cache_shape.type == Type::i8 ? attend_tiles<int8_t>(a, tasks[task], scratch) : attend_tiles<bf16>(a, tasks[task], scratch);
-    });
+    constexpr int64_t kRows = kTaskTiles * kTileRows;
+    a.cache_shape.type == Type::i8 ? run_attention(a, context, kRows, TileKernel<int8_t>{a, context})
+                                   : run_attention(a, context, kRows, TileKernel<bf16>{a, context});
 }
 
 }  // namespace quire::QUIRE_NS

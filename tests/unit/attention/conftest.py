@@ -1,4 +1,4 @@
-"""The backends that the tests in this directory run on, and the way to their helper module (`paged`)."""
+"""The backends that the tests in this directory run on, and the way to their helper modules."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from quire.attention.backend import AttentionBackend
 from quire.attention.registry import select_backend
 from quire.ops.native.library import TORCH, current_level, levels, set_level
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "ops")]  # paged, native_cases
 
 
 @pytest.fixture(params=["reference", *(name for name in levels() if name != TORCH)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from native_cases import at_page_end
 from paged import Sequence, alone, attend, dense, make_sequences, mixed, poisoned_cache, variants, whole
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def test_int8_bits_do_not_depend_on_composition(
 ) -> None:
     sequences = make_sequences([3, 64, 150, 40], heads, 40, dtype)
     for sequence in sequences:
-        sequence.query *= 10  # large scores: their rounding shows in the weights
+        sequence.query *= 30  # large scores: their rounding shows in the weights
     expected = attend(INT8, sequences, alone(sequences, 1), 16, window)
     for name, (steps, block_size) in variants(sequences).items():
         found = attend(INT8, sequences, steps, block_size, window, seed=len(name))
@@ -141,14 +142,15 @@ def test_norms_and_rotation(
 
     def computed(chunk: int, block_size: int) -> Tensor:
         blocks = torch.arange(90 // block_size + 1).flip(0)
-        cache = poisoned_cache(backend, len(blocks), block_size, (2, head_dim), dtype)
+        cache = at_page_end(poisoned_cache(backend, len(blocks), block_size, (2, head_dim), dtype))
         parts = []
         for low in range(0, 90, chunk):
             positions = torch.arange(low, min(low + chunk, 90))
             slots = blocks[positions // block_size] * block_size + positions % block_size
             count = torch.tensor([0, len(positions)])
             batch = AttentionBatch(count, count[1:] + low, blocks[None], slots, block_size)
-            qkv, out = rows[positions].clone(), torch.empty(len(positions), 4 * head_dim, dtype=dtype)
+            qkv = at_page_end(rows[positions])
+            out = at_page_end(torch.empty(len(positions), 4 * head_dim, dtype=dtype))
             program.run([qkv, out], step_data(batch, positions=positions), Caches([cache], TYPE_OF[cache.dtype]))
             parts.append(out)
         return torch.cat(parts)
@@ -158,3 +160,25 @@ def test_norms_and_rotation(
     torch.testing.assert_close(found.double().view(90, 4, head_dim), layer.expected(sequence), atol=bound, rtol=bound)
     assert torch.equal(computed(1, 8), found)
     assert torch.equal(computed(17, 64), found)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1500])
+def test_long_contexts_are_split_among_threads_without_a_trace(
+    level: str, dtype: torch.dtype, int8: bool, window: int | None
+) -> None:
+    """Spans of 1,024 keys, by one thread one after the other or by several at once: one KV head leaves nothing else."""
+    backend = NativeBackend(int8)
+    [sequence] = make_sequences([2600], (4, 1), 16, dtype)
+    decodes = [[2590], *([1] for _ in range(10))]
+    set_num_threads(1)
+    [expected] = attend(backend, [sequence], [[2600]], 64, window)
+    [alone_] = attend(backend, [sequence], decodes, 32, window)
+    assert torch.equal(alone_, expected)
+    set_num_threads(4)
+    [split] = attend(backend, [sequence], decodes, 16, window)
+    assert torch.equal(split, expected)
+    if not int8:
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(split.double(), dense(sequence, 0.25, window), atol=tolerance, rtol=tolerance)
