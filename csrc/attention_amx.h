@@ -78,6 +78,33 @@ void gather_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t high, 
     });
 }
 
+// The next chunk's keys and values, to be fetched from memory while this one is computed: in four pieces, a few lines with
+// every step of the softmax. All at once they would only fill the queue that loads wait in.
+struct NextChunk {
+    const uint8_t* pieces[4];
+    int64_t piece_bytes = 0;
+
+    // Line `i` of 64 of each piece, or several where a piece is longer.
+    void fetch(int64_t i) const {
+        for (int64_t at = i * 64; at < piece_bytes; at += 4096)
+            for (const uint8_t* piece : pieces) _mm_prefetch(reinterpret_cast<const char*>(piece + at), _MM_HINT_T1);
+    }
+};
+
+// Only where a block of 32 keys is one piece of memory for keys and one for values.
+template <class Cached>
+NextChunk next_chunk(const Sight& sight, int64_t chunk, int64_t high) {
+    const CacheShape& shape = sight.a.cache_shape;
+    NextChunk next;
+    if (shape.block_size != 32 || chunk >= high) return next;
+    for (int64_t i = 0; i < 2; i++) {
+        const int64_t position = chunk + i * 32 < high ? chunk + i * 32 : chunk;
+        next.pieces[2 * i] = sight.head(position, false), next.pieces[2 * i + 1] = sight.head(position, true);
+    }
+    next.piece_bytes = 32 * shape.padded_dim() * int64_t(sizeof(Cached));
+    return next;
+}
+
 // 2^x for x <= 0 or so, to 2e-7; 2^0 is exactly 1, and below -100 it is 0 (rather than a denormal number later on).
 inline __m512 exp2_of(__m512 x) {
     const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ);
@@ -123,13 +150,14 @@ ChunkTiles chunk_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t h
 // Scores are in powers of 2: `factor` is the scale times log2(e). Returns whether the weighted sums shrink, by `decay`.
 template <bool kScaled, bool kMasked>
 inline bool weigh_chunk(const AttentionScratch& s, Partial partial, int64_t tile, int64_t chunk, float factor, __m512i first, __m512i last,
-                        __m512& decay) {
+                        const NextChunk& next, __m512& decay) {
     const __m512 scale = _mm512_set1_ps(factor), lowest = _mm512_set1_ps(kLowest);
     float* highest = partial.highest + tile * 16;
     const __m512 before = _mm512_load_ps(highest);
     __m512 most[4] = {before, before, before, before};
     __m512i key = _mm512_set1_epi32(int32_t(chunk));
     for (int64_t i = 0; i < kChunk; i++) {
+        next.fetch(i);
         __m512 raw = _mm512_load_ps(s.scores + i * 16);
         if (kScaled) raw = _mm512_mul_ps(raw, _mm512_set1_ps(s.key_scales[i]));
         __m512 v = _mm512_mul_ps(raw, scale);
@@ -243,13 +271,15 @@ struct TileKernel {
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
             const ChunkTiles tiles =
                 chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
+            NextChunk next = next_chunk<Cached>(sight, chunk + kChunk, high);
             for (int64_t t = 0; t < num_tiles; t++) {
                 if (earliest[t][0] >= chunk + kChunk || latest[t][1] < chunk) continue;
                 const bool masked = earliest[t][1] > chunk || latest[t][0] < chunk + kChunk - 1;
                 multiply_keys(s, tiles, t, dim);
                 __m512 decay;
-                const bool shrink = masked ? weigh_chunk<kScaled, true>(s, partial, t, chunk, factor, first[t], last[t], decay)
-                                           : weigh_chunk<kScaled, false>(s, partial, t, chunk, factor, first[t], last[t], decay);
+                const bool shrink = masked ? weigh_chunk<kScaled, true>(s, partial, t, chunk, factor, first[t], last[t], next, decay)
+                                           : weigh_chunk<kScaled, false>(s, partial, t, chunk, factor, first[t], last[t], next, decay);
+                next.piece_bytes = 0;  // once is enough
                 float* weighted = partial.weighted + t * dim * 16;
                 for (int64_t d = 0; shrink && d < dim; d++)
                     _mm512_store_ps(weighted + d * 16, _mm512_mul_ps(_mm512_load_ps(weighted + d * 16), decay));

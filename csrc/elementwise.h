@@ -235,12 +235,13 @@ inline bool follow_each_other(const PrepareArgs& a, int64_t first) {
 
 template <class T>
 void prepare_rows(const PrepareArgs& a, Context& context) {
-    constexpr int64_t kTokens = 16;
-    context.pool.run(divide_up(a.step->num_tokens, kTokens), [&](int64_t task, int) {
-        const int64_t begin = task * kTokens, end = begin + kTokens < a.step->num_tokens ? begin + kTokens : a.step->num_tokens;
+    // Few tokens are one a task: each is a decode's, whose place in the cache has to be fetched first.
+    const int64_t tokens = a.step->num_tokens < 64 ? 1 : 16;
+    context.pool.run(divide_up(a.step->num_tokens, tokens), [&](int64_t task, int) {
+        const int64_t begin = task * tokens, end = begin + tokens < a.step->num_tokens ? begin + tokens : a.step->num_tokens;
         bool values_done = false;
 #if defined(__AMX_BF16__)
-        values_done = a.type == Type::bf16 && a.cache_shape.type == Type::bf16 && follow_each_other(a, begin);
+        values_done = tokens == 16 && a.type == Type::bf16 && a.cache_shape.type == Type::bf16 && follow_each_other(a, begin);
         if (values_done) write_values_of_16(a, begin);
 #endif
         for (int64_t t = begin; t < end; t++) prepare_row<T>(a, t, !values_done);
