@@ -30,7 +30,7 @@ from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
 SMALL_MODEL = 16_000_000
 # Memory touched at start-up, in tokens: the first use of a page costs as much as computing on it, on some machines.
 TOUCHED_ACTIVATIONS = 2048
-TOUCHED_TOKENS = 16384  # of the KV cache
+TOUCHED_TOKENS = 8192  # of the KV cache
 
 logger = logging.getLogger(__name__)
 
