@@ -255,9 +255,12 @@ struct RowKernel {
         for (int64_t r = 0; r < num_rows; r++) {
             const float highest = into.highest[r] > from.highest[r] ? into.highest[r] : from.highest[r];
             const vf keep = exp(splat(into.highest[r] - highest)), take = exp(splat(from.highest[r] - highest));
+            // The second product is rounded first: of two products to add, the compiler may else fuse either one, and not the
+            // same in each place that this is inlined.
+            auto sum = [](auto x, auto keep, auto y, auto take) { return x * keep + plain(y * take); };
             for (int64_t i = r * dim; i < (r + 1) * dim; i += kLanes)
-                store(into.weighted + i, load(into.weighted + i) * keep + load(from.weighted + i) * take);
-            into.total[r] = into.total[r] * keep[0] + from.total[r] * take[0];
+                store(into.weighted + i, sum(load(into.weighted + i), keep, load(from.weighted + i), take));
+            into.total[r] = sum(into.total[r], keep[0], from.total[r], take[0]);
             into.highest[r] = highest;
         }
     }

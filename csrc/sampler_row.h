@@ -38,15 +38,6 @@ constexpr int place(int lane, int which) {
     return sizeof(T) == 4 ? lane + which * kLanes : 2 * lane + which;
 }
 
-inline vf plain(vf x) {  // a result that is rounded by itself
-    asm("" : "+x"(x));
-    return x;
-}
-inline float plain(float x) {
-    asm("" : "+x"(x));
-    return x;
-}
-
 template <class Part, class V, class Join>
 inline Part fold_to_four(const V& x, Join join) {
     Part parts[kLanes / 4];

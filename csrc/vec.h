@@ -130,11 +130,23 @@ inline float hmax(vf x) {
     return out;
 }
 
+// x as a result that is rounded by itself: the compiler neither fuses it into the next operation nor reorders past it.
+// Where two of its choices would round differently, the same value could come out differently in two places.
+template <class V>
+inline V plain(V x) {
+#if defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#else
+    asm("" : "+m"(x));
+#endif
+    return x;
+}
+
 inline vf round_nearest(vf x) {  // |x| < 2^22
     const vf magic = splat(12582912.0f);
-    vf shifted = x + magic;
-    asm("" : "+x"(shifted));  // the compiler must not cancel the two
-    return shifted - magic;
+    return plain(x + magic) - magic;
 }
 
 // e^x, within 1 ulp or so of the true value; 0 below -87.3, inf above 88.7; e^0 is exactly 1. (Cephes' polynomial.)
