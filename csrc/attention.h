@@ -129,7 +129,7 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float*
 }
 
 // One row meets one chunk: `query` is scaled; updates its maximum, total and weighted sum of values.
-inline void attend_chunk(const float* query, const float* keys, const float* values, int64_t dim, int64_t first_key,
+QUIRE_ONE_COPY inline void attend_chunk(const float* query, const float* keys, const float* values, int64_t dim, int64_t first_key,
                          int64_t end_key, float& highest, float& total, float* weighted) {
     constexpr int kVectors = kChunk / kLanes;
     vf scores[kVectors] = {};
@@ -226,7 +226,7 @@ struct RowKernel {
     const AttentionArgs& a;
     Context& context;
 
-    void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
         const Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
@@ -250,14 +250,13 @@ struct RowKernel {
         }
     }
 
-    void merge(Partial into, Partial from, int64_t num_rows) const {
+    QUIRE_ONE_COPY void merge(Partial into, Partial from, int64_t num_rows) const {
         const int64_t dim = a.cache_shape.padded_dim();
         for (int64_t r = 0; r < num_rows; r++) {
             const float highest = into.highest[r] > from.highest[r] ? into.highest[r] : from.highest[r];
             const vf keep = exp(splat(into.highest[r] - highest)), take = exp(splat(from.highest[r] - highest));
-            // The second product is rounded first: of two products to add, the compiler may else fuse either one, and not the
-            // same in each place that this is inlined.
-            auto sum = [](auto x, auto keep, auto y, auto take) { return x * keep + plain(y * take); };
+            // Each product is rounded by itself: of two to add, the compiler could fuse either one.
+            auto sum = [](auto x, auto keep, auto y, auto take) { return plain(x * keep) + plain(y * take); };
             for (int64_t i = r * dim; i < (r + 1) * dim; i += kLanes)
                 store(into.weighted + i, sum(load(into.weighted + i), keep, load(from.weighted + i), take));
             into.total[r] = sum(into.total[r], keep[0], from.total[r], take[0]);

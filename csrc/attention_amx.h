@@ -241,7 +241,7 @@ struct TileKernel {
     const AttentionArgs& a;
     Context& context;
 
-    void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
         constexpr bool kScaled = sizeof(Cached) == 1;
         const Tiles configured;
         const Sight sight(a, range);
@@ -288,7 +288,7 @@ struct TileKernel {
         }
     }
 
-    void merge(Partial into, Partial from, int64_t num_rows) const {
+    QUIRE_ONE_COPY void merge(Partial into, Partial from, int64_t num_rows) const {
         const int64_t dim = a.cache_shape.padded_dim();
         for (int64_t t = 0; t < divide_up(num_rows, kTileRows); t++) {
             const __m512 before = _mm512_load_ps(into.highest + t * 16), other = _mm512_load_ps(from.highest + t * 16);

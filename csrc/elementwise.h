@@ -28,7 +28,7 @@ inline vf weight_or(const void* weight, int64_t i, int n, float otherwise) {
 
 // x -> (x - mean) / sqrt(variance + eps) * weight + bias, or without the mean and the bias; `out` may be x.
 template <class T, class Out>
-inline void norm_row(const T* x, Out* out, int64_t size, const void* weight, const void* bias, float eps, bool subtract_mean) {
+QUIRE_ONE_COPY void norm_row(const T* x, Out* out, int64_t size, const void* weight, const void* bias, float eps, bool subtract_mean) {
     vf mean = vf{};
     if (subtract_mean) {
         vf sum = vf{};
@@ -178,7 +178,7 @@ inline void rotate(float* x, const float* cos_sin, int64_t rotary_dim) {
 
 // One token: norms and rotates its queries, in place, and its keys, and writes keys and values to the cache.
 template <class T>
-void prepare_row(const PrepareArgs& a, int64_t t, bool write_values) {
+QUIRE_ONE_COPY void prepare_row(const PrepareArgs& a, int64_t t, bool write_values) {
     const CacheShape& shape = a.cache_shape;
     const int64_t dim = shape.head_dim, num_kv = shape.num_kv_heads;
     const bool feature_values = values_by_feature(a.type);

@@ -32,7 +32,7 @@ struct Sums {
 
 // The end of a product. Only the features there are are written.
 template <class T, class Out, Epilogue kEpilogue>
-void finish_rows(const LinearArgs& a, const Sums& s) {
+QUIRE_ONE_COPY void finish_rows(const LinearArgs& a, const Sums& s) {
     constexpr bool kGated = kEpilogue == Epilogue::silu_mul;
     const int64_t num_features = kGated ? a.weight.rows / 2 : a.weight.rows;
     const int64_t count = num_features - s.first < s.width ? num_features - s.first : s.width;

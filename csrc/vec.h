@@ -41,6 +41,14 @@ inline bf16 to_bf16(float x) {
 
 }  // namespace quire
 
+// One copy of a function, wherever it is called from and with whatever constants: two inlined copies of `a * b + c * d` may be fused in two ways, and a
+// row's bits would depend on which of them it meets.
+#if defined(__clang__)
+#define QUIRE_ONE_COPY __attribute__((noinline))
+#else
+#define QUIRE_ONE_COPY __attribute__((noinline, noclone))
+#endif
+
 namespace quire::QUIRE_NS {
 
 constexpr int kLanes = QUIRE_LANES;
