@@ -30,7 +30,7 @@ from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
 SMALL_MODEL = 16_000_000
 # Memory touched at start-up, in tokens: the first use of a page costs as much as computing on it, on some machines.
 TOUCHED_ACTIVATIONS = 2048
-TOUCHED_TOKENS = 8192  # of the KV cache
+TOUCHED_TOKENS = 1024  # of the KV cache
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,7 @@ class Worker:
             model = RecordedModel(self._model)
             model.reserve(min(self._config.scheduler.max_num_batched_tokens, TOUCHED_ACTIVATIONS))
             # The pool hands out its first blocks first.
-            packed_now = self._store is not None and not self._store.filled  # and its file is being written
-            tokens = TOUCHED_TOKENS // 8 if packed_now else TOUCHED_TOKENS
-            touched = min(num_blocks, tokens // self._config.args.block_size)
+            touched = min(num_blocks, TOUCHED_TOKENS // self._config.args.block_size)
             for cache in caches:
                 prefault(cache[:touched])
         self._runner = ModelRunner(model, self._backend, caches, table, poison=self._config.args.debug)
