@@ -51,10 +51,10 @@ class WeightOnly(QuantizationMethod):
         out = x.new_empty(x.shape[0], shape.out_features)
         for low in range(0, shape.out_features, _ROWS_AT_ONCE):
             rows = slice(low, low + _ROWS_AT_ONCE)
-            dense = self._expand(weights["codes"][rows], weights["scales"][rows])
             if self.bits == 8:  # integers are exact in bf16: multiply first, then scale
                 part = ops.linear(x, weights["codes"][rows].to(x.dtype)).float() * weights["scales"][rows].t()
             else:
+                dense = self._expand(weights["codes"][rows], weights["scales"][rows])
                 part = ops.linear(x, dense.to(torch.bfloat16).to(x.dtype))
             out[:, rows] = part.to(x.dtype)
         return out if not shape.bias else out.add_(weights["bias"])

@@ -163,6 +163,7 @@ def _stream(model: nn.Module, files: dict[Path, list[TensorEntry]], report: Prog
                     with safe_open(path, framework="pt") as file:
                         for entry in window:
                             if entry.name in filled:
+                                done += entry.num_bytes
                                 continue
                             current = f"{entry.name!r} {list(entry.shape)} of {path.name}"
                             yield entry.name, file.get_tensor(entry.name)

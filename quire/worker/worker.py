@@ -60,22 +60,22 @@ class Worker:
         if native:
             set_num_threads(self._num_threads)
 
-    def _build(self, native: bool) -> CausalLM:
+    def _build(self, native: bool, keep: bool = True) -> CausalLM:
         """The model, its packed weights in the store where it is native."""
         args, model = self._config.args, self._config.model
         if not native:
             formats = select_formats(args.quantization, None)
             return build_model(model, self._backend, formats.linear, formats.table)
         path = None
-        if args.weight_cache and args.load_format != "dummy":
+        if keep and args.weight_cache and args.load_format != "dummy":
             layout = json.dumps([model.architecture, model.dtype, args.quantization, model.hf_config], sort_keys=True)
             path = store_path(model.path.glob("*.safetensors"), layout)
         self._store = WeightStore(path)
         formats = select_formats(args.quantization, self._store.allocate, self._store.filled)
         try:
             return build_model(model, self._backend, formats.linear, formats.table)
-        except StaleStoreError:
-            return self._build(native)
+        except StaleStoreError:  # removed, or where that is not allowed done without
+            return self._build(native, keep=path is not None and not path.exists())
 
     def load(self, progress: bool = True) -> LoadReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
