@@ -169,13 +169,13 @@ struct AttentionArgs {
 
 struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its type asks for it
     Matrix matrix;          // data and scales are written
-    const void* source;     // [num_rows, cols], f32, bf16 or (source_f16) IEEE half
+    const void* source;     // [num_rows, cols], f32 or bf16
     int64_t source_stride;  // elements
     int64_t start, num_rows;  // first row of the matrix
     Type source_type;
 };
 
-struct SampleArgs;  // sampler.h
+struct SampleArgs;  // sample_args.h
 
 struct Kernels {
     const char* name;

@@ -191,20 +191,17 @@ inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, BlockPair pa
         auto bytes = [](const bf16* w) { return reinterpret_cast<const uint8_t*>(w) + kAhead; };
         multiply(two, w0, w1, x, x1, tiles, {bytes(w0), bytes(w1), 1024});
     } else {
-        // Expanded one step before they are multiplied: tiles can be loaded only once they have left the store buffer,
-        // and the products run while the next step is being expanded.
-        constexpr int64_t kStep = 1;
+        // Expanded one tile before they are multiplied: tiles can be loaded only once they have left the store buffer, and the
+        // products run while the next tile is being expanded. Two sets of scratch, in turn.
         auto expanded = [&](int64_t t) {
-            int64_t end = t + kStep < tiles ? t + kStep : tiles;
-            bf16* set = scratch + t / kStep % 2 * 2 * kStep * 512;
-            if (t < tiles) bf16_tiles(w, pair.first, t, end, set), bf16_tiles(w, pair.second, t, end, set + kStep * 512);
+            bf16* set = scratch + t % 2 * 1024;
+            if (t < tiles) bf16_tiles(w, pair.first, t, t + 1, set), bf16_tiles(w, pair.second, t, t + 1, set + 512);
             return set;
         };
         const bf16* set = expanded(0);
-        for (int64_t t = 0; t < tiles; t += kStep) {
-            const bf16* next = expanded(t + kStep);
-            int64_t count = t + kStep < tiles ? kStep : tiles - t;
-            multiply(two, set, set + kStep * 512, x + t * 256, x1 + t * 256, count, {nullptr, nullptr, 0});
+        for (int64_t t = 0; t < tiles; t++) {
+            const bf16* next = expanded(t + 1);
+            multiply(two, set, set + 512, x + t * 256, x1 + t * 256, 1, {nullptr, nullptr, 0});
             set = next;
         }
     }

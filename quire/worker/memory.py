@@ -1,7 +1,8 @@
 """How many KV blocks fit: from a measured memory report to a number, with the refusals that belong to it.
 
 The engine calls `plan_kv_blocks` once at start-up, between loading the weights and building the scheduler. It knows
-the options and the report's numbers and nothing of tensors. The worker calls `keep_freed_memory` before it computes.
+the options and the report's numbers and nothing of tensors. The worker calls `keep_freed_memory` before it computes,
+and takes what is large and read in streams from `huge_pages`.
 """
 
 import contextlib
