@@ -11,6 +11,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "quire.entrypoints.llm",
     "LLMEngine": "quire.engine.llm_engine",
+    "AsyncLLM": "quire.engine.async_llm",
+    "AsyncLLMEngine": "quire.engine.async_llm",
+    "AsyncOptions": "quire.engine.async_llm",
     "EngineArgs": "quire.config.engine_args",
     "SamplingParams": "quire.sampling_params",
     "SamplingType": "quire.sampling_params",

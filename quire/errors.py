@@ -18,11 +18,13 @@ class InvalidRequestError(QuireError, ValueError):
 
     Attributes:
         param: the request field at fault (``"prompt"``, ``"top_p"``, ...), or None where no single one is.
+        code: a word for programs, where there is one (``"context_length_exceeded"``).
     """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class NotYetSupportedError(QuireError, ValueError):
@@ -35,3 +37,19 @@ class ModelLoadError(QuireError, ValueError):
 
 class EngineDeadError(QuireError, RuntimeError):
     """The engine failed and can serve no further request."""
+
+
+class RequestFailedError(QuireError, RuntimeError):
+    """One request failed while the engine computed it; the others go on."""
+
+
+class OverloadedError(QuireError, RuntimeError):
+    """The engine takes no more requests for now.
+
+    Attributes:
+        retry_after: seconds after which another try may succeed.
+    """
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, NotYetSupportedError
+from quire.sampling_params import SamplingParams
 from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
@@ -199,6 +200,12 @@ class EngineConfig:
     args: EngineArgs
     model: ModelConfig
     scheduler: SchedulerConfig
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: the model's generation_config.json, unless told otherwise."""
+        if self.args.generation_config != "auto":
+            return SamplingParams()
+        return SamplingParams.from_generation_defaults(self.model.generation_defaults)
 
     def with_max_model_len(self, max_model_len: int) -> "EngineConfig":
         """The same configuration for a shorter context (what the KV cache turned out to hold)."""

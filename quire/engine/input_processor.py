@@ -8,6 +8,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import msgspec
+
 from quire.config.engine_args import EngineConfig
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidRequestError
@@ -41,6 +43,10 @@ class ProcessedInput:
     prompt: str | None  # its text, where there is one
     params: SamplingParams  # the user's; the request's own may ask for logprobs besides, to rank sequences by
 
+    def renamed(self, request_id: str) -> "ProcessedInput":
+        """The same under another id; its random numbers stay those of the id it was made with."""
+        return ProcessedInput(msgspec.structs.replace(self.request, request_id=request_id), self.prompt, self.params)
+
 
 class InputProcessor:
     """Validates prompts and sampling parameters against one model."""
@@ -56,8 +62,14 @@ class InputProcessor:
         """Tokenize, check and resolve a request.
 
         Raises:
-            InvalidRequestError: a bad prompt (form, emptiness, length, ids) or parameters this model can't serve.
+            InvalidRequestError: a bad request id, a bad prompt (form, emptiness, length, ids) or parameters that this
+                model can't serve.
         """
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
+        params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         text, token_ids, cache_salt = self._read_prompt(prompt, params)
         limit = self._model.max_model_len
         if len(token_ids) >= limit:
@@ -65,6 +77,7 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens, but the maximum context length is {limit} tokens and at "
                 "least one is needed for the output. Shorten the prompt, or set truncate_prompt_tokens.",
                 "prompt",
+                "context_length_exceeded",
             )
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
         if self._tokenizer is None:

@@ -4,31 +4,23 @@
 and the output processor, and holds no policy of its own.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quire.config.cache import CacheConfig
 from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.engine.build import build_core
 from quire.engine.core import EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.tokenizer import Tokenizer, load_tokenizer
-from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.engine.tokenizer import Tokenizer, config_tokenizer
+from quire.errors import NotYetSupportedError
 from quire.executor.base import Executor
-from quire.executor.inprocess import InProcessExecutor
-from quire.kvcache.manager import KVManager
 from quire.metrics.stats import EngineStats
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
 from quire.protocol import SequenceOutput
 from quire.sampling_params import SamplingParams
-from quire.scheduler.scheduler import Scheduler
-from quire.utils.hub import resolve_model_path
-from quire.worker.memory import plan_kv_blocks
-
-logger = logging.getLogger("quire")
 
 
 class LLMEngine:
@@ -51,37 +43,11 @@ class LLMEngine:
             ConfigError, NotYetSupportedError: the options.
             ModelLoadError: the model's or the tokenizer's files.
         """
-        start = time.perf_counter()
         config = engine_args.resolve()
-        check_architecture(config.model)
-        tokenizer = _load_tokenizer(engine_args, config)
-        executor = InProcessExecutor(config)
-        loaded = executor.start(progress=show_progress)
-        plan = plan_kv_blocks(config, executor.memory_report())
-        if plan.max_model_len < config.model.max_model_len:
-            logger.warning(
-                "max_model_len lowered from %d to %d tokens: that is what the KV cache holds",
-                config.model.max_model_len,
-                plan.max_model_len,
-            )
-            config = config.with_max_model_len(plan.max_model_len)
-        executor.initialize_cache(plan.num_blocks, plan.max_model_len)
-        cache = CacheConfig(
-            block_size=engine_args.block_size,
-            num_blocks=plan.num_blocks,
-            enable_prefix_caching=engine_args.enable_prefix_caching,
-        )
-        core = EngineCore(config, Scheduler(config.scheduler, KVManager(cache)), executor)
-        logger.info("%s; dtype %s", loaded, config.model.dtype)
-        logger.info(
-            "KV cache: %d blocks of %d tokens (%d tokens); context %d tokens; ready in %.2f s",
-            plan.num_blocks,
-            cache.block_size,
-            plan.num_blocks * cache.block_size,
-            plan.max_model_len,
-            time.perf_counter() - start,
-        )
-        return cls(config, executor, core, tokenizer)
+        check_architecture(config.model)  # the first thing to say of a model that can't run
+        tokenizer = config_tokenizer(config)
+        core = build_core(config, show_progress)
+        return cls(core.config, core.executor, core, tokenizer)
 
     def add_request(
         self,
@@ -110,13 +76,8 @@ class LLMEngine:
         priority: int = 0,
     ) -> ProcessedInput:
         """Validate a request without queueing it."""
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        # The engine's copy: a caller may change or reuse theirs.
-        return self._inputs.process(request_id, prompt, params.clone(), arrival, priority)
+        return self._inputs.process(request_id, prompt, params, arrival, priority)
 
     def submit(self, processed: ProcessedInput) -> None:
         """Queue a validated request."""
@@ -184,12 +145,3 @@ class LLMEngine:
         """Abort what is unfinished and release the model's memory."""
         self.abort_request(self.unfinished_request_ids())
         self.executor.stop()
-
-
-def _load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer | None:
-    if args.skip_tokenizer_init:
-        return None
-    path = config.model.path
-    if args.tokenizer is not None:
-        path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
-    return load_tokenizer(path, args.tokenizer_mode)

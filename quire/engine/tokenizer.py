@@ -13,11 +13,13 @@ from typing import Any, overload
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from quire.config.engine_args import EngineConfig
 from quire.engine.chat_template import ChatTemplate
 from quire.engine.text_stream import Backend, StreamFactory, TextStream, clean_up_spaces
 from quire.engine.tokenizer_backend import FastBackend, load_sentencepiece
 from quire.engine.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
+from quire.utils.hub import resolve_model_path
 
 logger = logging.getLogger("quire")
 
@@ -173,6 +175,21 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """Id of `eos_token`."""
         return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
+
+
+def config_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that an engine's configuration names; None with skip_tokenizer_init.
+
+    Raises:
+        ModelLoadError, NotYetSupportedError: see `load_tokenizer`.
+    """
+    args = config.args
+    if args.skip_tokenizer_init:
+        return None
+    path = config.model.path
+    if args.tokenizer is not None:
+        path = resolve_model_path(args.tokenizer, args.tokenizer_revision, cache_dir=args.download_dir)
+    return load_tokenizer(path, args.tokenizer_mode)
 
 
 def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:

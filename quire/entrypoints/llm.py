@@ -59,9 +59,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when no parameters are passed: the model's generation_config.json, if it has one."""
-        if self.llm_engine.config.args.generation_config != "auto":
-            return SamplingParams()
-        return SamplingParams.from_generation_defaults(self.model_config.generation_defaults)
+        return self.llm_engine.config.default_sampling_params()
 
     @overload
     def generate(

@@ -85,6 +85,11 @@ class BlockPool:
         self._block_of.clear()
         self._hashes = [None] * self.num_blocks
 
+    def states(self) -> bytes:
+        """One byte a block: 0 free, 1 free but its content can be found, 2 owned."""
+        pairs = zip(self.ref_counts, self._hashes, strict=True)
+        return bytes(2 if count else block_hash is not None for count, block_hash in pairs)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless free list, counts and hashes agree. O(num_blocks)."""
         free = []

@@ -91,6 +91,10 @@ class KVManager:
         """Share of the blocks that running sequences hold, 0 to 1."""
         return 1.0 - self._pool.num_free / self.num_blocks
 
+    def block_states(self) -> bytes:
+        """One byte a block: 0 free, 1 free but holding a cached prefix, 2 used."""
+        return self._pool.states()
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)

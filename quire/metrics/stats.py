@@ -1,11 +1,12 @@
-"""A snapshot of the engine's counters and gauges, under vLLM's metric names.
+"""Snapshots of the engine: its counters and gauges under vLLM's metric names, and each sequence and block on its own.
 
-`LLM.get_metrics` and the benchmarks read it; the server's /metrics will export the same. It reads what the scheduler
-counts and measures nothing itself.
+`LLM.get_metrics` and the server's /metrics read the one, the server's live view the other. They come from what the
+scheduler counts; nothing is measured here.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 
 class _Counted(Protocol):
@@ -26,8 +27,7 @@ class _Counted(Protocol):
     def waiting_reasons(self) -> dict[str, int]: ...
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
     num_requests_running: int
@@ -50,3 +50,28 @@ class EngineStats:
             prefix_cache_hits_total=scheduler.prefix_cache_hits,
             waiting_reasons=scheduler.waiting_reasons(),
         )
+
+
+class SequenceSnapshot(msgspec.Struct):
+    """One live sequence, for a person to look at."""
+
+    request_id: str
+    index: int  # among the request's sequences
+    status: str  # "running" (holds blocks) or "waiting"
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int  # of the prompt, taken from the prefix cache
+    num_blocks: int
+    why: str | None  # why it waits, with numbers
+    seconds: float  # since its arrival
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True):
+    """The engine at a moment."""
+
+    stats: EngineStats
+    sequences: list[SequenceSnapshot]  # the running ones first, each in the policy's order; the first few hundred
+    num_sequences: int  # all of them
+    blocks: bytes  # one per KV block: 0 free, 1 unused but cached, 2 used
+    block_size: int  # tokens of a block

@@ -26,6 +26,7 @@ def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManag
             f"the prompt has {num_prompt} tokens, and the maximum context length is {limit} tokens, of which at least "
             "1 is for the output. Shorten the prompt or raise max_model_len.",
             "prompt",
+            "context_length_exceeded",
         )
     # The last token that is sampled is never computed, so it takes no place.
     longest = min(num_prompt + request.max_tokens, limit) - 1

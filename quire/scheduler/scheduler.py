@@ -174,13 +174,18 @@ class Scheduler:
         """Why sequences wait -> how many; the reasons are those of `Planner.waiting_reasons`."""
         return self._planner.waiting_reasons()
 
+    def sequences(self) -> list[Sequence]:
+        """All live sequences, the running ones first, each part in the policy's order."""
+        return [*self._planner.running, *self._planner.waiting]
+
     def why(self, request_id: str) -> str | None:
         """Why a request waits, with numbers; None when nothing of it waits, or it is unknown."""
         group = self._groups.get(request_id)
-        for sequence in group.sequences.values() if group else ():
-            if sequence.status is SequenceStatus.WAITING:
-                return self._planner.why(sequence)
-        return None
+        return next(filter(None, map(self.why_waiting, group.sequences.values() if group else ())), None)
+
+    def why_waiting(self, sequence: Sequence) -> str | None:
+        """Why a sequence waits, or None when it does not."""
+        return self._planner.why(sequence) if sequence.status is SequenceStatus.WAITING else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, groups, tables and the pool agree. O(everything)."""

@@ -1,0 +1,104 @@
+"""The engine core's own loop: take what commands there are, step, report.
+
+Runs in the engine's process or thread until a `Stop` comes; `core_process` and `core_thread` give it its two ends. One
+request's failure is that request's; only a failed step ends the loop.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from quire.engine.core import EngineCore
+from quire.engine.core_messages import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
+from quire.errors import EngineDeadError, InvalidRequestError
+from quire.metrics.stats import EngineSnapshot, EngineStats
+from quire.protocol import SequenceOutput
+from quire.scheduler.snapshot import take_snapshot
+
+logger = logging.getLogger("quire")
+
+
+class CoreLoop:
+    """Drives an `EngineCore`.
+
+    Attributes:
+        step_start: monotonic time at which the running step began, None between steps; read by other threads.
+    """
+
+    def __init__(
+        self, core: EngineCore, receive: Callable[[bool], Iterable[Command]], send: Callable[[Event], None]
+    ) -> None:
+        """`receive` returns the commands that have come; called with True it waits until there is one."""
+        self.core = core
+        self.step_start: float | None = None
+        self._receive, self._send = receive, send
+        self._ended: list[SequenceOutput] = []  # last outputs of aborted requests
+        self._running = True
+
+    def ready(self) -> Ready:
+        """The facts that the front end needs."""
+        kv = self.core.scheduler.kv
+        return Ready(self.core.config.model.max_model_len, kv.num_blocks, kv.block_size)
+
+    def run(self) -> bool:
+        """Serve until stopped; False when the engine died."""
+        debug = self.core.config.args.debug
+        while self._running:
+            idle = not self.core.has_unfinished()
+            if idle and debug:
+                self.core.check_integrity()
+            for command in self._receive(idle):
+                self._carry_out(command)
+            try:
+                self._step()
+            except EngineDeadError as error:
+                logger.exception("the engine died")
+                self._send(Dead(str(error)))
+                return False
+        return True
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        outputs, self._ended = self._ended, []
+        scheduled: list[str] = []
+        if self.core.has_unfinished():
+            self.step_start = start
+            outputs += self.core.step()
+            self.step_start = None
+            scheduled = self.core.first_scheduled
+        elif not outputs:
+            return
+        self._send(News(outputs, scheduled, start, EngineStats.of(self.core.scheduler)))
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Add(request):
+                try:
+                    self.core.add(request)
+                except InvalidRequestError as error:
+                    self._send(Refused(request.request_id, str(error), error.param, error.code))
+                except Exception:
+                    logger.exception("request %s could not be queued", request.request_id)
+                    self._send(Refused(request.request_id, None))
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    self._ended += self.core.abort(request_id)
+            case Finish(sequences):
+                for request_id, index in sequences:
+                    self.core.finish_sequence(request_id, index)
+            case Call(call_id, name):
+                try:
+                    self._send(Reply(call_id, self._call(name)))
+                except Exception as error:
+                    logger.exception("%s failed", name)
+                    self._send(Reply(call_id, error=f"{name} failed: {error}"))
+            case Stop():
+                self._running = False
+
+    def _call(self, name: str) -> EngineSnapshot | bool:
+        if name == "snapshot":
+            return take_snapshot(self.core.scheduler)
+        if name == "reset_prefix_cache":
+            return self.core.scheduler.reset_prefix_cache()
+        self.core.check_integrity()
+        return True

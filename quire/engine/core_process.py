@@ -1,0 +1,226 @@
+"""The engine core in a process of its own, and the client that starts it.
+
+The front end keeps its event loop smooth while the model computes, and survives the engine. Commands and events are
+msgspec structs over two ZeroMQ sockets (`ipc://`, in a directory that only this user may enter). The child reads its
+options from standard input, and that pipe's end is how it learns that the parent is gone. Run as a module, this file
+is the child.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from quire import errors
+from quire.config.engine_args import EngineArgs
+from quire.engine.core_messages import Beat, Command, Dead, Event, Failed, Ready, Stop
+from quire.errors import EngineDeadError, ModelLoadError, QuireError
+from quire.utils.child import child_environment
+from quire.utils.logs import configure_logging
+
+BEAT_SECONDS = 1.0
+CLOSE_SECONDS = 5.0  # for the child to leave by itself
+_EXIT_ORPHANED = 3
+
+logger = logging.getLogger("quire")
+
+
+class Birth(msgspec.Struct, frozen=True):
+    """What the child is told on its standard input, as one line of JSON."""
+
+    args: EngineArgs
+    directory: str  # of the sockets
+    log_level: str
+
+
+def _address(directory: str, name: str) -> str:
+    return f"ipc://{directory}/{name}"
+
+
+class ProcessClient:
+    """Starts the child (a `CoreClient`)."""
+
+    def __init__(self, args: EngineArgs, log_level: str) -> None:
+        self._directory = tempfile.mkdtemp(prefix="quire-")  # made with mode 0700
+        self._context = zmq.Context()
+        self._commands = self._socket(zmq.PUSH, "commands")
+        self._events = self._socket(zmq.PULL, "events")
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Event).decode
+        self._closing = False
+        self._turn = threading.Lock()
+        self._listening: asyncio.AbstractEventLoop | None = None
+        self._last_beat, self._in_step = time.monotonic(), 0.0
+        self._process = _spawn(Birth(args, self._directory, log_level))
+
+    def wait_ready(self) -> Ready:
+        while not self._events.poll(200):
+            if (code := self._process.poll()) is not None and not self._events.poll(0):
+                raise EngineDeadError(f"the engine's process ended while it loaded the model ({_how_it_ended(code)}).")
+        event = self._decode(self._events.recv())
+        if isinstance(event, Failed):
+            raise getattr(errors, event.kind, ModelLoadError)(event.message)
+        assert isinstance(event, Ready), "the first event is Ready or Failed"
+        return event
+
+    def attach(self, on_event: Callable[[Event], None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def receive() -> None:
+            """Take all there is: ZeroMQ's descriptor only tells of the passage from empty to not empty."""
+            with contextlib.suppress(zmq.Again):
+                while not self._closing:
+                    event = self._decode(self._events.recv(zmq.NOBLOCK))
+                    if isinstance(event, Beat):
+                        self._last_beat, self._in_step = time.monotonic(), event.seconds_in_step
+                    else:
+                        on_event(event)
+
+        self._listening = loop
+        loop.add_reader(self._events.fileno(), receive)
+        loop.call_soon(receive)
+
+        def watch() -> None:
+            code = self._process.wait()
+            if not self._closing:
+                dead = Dead(f"the engine's process ended unexpectedly ({_how_it_ended(code)})")
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(on_event, dead)
+
+        threading.Thread(target=watch, name="quire-engine-watch", daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        with contextlib.suppress(zmq.Again):  # nobody listens: the child is gone, as its watch is about to tell
+            self._commands.send(self._encode(command), zmq.NOBLOCK)
+
+    def seconds_stuck(self) -> float:
+        silence = time.monotonic() - self._last_beat
+        return self._in_step + silence if self._in_step else max(0.0, silence - BEAT_SECONDS)
+
+    def close(self) -> None:
+        with self._turn:  # a second caller waits until the first has ended the child
+            if not self._closing:
+                self._closing = True
+                self._end()
+
+    def _end(self) -> None:
+        if self._listening is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._listening.call_soon_threadsafe(self._listening.remove_reader, self._events.fileno())
+        self.send(Stop())
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _socket(self, kind: int, name: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)  # nothing is dropped, and nobody blocks; what bounds the queues is the number of requests
+        socket.bind(_address(self._directory, name))
+        return socket
+
+
+def _spawn(birth: Birth) -> subprocess.Popen:
+    # -P: the working directory is no place to import from.
+    command = [sys.executable, "-P", "-m", "quire.engine.core_process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment())
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it is gone already: the caller sees its exit
+        process.stdin.write(msgspec.json.encode(birth) + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+    return f"{name}; out of memory, perhaps" if name == "SIGKILL" else name
+
+
+def main() -> int:
+    """The child: load the model, serve, and leave when told to or when the parent is gone."""
+    # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    birth = msgspec.json.decode(sys.stdin.buffer.readline(), type=Birth)
+    configure_logging(birth.log_level)
+    leaving = threading.Event()
+    threading.Thread(target=_watch_parent, args=(birth.directory, leaving), daemon=True).start()
+    context = zmq.Context()
+    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Command).decode
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, name in ((commands, "commands"), (events, "events")):
+        socket.set_hwm(0)
+        socket.connect(_address(birth.directory, name))
+
+    def receive(wait: bool) -> list[Command]:
+        received: list[Command] = []
+        while commands.poll(None if wait and not received else 0):
+            received.append(decode(commands.recv()))
+        return received
+
+    def send(event: Event) -> None:
+        events.send(encode(event))
+
+    try:
+        from quire.engine.build import build_core  # torch comes in here: the watch above must not wait for it
+        from quire.engine.core_loop import CoreLoop
+
+        loop = CoreLoop(build_core(birth.args.resolve(), show_progress=sys.stderr.isatty()), receive, send)
+    except QuireError as error:
+        send(Failed(type(error).__name__, str(error)))
+        context.destroy(linger=1000)
+        return 1
+    gc.freeze()  # the model's objects are here to stay: collections need not look at them again
+    beat = threading.Thread(target=_beat, args=(context, birth.directory, lambda: loop.step_start), daemon=True)
+    beat.start()
+    send(loop.ready())
+    alive = loop.run()
+    leaving.set()
+    events.close(linger=1000)
+    return 0 if alive else 1
+
+
+def _watch_parent(directory: str, leaving: threading.Event) -> None:
+    """Leave when standard input ends: the parent is gone, or closing and about to wait."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    if not leaving.wait(CLOSE_SECONDS - 1):
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(_EXIT_ORPHANED)
+
+
+def _beat(context: zmq.Context, directory: str, step_start: Callable[[], float | None]) -> None:
+    """Tell the parent every second how long the running step has taken; a socket belongs to one thread."""
+    with contextlib.suppress(zmq.ZMQError), context.socket(zmq.PUSH) as socket:
+        socket.set_hwm(0)
+        socket.connect(_address(directory, "events"))
+        while True:
+            start = step_start()
+            socket.send(msgspec.msgpack.encode(Beat(0.0 if start is None else time.monotonic() - start)))
+            time.sleep(BEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # at once: nothing is left to save, and threads of libraries may linger

@@ -1,0 +1,80 @@
+"""The engine core in a thread of this process: no second process, and one interpreter's lock between the two.
+
+`AsyncLLM` uses it with `engine="thread"`, and has then what can't cross a process border: logits processors written in
+Python, `apply_model`.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from quire.config.engine_args import EngineConfig
+from quire.engine.core_messages import Command, Dead, Event, Ready, Stop
+
+logger = logging.getLogger("quire")
+CLOSE_SECONDS = 5.0
+
+
+class ThreadClient:
+    """Builds the core in the calling thread, and runs it in another (a `CoreClient`).
+
+    Raises:
+        ConfigError, NotYetSupportedError, ModelLoadError: options or files.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        # torch comes in with these: a front end whose engine is elsewhere does without.
+        from quire.engine.build import build_core
+        from quire.engine.core_loop import CoreLoop
+
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._deliver: Callable[[Event], None] = lambda event: None
+        self._loop = CoreLoop(build_core(config, show_progress=False), self._receive, self._send)
+        self.core = self._loop.core
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> Ready:
+        return self._loop.ready()
+
+    def attach(self, on_event: Callable[[Event], None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(on_event, event)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                logger.debug("an event of the engine came after the event loop's end")
+
+        self._deliver = deliver
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def seconds_stuck(self) -> float:
+        start = self._loop.step_start
+        return 0.0 if start is None else time.monotonic() - start
+
+    def close(self) -> None:
+        self.send(Stop())
+        self._thread.join(CLOSE_SECONDS)
+        self.core.executor.stop()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception as error:  # a bug of ours; without this nobody would hear of it
+            logger.exception("the engine's thread died")
+            self._send(Dead(f"the engine's thread died ({type(error).__name__})"))
+
+    def _send(self, event: Event) -> None:
+        self._deliver(event)
+
+    def _receive(self, wait: bool) -> list[Command]:
+        received = [self._commands.get()] if wait else []
+        while not self._commands.empty():
+            received.append(self._commands.get())
+        return received

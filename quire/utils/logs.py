@@ -1,0 +1,19 @@
+"""How a process of Quire's writes its log: one line an event, with the time, on standard error.
+
+The server and the engine's process call `configure_logging` once at start-up; a library user's own logging is left
+alone.
+"""
+
+import logging
+
+LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def configure_logging(level: str) -> None:
+    """Send Quire's log (logger "quire" and below) to standard error, from this level up."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("quire")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

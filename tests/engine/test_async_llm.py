@@ -1,0 +1,326 @@
+"""AsyncLLM over both of its transports: the outputs of LLM, and no request that is lost, leaked or left waiting."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, RequestOutputKind, SamplingParams
+from quire.engine.core_process import ProcessClient
+from quire.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    OverloadedError,
+    RequestFailedError,
+)
+from quire.outputs import RequestOutput
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+ARGS = EngineArgs(model="demo", debug=True, num_kv_blocks=256)
+PROMPTS = ["Once upon a time", "The old house stood", "It was a bright morning in spring when the two of them"]
+
+
+class Engine:
+    """An AsyncLLM with the event loop that it lives on."""
+
+    def __init__(self, llm: AsyncLLM, runner: asyncio.Runner) -> None:
+        self.llm = llm
+        self.run: Run = runner.run
+
+    async def collect(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> list[RequestOutput]:
+        return [output async for output in self.llm.generate(prompt, params, request_id)]
+
+    async def when_idle(self) -> None:
+        """Wait until the engine holds nothing, and check that it does not."""
+        deadline = time.monotonic() + 10
+        while True:
+            snapshot = await self.llm.snapshot()
+            if not snapshot.num_sequences:
+                break
+            assert time.monotonic() < deadline, "requests were left behind"
+            await asyncio.sleep(0.01)
+        assert 2 not in snapshot.blocks
+        await self.llm.check_integrity()
+        assert self.llm.num_unfinished == self.llm.num_queued == 0
+
+
+@pytest.fixture(scope="module", params=["process", "thread"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with asyncio.Runner() as runner:
+        options = AsyncOptions(engine=request.param, log_level="warning")
+        engine = Engine(AsyncLLM.from_engine_args(ARGS, options=options), runner)
+        yield engine
+        engine.run(engine.when_idle())
+        engine.llm.shutdown()
+        engine.llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def offline() -> LLM:
+    return LLM("demo", num_kv_blocks=256)
+
+
+def test_outputs_equal_those_of_llm(engine: Engine, offline: LLM) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=40, stop=["e "], n=3),
+        SamplingParams(temperature=1.0, seed=6, max_tokens=25, n=2, best_of=4, logprobs=0),
+        SamplingParams(
+            temperature=0.7, seed=7, max_tokens=20, ignore_eos=True, logit_bias={50: 3.0}, bad_words=["the"]
+        ),
+    ]
+    cases = [(prompt, p) for prompt in PROMPTS for p in params]
+    expected = offline.generate([prompt for prompt, _ in cases], [p for _, p in cases], use_tqdm=False)
+
+    async def all_at_once() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(engine.collect(prompt, p) for prompt, p in cases))
+
+    for outputs, one in zip(engine.run(all_at_once()), expected, strict=True):
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].outputs == one.outputs
+        assert outputs[-1].prompt_logprobs == one.prompt_logprobs
+        assert outputs[-1].prompt_token_ids == one.prompt_token_ids
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_deltas_add_up_however_slow_the_reader_is(engine: Engine, slow: bool) -> None:
+    params = SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=40, logprobs=1, ignore_eos=True)
+    whole = engine.run(engine.collect(PROMPTS[0], params))[-1].outputs
+    deltas = params.clone()
+    deltas.output_kind = RequestOutputKind.DELTA
+
+    async def read() -> tuple[list[str], list[list[int]], list[list[Any]], int]:
+        text, ids, logprobs, count = ["", ""], [[], []], [[], []], 0
+        async for output in engine.llm.generate(PROMPTS[0], deltas):
+            count += 1
+            for part in output.outputs:
+                text[part.index] += part.text
+                ids[part.index] += part.token_ids
+                logprobs[part.index] += part.logprobs or []
+            if slow:
+                await asyncio.sleep(0.2)
+        return text, ids, logprobs, count
+
+    text, ids, logprobs, count = engine.run(read())
+    assert text == [part.text for part in whole]
+    assert ids == [part.token_ids for part in whole]
+    assert logprobs == [part.logprobs for part in whole]
+    if slow:
+        assert count < 40
+
+
+def test_final_only_yields_once(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=12, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert [o.finished for o in engine.run(engine.collect(PROMPTS[0], params))] == [True]
+
+
+def test_leaving_the_iterator_aborts(engine: Engine) -> None:
+    async def leave() -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        async for _ in engine.llm.generate(PROMPTS[0], params, "left"):
+            break
+        reader = asyncio.create_task(engine.collect(PROMPTS[1], params, "cancelled"))
+        while engine.llm.stats().num_requests_running == 0:
+            await asyncio.sleep(0.001)
+        reader.cancel()
+        await engine.when_idle()
+
+    engine.run(leave())
+
+
+def test_abort_by_id_ends_the_iterator(engine: Engine) -> None:
+    async def abort() -> RequestOutput:
+        outputs = []
+        async for output in engine.llm.generate(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True), "one"):
+            outputs.append(output)
+            if len(outputs) == 2:
+                await engine.llm.abort("one")
+        return outputs[-1]
+
+    last = engine.run(abort())
+    assert last.finished
+    assert last.request_id == "one"
+    assert last.outputs[0].finish_reason == "abort"
+
+
+def test_ids_may_be_used_twice_at_once(engine: Engine) -> None:
+    async def both() -> list[list[RequestOutput]]:
+        params = SamplingParams(temperature=0.0, max_tokens=20)
+        return await asyncio.gather(*(engine.collect(prompt, params, "same") for prompt in PROMPTS[:2]))
+
+    first, second = engine.run(both())
+    assert first[-1].prompt != second[-1].prompt
+    assert first[-1].request_id == second[-1].request_id == "same"
+
+
+def test_a_refused_request_says_why_and_harms_nobody(engine: Engine) -> None:
+    async def attempt() -> None:
+        good = asyncio.create_task(engine.collect(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=50)))
+        for prompt, params, param in [
+            ("", SamplingParams(), "prompt"),
+            ([1, -1], SamplingParams(), "prompt"),
+            ([1] * 5000, SamplingParams(), "prompt"),
+            ("x", SamplingParams(logprobs=21), "logprobs"),
+            ("x", SamplingParams(stop_token_ids=[10**6]), "stop_token_ids"),
+        ]:
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.collect(prompt, params)
+            assert caught.value.param == param
+        assert len((await good)[-1].outputs[0].token_ids) == 50
+
+    engine.run(attempt())
+
+
+def test_a_chat_template_from_a_stranger_is_killed_when_it_hangs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.template_process.SECONDS", 1.5)
+    hang = (
+        "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
+        "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+
+    async def render() -> None:
+        text = await engine.llm.render_chat(messages, chat_template="<{{ messages[0].content }}>")
+        assert text == "<Hi>"
+        with pytest.raises(InvalidRequestError, match="took too long"):
+            await engine.llm.render_chat(messages, chat_template=hang)
+        with pytest.raises(InvalidRequestError, match="no valid Jinja"):
+            await engine.llm.render_chat(messages, chat_template="{% if %}")
+        assert await engine.llm.render_chat(messages, chat_template="a") == "a"
+        assert "Hi" in await engine.llm.render_chat(messages)
+
+    engine.run(render())
+
+
+def test_logits_processors_need_the_thread() -> None:
+    def only_seven(output_ids: list[int], logits: Any) -> Any:
+        logits[:] = -1e9
+        logits[7] = 0
+        return logits
+
+    def broken(output_ids: list[int], logits: Any) -> Any:
+        raise ValueError("no")
+
+    async def use(llm: AsyncLLM) -> None:
+        params = SamplingParams(max_tokens=3, ignore_eos=True, logits_processors=[only_seven])
+        outputs = [output async for output in llm.generate("x", params)]
+        assert outputs[-1].outputs[0].token_ids == [7, 7, 7]
+        with pytest.raises(RequestFailedError):
+            _ = [output async for output in llm.generate("x", SamplingParams(logits_processors=[broken]))]
+
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(engine="thread"))
+    asyncio.run(use(llm))
+    llm.shutdown()
+
+
+def test_the_queue_is_bounded() -> None:
+    args = EngineArgs(model="demo", max_num_seqs=2, num_kv_blocks=64, debug=True)
+    llm = AsyncLLM.from_engine_args(args, options=AsyncOptions(engine="thread", max_num_queued_reqs=3))
+
+    async def crowd() -> list[Any]:
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+
+        async def one() -> int:
+            outputs = [output async for output in llm.generate("x", params)]
+            return len(outputs[-1].outputs[0].token_ids)
+
+        return await asyncio.gather(*(one() for _ in range(20)), return_exceptions=True)
+
+    results = asyncio.run(crowd())
+    llm.shutdown()
+    assert results.count(30) == 5  # two places and three in the queue
+    assert sum(isinstance(r, OverloadedError) for r in results) == 15
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (EngineArgs(model="/nonexistent-model"), ModelLoadError),
+        (EngineArgs(model="demo", kv_cache_memory=1), ConfigError),
+    ],
+)
+def test_what_prevents_the_start_is_told(args: EngineArgs, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        AsyncLLM.from_engine_args(args)
+
+
+def _child_of(llm: AsyncLLM) -> subprocess.Popen[bytes]:
+    assert isinstance(llm._client, ProcessClient)
+    return llm._client._process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(number: signal.Signals) -> None:
+    llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="error", step_timeout=2.0))
+    directory = llm._client._directory  # type: ignore[attr-defined]
+
+    async def wait() -> None:
+        params = SamplingParams(max_tokens=490, ignore_eos=True)
+
+        async def one() -> None:
+            async for _ in llm.generate("x", params):
+                pass
+
+        waiters = [asyncio.create_task(one()) for _ in range(3)]
+        while llm.stats().num_requests_running < 3:
+            await asyncio.sleep(0.001)
+        os.kill(_child_of(llm).pid, number)
+        results = await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 10)
+        assert [type(result) for result in results] == [EngineDeadError] * 3
+        with pytest.raises(EngineDeadError):
+            await llm.check_health()
+        with pytest.raises(EngineDeadError):
+            await llm.snapshot()
+        assert "dead" in str(await asyncio.wait_for(llm.wait_dead(), 10))
+
+    asyncio.run(wait())
+    llm.shutdown()
+    assert _child_of(llm).poll() is not None
+    assert not os.path.exists(directory)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_engine_goes_when_its_parent_is_killed(busy: bool) -> None:
+    script = f"""
+        import asyncio
+        from quire import AsyncLLM, EngineArgs, SamplingParams
+        llm = AsyncLLM.from_engine_args(EngineArgs(model="demo"))
+
+        async def main():
+            print(llm._client._process.pid, llm._client._directory, flush=True)
+            params = SamplingParams(max_tokens=490, ignore_eos=True)
+            while {busy}:
+                async for _ in llm.generate("x", params):
+                    pass
+            await asyncio.sleep(600)
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, directory = parent.stdout.readline().split()
+        time.sleep(0.2)
+        parent.kill()
+        deadline = time.monotonic() + 10
+        while _is_alive(int(pid)) or os.path.exists(directory):
+            assert time.monotonic() < deadline, "the engine's process outlived its parent"
+            time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
