@@ -25,7 +25,7 @@ class InputBatch:
         starts: position of the first token of each sequence in this step, int64 [S].
         query_start_loc: int64 [S + 1], the numpy twin of ``attention.query_start_loc``.
         sampled: indices into the plan's scheduled list, of the sequences being sampled; R of them.
-        sampled_tokens: int64 [R], index in [0, T) of each sampled sequence's last token.
+        sampled_tokens: int64 [R], ascending: index in [0, T) of each sampled sequence's last token.
     """
 
     input_ids: torch.Tensor
@@ -35,7 +35,7 @@ class InputBatch:
     starts: np.ndarray
     query_start_loc: np.ndarray
     sampled: list[int]
-    sampled_tokens: torch.Tensor
+    sampled_tokens: np.ndarray
 
 
 def gather(plan: StepPlan, table: RowTable) -> InputBatch:
@@ -60,12 +60,11 @@ def gather(plan: StepPlan, table: RowTable) -> InputBatch:
     slots += offset
     num_blocks = -(-int(seq_lens.max()) // block_size)
     sampled = [i for i, s in enumerate(plan.scheduled) if s.num_samples]
-    start_loc = torch.from_numpy(query_start_loc)
     return InputBatch(
         input_ids=torch.from_numpy(table.token_ids[row_of_token, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
         attention=AttentionBatch(
-            query_start_loc=start_loc,
+            query_start_loc=torch.from_numpy(query_start_loc),
             seq_lens=torch.from_numpy(seq_lens),
             block_tables=torch.from_numpy(table.block_tables[rows, :num_blocks].astype(np.int64)),
             slot_mapping=torch.from_numpy(slots),
@@ -75,5 +74,5 @@ def gather(plan: StepPlan, table: RowTable) -> InputBatch:
         starts=starts,
         query_start_loc=query_start_loc,
         sampled=sampled,
-        sampled_tokens=start_loc[1:][sampled] - 1,
+        sampled_tokens=query_start_loc[1:][sampled] - 1,
     )

@@ -105,7 +105,7 @@ class ModelRunner:
         scheduled = [plan.scheduled[i] for i in batch.sampled]
         if not scheduled:
             return StepResult(step_id=plan.step_id, token_ids=[], prompt_logprobs=prompt)
-        logits = self.model.compute_logits(hidden[batch.sampled_tokens])
+        logits = self.model.compute_logits(_take_rows(hidden, batch.sampled_tokens))
         states = [self.table.state(s.sequence_id) for s in scheduled]
         output: SamplerOutput = sample(logits, states, [s.num_samples for s in scheduled])
         token_ids: list[int] = []
@@ -146,3 +146,14 @@ class ModelRunner:
                 entries.extend(prompt_logprobs(logits, targets, top))
             found[s.sequence_id] = PromptLogprobs(start=start + 1, entries=entries)
         return found
+
+
+def _take_rows(hidden: Tensor, rows: np.ndarray) -> Tensor:
+    """Rows [R] of hidden states [T, H], ascending; all of them as they are.
+
+    Not by torch's indexing: it wakes OpenMP threads, which then spin on the cores that the kernels' own threads need.
+    """
+    if len(rows) == hidden.shape[0]:
+        return hidden
+    bits = hidden.view(torch.int32 if hidden.dtype.itemsize == 4 else torch.int16)
+    return torch.from_numpy(bits.numpy()[rows]).view(hidden.dtype)
