@@ -1,21 +1,19 @@
 """The engine for an event loop: any number of requests at once, each an async iterator of its outputs.
 
 The HTTP server drives it, and so do users with a loop of their own. It joins the input processor, a client of the
-engine core (in its own process, or in a thread) and the output processor. All of it runs on one event loop, except for
-what takes long for a single request (encoding a long prompt, rendering a template), which goes to threads.
+engine core (in its own process, or in a thread) and the output processor, on one event loop.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
-from quire.engine.chat_template import ChatTemplate
+from quire.engine.async_inputs import AsyncInputs
 from quire.engine.core_messages import (
     Abort,
     Add,
@@ -32,10 +30,9 @@ from quire.engine.core_messages import (
 )
 from quire.engine.core_process import ProcessClient
 from quire.engine.core_thread import ThreadClient
-from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
+from quire.engine.input_processor import PromptType
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
-from quire.engine.template_process import TemplateProcess
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import (
     EngineDeadError,
@@ -50,9 +47,6 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("quire")
-
-_SHORT = 2000  # characters or ids of a prompt that are handled on the event loop: less work than going to a thread
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,7 @@ class AsyncLLM:
     Attributes:
         config: options and model, with the context that the KV cache turned out to hold.
         tokenizer: the model's, or None with skip_tokenizer_init.
+        encode, render_chat: see `AsyncInputs`.
         metrics: counts and times what happens to requests.
         num_blocks: KV blocks of the engine.
     """
@@ -85,10 +80,11 @@ class AsyncLLM:
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.tokenizer = tokenizer
-        self.metrics = ServingMetrics()
+        self.metrics = ServingMetrics(config.model.max_model_len)
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
-        self._inputs = InputProcessor(config, tokenizer)
+        self._inputs = AsyncInputs(config, tokenizer)
+        self.encode, self.render_chat = self._inputs.encode, self._inputs.render_chat
         self._outputs = OutputProcessor(tokenizer, with_metrics=not config.args.disable_log_stats)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
@@ -96,8 +92,6 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {})
-        self._threads = ThreadPoolExecutor(2, "quire-input")
-        self._templates = TemplateProcess()
         self._death: asyncio.Future[EngineDeadError] | None = None
         self._dead: EngineDeadError | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -213,46 +207,6 @@ class AsyncLLM:
         if internal and self._dead is None:
             self._client.send(Abort(internal))
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; a long one is encoded in a thread."""
-        tokenizer = self._tokenizer_or_refuse()
-        return await self._run(len(text), lambda: tokenizer.encode(text, add_special_tokens))
-
-    async def render_chat(
-        self,
-        messages: Any,
-        *,
-        tools: Any = None,
-        documents: Any = None,
-        chat_template: str | None = None,
-        trusted: bool = False,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """The prompt of a conversation, by the model's template or by the one given.
-
-        A template that is not `trusted` is rendered in a process that is killed when it takes too long.
-
-        Raises:
-            InvalidRequestError: bad messages, no template, the template's own complaint, or its bounds overstepped.
-        """
-        tokenizer = self._tokenizer_or_refuse()
-        template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
-        options: dict[str, Any] = {
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        if chat_template is not None and not trusted:
-            text = template.select(tools)
-            return await self._in_thread(
-                lambda: self._templates.render(text, tokenizer.special_tokens_map, messages, options)
-            )
-        return await self._in_thread(lambda: template.render(messages, **options))
-
     # The engine.
 
     async def check_health(self) -> None:
@@ -282,15 +236,18 @@ class AsyncLLM:
         """Raise RequestFailedError when the engine's state is inconsistent; for tests."""
         await self._call("check_integrity")
 
-    def shutdown(self) -> None:
-        """End the engine; requests that are left end with EngineDeadError. Safe to call twice."""
+    def end_requests(self) -> None:
+        """End what is running with EngineDeadError, and take nothing more: the first half of `shutdown`, at once."""
         if self._dead is None:
             self._end_all(EngineDeadError("the engine was shut down."))
+
+    def shutdown(self) -> None:
+        """End all requests and the engine, which may take a few seconds. Safe to call twice."""
+        self.end_requests()
         if self._watcher is not None:
             self._watcher.cancel()
         self._client.close()
-        self._templates.close()
-        self._threads.shutdown(wait=False)
+        self._inputs.close()
 
     # On the way down.
 
@@ -323,10 +280,7 @@ class AsyncLLM:
         priority: int,
     ) -> None:
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        size = len(prompt) if isinstance(prompt, str | list) else sum(len(v) for v in prompt.values() if v)  # type: ignore[arg-type]
-        processed: ProcessedInput = await self._run(
-            size, lambda: self._inputs.process(external, prompt, params, arrival, priority).renamed(internal)
-        )
+        processed = (await self._inputs.process(external, prompt, params, arrival, priority)).renamed(internal)
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
         request = processed.request
@@ -343,12 +297,6 @@ class AsyncLLM:
             if abort and self._dead is None:
                 self._client.send(Abort([internal]))
 
-    async def _run(self, size: int, function: Callable[[], _Result]) -> _Result:
-        return function() if size <= _SHORT else await self._in_thread(function)
-
-    async def _in_thread(self, function: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
     async def _call(self, name: CallName) -> Any:
         self._attach()
         call_id = next(self._ids)
@@ -358,11 +306,6 @@ class AsyncLLM:
             return await future
         finally:
             del self._calls[call_id]
-
-    def _tokenizer_or_refuse(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequestError("text needs a tokenizer, but skip_tokenizer_init=True; pass token ids.", "prompt")
-        return self.tokenizer
 
     # On the way up.
 
@@ -384,7 +327,7 @@ class AsyncLLM:
     def _take_in(self, news: News) -> None:
         """A step's news: text for everyone who waits, and sequences that a stop string ended."""
         self._stats = news.stats
-        metrics, now = self.metrics, time.monotonic()
+        metrics, now = self.metrics, news.end  # not when it got here: several steps' news may come at once
         metrics.on_engine_stats(news.stats)
         if news.scheduled:
             self._outputs.note_scheduled(news.scheduled, news.start)
@@ -392,7 +335,7 @@ class AsyncLLM:
             for request_id in news.scheduled:
                 metrics.on_scheduled(request_id, news.start)
         for item in news.outputs:
-            if item.new_token_ids and item.request_id in self._outputs:
+            if item.new_token_ids and self._outputs.awaits(item.request_id, item.sequence_index):
                 metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         processed = self._outputs.process(news.outputs)
         if processed.stopped:
@@ -418,11 +361,15 @@ class AsyncLLM:
     async def _watch(self) -> None:
         """Declare an engine dead that hangs."""
         limit = self._options.step_timeout
+        interval = min(1.0, limit / 4)
         while True:
-            await asyncio.sleep(min(1.0, limit / 4))
-            if self._client.seconds_stuck() > limit:
+            start = time.monotonic()
+            await asyncio.sleep(interval)
+            # Where it was this process that stopped (Ctrl-Z, a frozen container), signs of life are yet to be read.
+            late = time.monotonic() - start > 2 * interval
+            if not late and self._client.seconds_stuck() > limit:
                 self._die(f"it gave no sign of life for {limit:g} s")
-                await self._in_thread(self._client.close)
+                await asyncio.to_thread(self._client.close)
 
     def _die(self, reason: str) -> None:
         if self._dead is None:

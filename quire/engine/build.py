@@ -9,6 +9,7 @@ import time
 from quire.config.cache import CacheConfig
 from quire.config.engine_args import EngineConfig
 from quire.engine.core import EngineCore
+from quire.errors import ConfigError
 from quire.executor.inprocess import InProcessExecutor
 from quire.kvcache.manager import KVManager
 from quire.models.registry import check_architecture
@@ -29,7 +30,8 @@ def build_core(config: EngineConfig, show_progress: bool) -> EngineCore:
     check_architecture(config.model)
     executor = InProcessExecutor(config)
     loaded = executor.start(progress=show_progress)
-    plan = plan_kv_blocks(config, executor.memory_report())
+    report = executor.memory_report()
+    plan = plan_kv_blocks(config, report)
     if plan.max_model_len < config.model.max_model_len:
         logger.warning(
             "max_model_len lowered from %d to %d tokens: that is what the KV cache holds",
@@ -37,19 +39,26 @@ def build_core(config: EngineConfig, show_progress: bool) -> EngineCore:
             plan.max_model_len,
         )
         config = config.with_max_model_len(plan.max_model_len)
-    executor.initialize_cache(plan.num_blocks, plan.max_model_len)
+    try:
+        executor.initialize_cache(plan.num_blocks, plan.max_model_len)
+    except (MemoryError, OSError) as error:
+        size = plan.num_blocks * report.block_bytes / 2**30
+        raise ConfigError(
+            f"there is no memory for a KV cache of {plan.num_blocks} blocks, {size:.1f} GiB; lower num_kv_blocks or "
+            "kv_cache_memory."
+        ) from error
     cache = CacheConfig(
         block_size=config.args.block_size,
         num_blocks=plan.num_blocks,
         enable_prefix_caching=config.args.enable_prefix_caching,
     )
-    logger.info("%s; dtype %s", loaded, config.model.dtype)
+    logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, plan.max_model_len)
+    logger.info("%s", loaded)
     logger.info(
-        "KV cache: %d blocks of %d tokens (%d tokens); context %d tokens; ready in %.2f s",
+        "KV cache: %d blocks of %d tokens, %d tokens in all; engine ready in %.2f s",
         plan.num_blocks,
         cache.block_size,
         plan.num_blocks * cache.block_size,
-        plan.max_model_len,
         time.perf_counter() - start,
     )
     return EngineCore(config, Scheduler(config.scheduler, KVManager(cache)), executor)

@@ -73,6 +73,10 @@ class ChatTemplate:
             )
         return self._template[name]
 
+    def check(self) -> None:
+        """Raise InvalidRequestError where there is no template, or none that is valid Jinja."""
+        _compile(self.select())
+
     def render(
         self,
         messages: Sequence[Any],

@@ -33,6 +33,7 @@ class CoreLoop:
         self.step_start: float | None = None
         self._receive, self._send = receive, send
         self._ended: list[SequenceOutput] = []  # last outputs of aborted requests
+        self._finished = False  # sequences were ended since the last step, and the stats have changed
         self._running = True
 
     def ready(self) -> Ready:
@@ -60,15 +61,16 @@ class CoreLoop:
     def _step(self) -> None:
         start = time.monotonic()
         outputs, self._ended = self._ended, []
+        finished, self._finished = self._finished, False
         scheduled: list[str] = []
         if self.core.has_unfinished():
             self.step_start = start
             outputs += self.core.step()
             self.step_start = None
             scheduled = self.core.first_scheduled
-        elif not outputs:
+        elif not (outputs or finished):
             return
-        self._send(News(outputs, scheduled, start, EngineStats.of(self.core.scheduler)))
+        self._send(News(outputs, scheduled, start, time.monotonic(), EngineStats.of(self.core.scheduler)))
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -86,6 +88,7 @@ class CoreLoop:
             case Finish(sequences):
                 for request_id, index in sequences:
                     self.core.finish_sequence(request_id, index)
+                self._finished = True
             case Call(call_id, name):
                 try:
                     self._send(Reply(call_id, self._call(name)))

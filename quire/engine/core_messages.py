@@ -65,6 +65,7 @@ class News(msgspec.Struct, frozen=True, tag=True):
     outputs: list[SequenceOutput]
     scheduled: list[str]  # requests that were new, or back from a preemption, in the step
     start: float  # of the step
+    end: float
     stats: EngineStats
 
 

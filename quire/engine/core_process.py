@@ -31,7 +31,7 @@ from quire.utils.child import child_environment
 from quire.utils.logs import configure_logging
 
 BEAT_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # for the child to leave by itself
+CLOSE_SECONDS = 2.5  # for the child to leave by itself
 _EXIT_ORPHANED = 3
 
 logger = logging.getLogger("quire")
@@ -53,7 +53,9 @@ class ProcessClient:
     """Starts the child (a `CoreClient`)."""
 
     def __init__(self, args: EngineArgs, log_level: str) -> None:
-        self._directory = tempfile.mkdtemp(prefix="quire-")  # made with mode 0700
+        # Made with mode 0700; removed at the latest when the interpreter ends, if a signal cuts this short.
+        self._home = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
+        self._directory = self._home.name
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, "commands")
         self._events = self._socket(zmq.PULL, "events")
@@ -63,16 +65,20 @@ class ProcessClient:
         self._turn = threading.Lock()
         self._listening: asyncio.AbstractEventLoop | None = None
         self._last_beat, self._in_step = time.monotonic(), 0.0
+        self._ready = False
         self._process = _spawn(Birth(args, self._directory, log_level))
 
     def wait_ready(self) -> Ready:
-        while not self._events.poll(200):
-            if (code := self._process.poll()) is not None and not self._events.poll(0):
-                raise EngineDeadError(f"the engine's process ended while it loaded the model ({_how_it_ended(code)}).")
-        event = self._decode(self._events.recv())
+        event: Event = Beat(0.0)
+        while isinstance(event, Beat):  # which another socket sends, so it may overtake
+            while not self._events.poll(200):
+                if (code := self._process.poll()) is not None and not self._events.poll(0):
+                    raise EngineDeadError(f"the engine's process ended while loading ({_how_it_ended(code)}).")
+            event = self._decode(self._events.recv())
         if isinstance(event, Failed):
             raise getattr(errors, event.kind, ModelLoadError)(event.message)
         assert isinstance(event, Ready), "the first event is Ready or Failed"
+        self._ready = True
         return event
 
     def attach(self, on_event: Callable[[Event], None]) -> None:
@@ -107,7 +113,7 @@ class ProcessClient:
 
     def seconds_stuck(self) -> float:
         silence = time.monotonic() - self._last_beat
-        return self._in_step + silence if self._in_step else max(0.0, silence - BEAT_SECONDS)
+        return max(0.0, self._in_step + silence - BEAT_SECONDS)  # at least: the next beat is not due before that
 
     def close(self) -> None:
         with self._turn:  # a second caller waits until the first has ended the child
@@ -120,6 +126,8 @@ class ProcessClient:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._listening.call_soon_threadsafe(self._listening.remove_reader, self._events.fileno())
         self.send(Stop())
+        if not self._ready:
+            self._process.kill()  # it would not listen while it loads
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -129,7 +137,7 @@ class ProcessClient:
             self._process.kill()
             self._process.wait()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._home.cleanup()
 
     def _socket(self, kind: int, name: str) -> zmq.Socket:
         socket = self._context.socket(kind)
@@ -161,7 +169,9 @@ def main() -> int:
     # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    birth = msgspec.json.decode(sys.stdin.buffer.readline(), type=Birth)
+    if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
+        return _EXIT_ORPHANED
+    birth = msgspec.json.decode(line, type=Birth)
     configure_logging(birth.log_level)
     leaving = threading.Event()
     threading.Thread(target=_watch_parent, args=(birth.directory, leaving), daemon=True).start()
@@ -204,7 +214,7 @@ def _watch_parent(directory: str, leaving: threading.Event) -> None:
     """Leave when standard input ends: the parent is gone, or closing and about to wait."""
     while sys.stdin.buffer.read(4096):
         pass
-    if not leaving.wait(CLOSE_SECONDS - 1):
+    if not leaving.wait(CLOSE_SECONDS - 0.5):
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(_EXIT_ORPHANED)
 
@@ -221,6 +231,10 @@ def _beat(context: zmq.Context, directory: str, step_start: Callable[[], float |
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        logger.critical("the engine's process failed", exc_info=True)
+        code = 1
     logging.shutdown()
     os._exit(code)  # at once: nothing is left to save, and threads of libraries may linger

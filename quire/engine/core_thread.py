@@ -15,7 +15,7 @@ from quire.config.engine_args import EngineConfig
 from quire.engine.core_messages import Command, Dead, Event, Ready, Stop
 
 logger = logging.getLogger("quire")
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 2.5
 
 
 class ThreadClient:

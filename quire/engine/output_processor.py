@@ -167,7 +167,7 @@ class _RequestRecord:
         found: LogprobDict = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True):
             if token_id not in found:
-                text = self.tokenizer.decode([token_id], skip_special_tokens=False) if self.tokenizer else None
+                text = self.tokenizer.token_text(token_id) if self.tokenizer else None
                 found[token_id] = Logprob(logprob=logprob, rank=rank, decoded_token=text)
         return found
 
@@ -185,6 +185,11 @@ class OutputProcessor:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._records
+
+    def awaits(self, request_id: str, sequence_index: int) -> bool:
+        """Whether tokens of this sequence are still wanted; one that a stop string ended may get more for a step."""
+        record = self._records.get(request_id)
+        return record is not None and record.sequences[sequence_index].finish_reason is None
 
     def request_ids(self) -> list[str]:
         """Ids of the live requests, in order of arrival."""

@@ -52,6 +52,7 @@ class Tokenizer:
         # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
         self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
         self._streams = StreamFactory(backend, self._clean_up)
+        self._texts: dict[int, str] = {}  # of single tokens, as far as met
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in it become their ids.
@@ -80,6 +81,13 @@ class Tokenizer:
         except (OverflowError, TypeError):
             raise InvalidRequestError("token ids to decode must be integers from 0 to 2**32 - 1.") from None
         return clean_up_spaces(text) if self._clean_up else text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special or not; kept, as log-probabilities name the same tokens again."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def new_stream(
         self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool

@@ -20,7 +20,10 @@ class InProcessExecutor(Executor):
     def start(self, progress: bool) -> str:
         self._worker = Worker(self._config)
         report = self._worker.load(progress)
-        return f"weights: {report.num_files} files, {report.num_bytes / 2**20:.1f} MiB in {report.seconds:.2f} s"
+        size = (
+            f"{report.num_bytes / 2**20:.1f} MiB in {report.num_files} {'file' if report.num_files == 1 else 'files'}"
+        )
+        return f"weights: {size}, loaded in {report.seconds:.2f} s; {self._worker.describe()}"
 
     @property
     def worker(self) -> Worker:

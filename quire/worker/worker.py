@@ -77,6 +77,17 @@ class Worker:
         except StaleStoreError:  # removed, or where that is not allowed done without
             return self._build(native, keep=path is not None and not path.exists())
 
+    def describe(self) -> str:
+        """The kernels in use and why, and the threads, for the log."""
+        wanted, args = self._config.args.kernels, self._config.args
+        why = "as asked for" if wanted != "auto" else "the best that this machine has"
+        if self.kernels == TORCH:
+            why = "as asked for" if wanted == TORCH else "no compiled ones serve this model here: slower"
+        small = ", as the model is small" if self._num_threads == 1 < torch.get_num_threads() else ""
+        kept = "" if args.kv_cache_dtype == "auto" else f"; {args.kv_cache_dtype} KV cache"
+        packed = "" if args.quantization is None else f"; {args.quantization} weights"
+        return f"kernels: {self.kernels} ({why}); threads: {self._num_threads}{small}{packed}{kept}"
+
     def load(self, progress: bool = True) -> LoadReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
         args = self._config.args
