@@ -1,0 +1,85 @@
+"""The server's metrics in Prometheus' text form, under the names of vLLM's: its dashboards and autoscalers work here.
+
+GET /metrics calls `render`. Nothing is kept: the figures are read off the recorder and the engine's stats as they are.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.metrics.recorder import ServingMetrics
+from quire.metrics.stats import EngineStats
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LABELS = ("model_name", "engine")
+
+
+def render(metrics: ServingMetrics, stats: EngineStats, model_name: str) -> tuple[bytes, str]:
+    """The body of an answer, and its content type."""
+    metrics.advance(time.monotonic())
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Serving(metrics, stats, model_name))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry), _CONTENT_TYPE
+
+
+@dataclass(eq=False)
+class _Serving(Collector):
+    metrics: ServingMetrics
+    stats: EngineStats
+    model_name: str
+
+    def collect(self) -> Iterator[Metric]:
+        labels = (self.model_name, "0")
+        for name, help, value in self._gauges():
+            gauge = GaugeMetricFamily(name, help, labels=_LABELS)
+            gauge.add_metric(labels, value)
+            yield gauge
+        waiting = GaugeMetricFamily(
+            "quire:requests_waiting_by_reason", "Sequences that wait, by why.", labels=(*_LABELS, "reason")
+        )
+        for reason, count in self.stats.waiting_reasons.items():
+            waiting.add_metric((*labels, reason), count)
+        yield waiting
+        for name, help, value in self._counters():
+            counter = CounterMetricFamily(name, help, labels=_LABELS)
+            counter.add_metric(labels, value)
+            yield counter
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Sequences that ended, by why.", labels=(*_LABELS, "finished_reason")
+        )
+        for reason, count in self.metrics.finished.items():
+            finished.add_metric((*labels, reason), count)
+        yield finished
+        for histogram in self.metrics.histograms:
+            family = HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
+            buckets = [(_le(bound), count) for bound, count in histogram.cumulative()]
+            family.add_metric(labels, buckets, histogram.total)
+            yield family
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        stats = self.stats
+        yield "vllm:num_requests_running", "Sequences that are being computed.", stats.num_requests_running
+        yield "vllm:num_requests_waiting", "Sequences that wait to be computed.", stats.num_requests_waiting
+        yield "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_cache_usage_perc
+        stall = self.metrics.event_loop_max_stall
+        yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
+
+    def _counters(self) -> Iterator[tuple[str, str, int]]:
+        metrics, stats = self.metrics, self.stats
+        yield "vllm:prompt_tokens", "Prompt tokens of requests whose first token came.", metrics.num_prompt_tokens
+        yield "vllm:prompt_tokens_cached", "Those taken from the prefix cache.", metrics.num_cached_prompt_tokens
+        yield "vllm:generation_tokens", "Tokens generated.", metrics.num_generation_tokens
+        queries, hits = stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
+        yield "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries
+        yield "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits
+        yield "vllm:num_preemptions", "Sequences whose blocks were taken from them.", stats.num_preemptions_total
+
+
+def _le(bound: float) -> str:
+    """As the Prometheus client writes a bound."""
+    return "+Inf" if bound == float("inf") else str(float(bound))

@@ -1,0 +1,198 @@
+"""What happened to the server's requests: counters, histograms under vLLM's names, and the last minutes' history.
+
+AsyncLLM tells it, on the event loop's thread; /metrics, the log line and the live view read it. It keeps a few numbers
+for each live request, forgets the request when it ends, and knows nothing of engines, clients or Prometheus.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.metrics.histogram import Histogram, geometric, one_two_five
+from quire.metrics.live import History
+from quire.metrics.stats import EngineStats
+
+# vLLM's bounds, so that its dashboards show what they show there.
+_FIRST_TOKEN_SECONDS = [
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+]
+_TOKEN_SECONDS = [
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+]
+_REQUEST_SECONDS = [
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+]
+_STEP_TOKENS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+_NUM_SEQUENCES = [1, 2, 5, 10, 20]
+_FINISH_REASONS = ("stop", "length", "abort", "error")  # there from the start, so that rates are
+
+
+class _Sequence:
+    """When one sequence's tokens came."""
+
+    __slots__ = ("first", "last", "num_tokens")
+
+    def __init__(self, now: float, num_tokens: int) -> None:
+        self.first = self.last = now
+        self.num_tokens = num_tokens
+
+
+class _Request:
+    """What is known of a live request."""
+
+    __slots__ = ("arrival", "max_tokens", "n", "num_prompt_tokens", "scheduled", "sequences")
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
+        self.arrival = now
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.n = n
+        self.scheduled: float | None = None
+        self.sequences: dict[int, _Sequence] = {}
+
+
+class Logged(NamedTuple):
+    """The counters at the last log line (`quire.metrics.log_line`)."""
+
+    time: float
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    busy: bool = False  # whether requests ran or waited then
+
+
+class ServingMetrics:
+    """Counters and histograms of one server, since its start.
+
+    Every time is in seconds of the monotonic clock. What is said of a request that is not live is not counted.
+
+    Attributes:
+        event_loop_max_stall: the longest time in seconds that the event loop was held up; whoever watches it sets it.
+        logged: where the next log line starts.
+    """
+
+    def __init__(self, max_model_len: int = 32_768) -> None:
+        """`max_model_len` bounds the histograms of token counts."""
+        self.num_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
+        self.event_loop_max_stall = 0.0
+        self.logged = Logged(time.monotonic())
+        self.histograms: list[Histogram] = []
+        self._add_histograms(one_two_five(max_model_len))
+        self.history = History(self._inter_token)
+        self._requests: dict[str, _Request] = {}
+        self._stats: EngineStats | None = None
+        self._step_time = 0.0
+        self._tokens_before_step = 0
+
+    def _add_histograms(self, token_counts: list[float]) -> None:
+        def add(name: str, help: str, bounds: Sequence[float], finer: Sequence[float] = ()) -> Histogram:
+            self.histograms.append(Histogram(f"vllm:{name}", help, bounds, finer))
+            return self.histograms[-1]
+
+        seconds = _REQUEST_SECONDS
+        self._first_token = add("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS)
+        # The finer bounds, 10% apart, are for the history's percentiles.
+        fine = geometric(1e-4, 80.0, per_decade=24)
+        self._inter_token = add("inter_token_latency_seconds", "Between a sequence's tokens.", _TOKEN_SECONDS, fine)
+        self._per_token = add(
+            "request_time_per_output_token_seconds", "Mean between a sequence's tokens.", _TOKEN_SECONDS
+        )
+        self._latency = add("e2e_request_latency_seconds", "Arrival to end.", seconds)
+        self._queue = add("request_queue_time_seconds", "Arrival to the first step.", seconds)
+        self._prefill = add("request_prefill_time_seconds", "First step to first token.", seconds)
+        self._decode = add("request_decode_time_seconds", "First token to last token.", seconds)
+        self._inference = add("request_inference_time_seconds", "First step to last token.", seconds)
+        self._prompt_length = add("request_prompt_tokens", "Tokens of a request's prompt.", token_counts)
+        self._output_length = add("request_generation_tokens", "Tokens of a request's outputs.", token_counts)
+        self._longest_output = add(
+            "request_max_num_generation_tokens", "Tokens of a request's longest output.", token_counts
+        )
+        self._n = add("request_params_n", "Requests' n.", _NUM_SEQUENCES)
+        self._max_tokens = add("request_params_max_tokens", "Requests' max_tokens.", token_counts)
+        self._step_tokens = add("iteration_tokens_total", "Prompt and output tokens of an engine step.", _STEP_TOKENS)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Live requests."""
+        return len(self._requests)
+
+    def on_arrival(self, request_id: str, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
+        """A request was accepted."""
+        self._requests[request_id] = _Request(num_prompt_tokens, max_tokens, n, now)
+
+    def on_scheduled(self, request_id: str, now: float) -> None:
+        """A step computed some of a request; only the first time counts."""
+        request = self._requests.get(request_id)
+        if request is not None and request.scheduled is None:
+            request.scheduled = now
+            self._queue.observe(now - request.arrival)
+
+    def on_tokens(self, request_id: str, sequence_index: int, num_tokens: int, now: float) -> None:
+        """A step brought tokens of a sequence; calls with the same `now` are of one step."""
+        request = self._requests.get(request_id)
+        if request is None or not num_tokens:
+            return
+        if now != self._step_time:
+            self.advance(now)
+        self.num_generation_tokens += num_tokens
+        sequence = request.sequences.get(sequence_index)
+        if sequence is None:
+            self._on_first_tokens(request, now)
+            request.sequences[sequence_index] = _Sequence(now, num_tokens)
+        else:
+            self._inter_token.observe(now - sequence.last)
+            sequence.last = now
+            sequence.num_tokens += num_tokens
+
+    def _on_first_tokens(self, request: _Request, now: float) -> None:
+        if not request.sequences:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self._first_token.observe(now - request.arrival)
+            if request.scheduled is not None:
+                self._prefill.observe(now - request.scheduled)
+
+    def on_finished(self, request_id: str, reasons: list[str], num_cached_tokens: int, now: float) -> None:
+        """A request ended, each of its sequences for a reason."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self.finished.update(reasons)
+        self._latency.observe(now - request.arrival)
+        self._prompt_length.observe(request.num_prompt_tokens)
+        self._n.observe(request.n)
+        self._max_tokens.observe(request.max_tokens)
+        sequences = request.sequences.values()
+        self._output_length.observe(sum(sequence.num_tokens for sequence in sequences))
+        self._longest_output.observe(max((sequence.num_tokens for sequence in sequences), default=0))
+        if not sequences:
+            return
+        self.num_cached_prompt_tokens += num_cached_tokens
+        last = max(sequence.last for sequence in sequences)
+        self._decode.observe(last - min(sequence.first for sequence in sequences))
+        if request.scheduled is not None:
+            self._inference.observe(last - request.scheduled)
+        for sequence in sequences:
+            if sequence.num_tokens > 1:
+                self._per_token.observe((sequence.last - sequence.first) / (sequence.num_tokens - 1))
+
+    def on_engine_stats(self, stats: EngineStats) -> None:
+        """The engine's newest figures."""
+        self.advance(time.monotonic())
+        self._stats = stats
+
+    def advance(self, now: float) -> None:
+        """End the step, and the seconds, before `now`; for those who read the history while nothing happens."""
+        num_tokens = self.num_prompt_tokens + self.num_generation_tokens
+        if num_tokens > self._tokens_before_step:
+            self._step_tokens.observe(num_tokens - self._tokens_before_step)
+        self._step_time, self._tokens_before_step = now, num_tokens
+        if now >= self.history.ends_at:
+            self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens), self._stats)

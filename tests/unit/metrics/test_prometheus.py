@@ -1,0 +1,95 @@
+"""/metrics as Prometheus reads it."""
+
+import subprocess
+import sys
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.metrics.prometheus import render
+from quire.metrics.recorder import ServingMetrics
+from quire.metrics.stats import EngineStats
+
+LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
+# Those of vLLM that its dashboard and the autoscalers read.
+HISTOGRAMS = {
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens",
+    "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
+    "iteration_tokens_total",
+}  # fmt: skip
+
+
+@pytest.fixture
+def families() -> dict[str, Metric]:
+    """The metrics after one request, read by Prometheus' own parser."""
+    metrics = ServingMetrics(100)
+    metrics.on_arrival("a", 60, 30, 1, 0.0)
+    metrics.on_scheduled("a", 0.4)
+    metrics.on_tokens("a", 0, 1, 0.5)
+    metrics.on_tokens("a", 0, 1, 0.53)
+    metrics.on_finished("a", ["length"], 32, 0.6)
+    metrics.event_loop_max_stall = 0.125
+    stats = EngineStats(2, 3, 0.5, 7, 60, 32, {"blocks": 1, "order": 2})
+    body, content_type = render(metrics, stats, LABELS["model_name"])
+    assert content_type.startswith("text/plain; version=0.0.4")
+    return {family.name: family for family in text_string_to_metric_families(body.decode())}
+
+
+def value(families: dict[str, Metric], family: str, name: str | None = None, **labels: str) -> float:
+    wanted = LABELS | labels
+    (found,) = [s for s in families[family].samples if s.name == (name or family) and s.labels == wanted]
+    return found.value
+
+
+def test_gauges_and_counters(families: dict[str, Metric]) -> None:
+    assert value(families, "vllm:num_requests_running") == 2
+    assert value(families, "vllm:num_requests_waiting") == 3
+    assert value(families, "vllm:kv_cache_usage_perc") == 0.5
+    assert value(families, "quire:requests_waiting_by_reason", reason="order") == 2
+    assert value(families, "quire:event_loop_max_stall_seconds") == 0.125
+    for name, expected in {
+        "prompt_tokens": 60, "prompt_tokens_cached": 32, "generation_tokens": 2, "prefix_cache_queries": 60,
+        "prefix_cache_hits": 32, "num_preemptions": 7,
+    }.items():  # fmt: skip
+        assert families[f"vllm:{name}"].type == "counter"
+        assert value(families, f"vllm:{name}", f"vllm:{name}_total") == expected
+    reasons = {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    for reason, expected in reasons.items():
+        found = value(families, "vllm:request_success", "vllm:request_success_total", finished_reason=reason)
+        assert found == expected
+
+
+def test_histograms(families: dict[str, Metric]) -> None:
+    assert {name.removeprefix("vllm:") for name, f in families.items() if f.type == "histogram"} == HISTOGRAMS
+    name = "vllm:inter_token_latency_seconds"
+    bounds = [s.labels["le"] for s in families[name].samples if s.name.endswith("_bucket")]
+    assert bounds[:3] == ["0.01", "0.025", "0.05"]  # the finer ones are for the live view
+    assert bounds[-1] == "+Inf"
+    assert value(families, name, f"{name}_bucket", le="0.025") == 0
+    assert value(families, name, f"{name}_bucket", le="0.05") == 1
+    assert value(families, name, f"{name}_bucket", le="+Inf") == value(families, name, f"{name}_count") == 1
+    assert value(families, name, f"{name}_sum") == pytest.approx(0.03)
+    sizes = [s.labels["le"] for s in families["vllm:request_prompt_tokens"].samples if s.name.endswith("_bucket")]
+    assert sizes == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "+Inf"]
+    steps = "vllm:iteration_tokens_total"
+    assert value(families, steps, f"{steps}_count") == 2
+    assert value(families, steps, f"{steps}_sum") == 62
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process(families: dict[str, Metric]) -> None:
+    assert families["process_resident_memory_bytes"].samples[0].value > 0
+    assert families["process_open_fds"].samples[0].value > 0
+    assert families["process_cpu_seconds"].samples[0].value > 0
+
+
+def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
+    code = (
+        "import sys, quire.metrics.recorder, quire.metrics.log_line, quire.metrics.live\n"
+        "print({'torch', 'prometheus_client', 'fastapi'} & {name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
