@@ -50,6 +50,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+class ExtendList(argparse.Action):
+    """Appends values, each a text or a JSON list of texts, to the list that the flag has so far."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        texts = list(getattr(namespace, self.dest, None) or [])
+        for value in values:
+            try:
+                read = json.loads(value) if value.startswith("[") else [value]
+            except ValueError as error:
+                raise argparse.ArgumentError(self, f"not valid JSON ({error}): {value!r}") from None
+            if not isinstance(read, list) or not all(isinstance(text, str) for text in read):
+                raise argparse.ArgumentError(self, f"must be texts, or a JSON list of them, got {value!r}")
+            texts += read
+        setattr(namespace, self.dest, texts)
+
+
 def flag_name(field_name: str) -> str:
     """`max_model_len` -> `--max-model-len`."""
     return "--" + field_name.replace("_", "-")
@@ -59,14 +75,18 @@ def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, defa
     """Add the flag of one field. Where the user leaves it out, the namespace has no such attribute.
 
     Args:
-        hint: the field's type: bool, int, float, str, a Literal, a dict, or one of these or None.
+        hint: the field's type: bool, int, float, str, a Literal, list[str], a dict, or one of these or None.
         default: shown in the help, unless it is None or a bool.
     """
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(h for h in typing.get_args(hint) if h is not type(None))
     spec: dict[str, Any]
     if typing.get_origin(hint) is typing.Literal:
-        spec = {"choices": list(typing.get_args(hint))}
+        choices = list(typing.get_args(hint))
+        spec = {"choices": choices, "type": type(choices[0])}
+    elif typing.get_origin(hint) is list:
+        spec = {"action": ExtendList, "nargs": "+", "metavar": "TEXT"}
+        default = json.dumps(default) if default else None
     elif hint is bool:
         spec = {"action": argparse.BooleanOptionalAction}
         help_text += f" (on by default: {flag_name('no_' + name)} turns it off)" if default else ""
@@ -74,9 +94,27 @@ def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, defa
         readers = {int: (human_int, "N"), float: (float, "X"), str: (str, "TEXT"), dict: (json_object, "JSON")}
         reader, metavar = readers[typing.get_origin(hint) or hint]
         spec = {"type": reader, "metavar": metavar}
-    if default is not None and hint is not bool:
+    if default not in (None, "") and hint is not bool:
         help_text += f" (default: {default})"
     group.add_argument(flag_name(name), dest=name, default=SUPPRESS, help=help_text.replace("%", "%%"), **spec)
+
+
+def add_option_flags(
+    group: argparse._ActionsContainer, options: type, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Add one flag for every field of a dataclass of options; `defaults` replaces some of its defaults here."""
+    hints = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        add_typed_flag(
+            group, field.name, hints[field.name], (defaults or {}).get(field.name, own), field.metadata["help"]
+        )
+
+
+def options_given(namespace: Namespace, options: type) -> dict[str, Any]:
+    """The fields of a dataclass of options that the user gave."""
+    names = [field.name for field in dataclasses.fields(options)]
+    return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
 def add_engine_flags(parser: ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
@@ -84,11 +122,7 @@ def add_engine_flags(parser: ArgumentParser, defaults: Mapping[str, Any] | None 
     parser.add_argument(
         "model_argument", nargs="?", metavar="MODEL", help="model directory or hub id (default: the bundled 'demo')"
     )
-    group = parser.add_argument_group("engine options")
-    hints = typing.get_type_hints(EngineArgs)
-    for field in dataclasses.fields(EngineArgs):
-        default = (defaults or {}).get(field.name, field.default)
-        add_typed_flag(group, field.name, hints[field.name], default, field.metadata["help"])
+    add_option_flags(parser.add_argument_group("engine options"), EngineArgs, defaults)
     parser.set_defaults(**(defaults or {}))
 
 
@@ -98,8 +132,7 @@ def engine_args_from(namespace: Namespace) -> EngineArgs:
     Raises:
         ConfigError: the model is named twice and differently, or an option is out of range.
     """
-    names = [field.name for field in dataclasses.fields(EngineArgs)]
-    given = {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
+    given = options_given(namespace, EngineArgs)
     if namespace.model_argument is not None:
         if given.get("model", namespace.model_argument) != namespace.model_argument:
             raise ConfigError(f"the model is named twice: {namespace.model_argument!r} and --model {given['model']!r}.")

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server; the one home of web libraries."""

@@ -1,0 +1,116 @@
+"""The address that a server listens on: a TCP port or a Unix socket, with HTTPS or without.
+
+`launch` binds it before the model is loaded and listens once the engine is ready.
+"""
+
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.config.server import ServerArgs
+from quire.errors import ConfigError, QuireError
+
+
+@contextlib.contextmanager
+def bound_socket(args: ServerArgs) -> Iterator[socket.socket]:
+    """The socket of the options, bound and not yet listening; a Unix socket is removed at the end.
+
+    Raises:
+        ConfigError: there is no such host.
+        QuireError: the address is taken.
+    """
+    if args.uds is None:
+        with _bind_port(args) as listener:
+            yield listener
+        return
+    with _bind_path(args.uds) as listener:
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(args.uds)
+
+
+def _bind_port(args: ServerArgs) -> socket.socket:
+    host = args.host or "0.0.0.0"
+    try:
+        family, *_, address = socket.getaddrinfo(host, args.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"host {host!r} is not known ({error.strerror}).") from None
+    # With the protocol named, or else asyncio leaves Nagle's algorithm on: a stream's events would wait for each other.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # A client that vanished without a word is noticed after some two minutes.
+    options = (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+    for name, value in options:
+        level = socket.SOL_SOCKET if name.startswith("SO_") else socket.IPPROTO_TCP
+        if hasattr(socket, name):
+            listener.setsockopt(level, getattr(socket, name), value)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise QuireError(
+            f"can't listen on {host} port {args.port}: {error.strerror}. Stop what uses it, or choose another --port."
+        ) from None
+    return listener
+
+
+def _bind_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            _remove_stale(path)
+        mask = os.umask(0o177)  # the socket is this user's only, from its first moment
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        listener.close()
+        raise QuireError(f"can't listen on the Unix socket {path}: {error.strerror or error}.") from None
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that is gone; one that is served stays, and binding it fails."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def describe_address(listener: socket.socket, args: ServerArgs) -> str:
+    """Where people find the server."""
+    if args.uds is not None:
+        return f"the Unix socket {args.uds}"
+    host, port = listener.getsockname()[:2]
+    note = "all interfaces; " if host in ("0.0.0.0", "::") else ""
+    shown = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
+    scheme = "http" if args.ssl_certfile is None else "https"
+    docs = "" if args.disable_fastapi_docs else "docs: /docs, "
+    return f"{scheme}://{shown}:{port}{args.root_path} ({note}{docs}playground: /)"
+
+
+def ssl_context(args: ServerArgs) -> ssl.SSLContext | None:
+    """What HTTPS needs, where the options ask for it.
+
+    Raises:
+        ConfigError: a file can't be used.
+    """
+    if args.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror or str(error)
+        raise ConfigError(f"ssl_certfile, ssl_keyfile or ssl_ca_certs can't be used: {reason}.") from None
+    context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
+    return context

@@ -1,0 +1,129 @@
+"""The web application: the routes, what surrounds them, and the OpenAPI description of it all.
+
+`launch` calls `build_app` once the engine is up; tests call it with an engine of their own. /docs shows the description
+with Swagger UI, which the browser fetches from a public CDN; nothing else comes from elsewhere.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import quire
+from quire.entrypoints.server import chat, completions, info, live
+from quire.entrypoints.server.errors import error_response
+from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits
+from quire.entrypoints.server.state import ServerState
+from quire.errors import QuireError
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """The application that serves `state`."""
+    args = state.args
+    app = _App(
+        title="Quire",
+        description="Large language models behind OpenAI's API.",
+        version=quire.__version__,
+        docs_url=None if args.disable_fastapi_docs else "/docs",
+        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,  # a redirect would be built from the Host header
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.state.quire = state
+    app.root_path = args.root_path
+    for module in (info, completions, chat, live):
+        app.include_router(module.router)
+    for kind in (QuireError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _answer)
+    # The last one added is the outermost.
+    app.add_middleware(RequestLimits, max_body_bytes=args.max_body_bytes, max_headers=args.h11_max_header_count)
+    if args.api_key:
+        app.add_middleware(ApiKeys, keys=args.api_key)
+    app.add_middleware(Frame, state=state)
+    if args.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.allowed_origins,
+            allow_methods=args.allowed_methods,
+            allow_headers=args.allowed_headers,
+            allow_credentials=args.allow_credentials,
+        )
+    return app
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+class _App(FastAPI):
+    """FastAPI, with a description that names the errors as they are."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            _describe_errors(schema)
+            if self.state.quire.args.api_key:
+                _describe_keys(schema)
+        return super().openapi()
+
+
+_REASONS = {
+    400: "The request is not valid.",
+    401: "No API key, or a wrong one.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    415: "The body is not sent as JSON.",
+    431: "Too many headers.",
+    500: "The engine failed.",
+    503: "Too many requests are queued; Retry-After says when to try again.",
+}
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "title": "Error",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL},
+        }
+    },
+}
+
+
+def _operations(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(path, operation) for path, item in schema["paths"].items() for operation in item.values()]
+
+
+def _describe_errors(schema: dict[str, Any]) -> None:
+    """Errors of OpenAI's form, in place of FastAPI's 422."""
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Error"] = _ERROR_SCHEMA
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for _, operation in _operations(schema):
+        responses = operation["responses"]
+        responses.pop("422", None)
+        statuses = [431, 500]
+        if "requestBody" in operation:
+            statuses += [400, 404, 413, 415, 503]
+        elif operation.get("parameters"):
+            statuses += [400, 404]
+        for status in statuses:
+            responses.setdefault(str(status), {"description": _REASONS[status], "content": content})
+
+
+def _describe_keys(schema: dict[str, Any]) -> None:
+    schema["components"]["securitySchemes"] = {"APIKey": {"type": "http", "scheme": "bearer"}}
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for path, operation in _operations(schema):
+        if path not in PUBLIC_PATHS:
+            operation["security"] = [{"APIKey": []}]
+            operation["responses"]["401"] = {"description": _REASONS[401], "content": content}

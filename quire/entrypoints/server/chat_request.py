@@ -1,0 +1,60 @@
+"""The body of /v1/chat/completions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.entrypoints.server.requests_common import GenerationRequest, refuse
+
+_TOOLS_LATER = "tool calls are not parsed yet: only 'none' is supported"
+
+
+class ChatMessage(BaseModel):
+    """One message. It goes to the chat template with all fields that it came with."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[str | dict[str, Any]] | None = Field(None, description="Text, or a list of text parts.")
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """A conversation to answer."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="To the end of the context by default.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, description="Only with logprobs.")
+
+    # The template.
+    add_generation_prompt: bool | None = Field(None, description="True by default, unless continue_final_message is.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message.")
+    chat_template: str | None = Field(None, description="Only where the server is told to trust requests' templates.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For the template.")
+    tools: list[dict[str, Any]] | None = Field(None, description="For the template; calls are not parsed.")
+    reasoning_effort: str | None = Field(None, description="For a template that has such a variable.")
+    verbosity: str | None = Field(None, description="For a template that has such a variable.")
+
+    # Of no effect while tool calls are not parsed.
+    parallel_tool_calls: bool | None = None
+
+    # Refused.
+    tool_choice: Annotated[None, refuse(_TOOLS_LATER, "none")] = None
+    functions: Annotated[None, refuse("superseded by tools; leave it out", [])] = None
+    function_call: Annotated[None, refuse(_TOOLS_LATER, "none")] = None
+    modalities: Annotated[None, refuse("this model writes text only", ["text"], [])] = None
+    audio: Annotated[None, refuse("this model writes text only; leave it out")] = None
+    prediction: Annotated[None, refuse("predicted outputs are not supported; leave it out")] = None
+    web_search_options: Annotated[None, refuse("this server does not search the web; leave it out")] = None
+    mm_processor_kwargs: Annotated[None, refuse("this model takes text only; leave it out", {})] = None
+
+    def output_limit(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens

@@ -1,0 +1,84 @@
+"""One client's connection: uvicorn's HTTP/1.1 protocol, with deadlines for what a client sends.
+
+uvicorn itself waits for ever for headers and bodies that never end. `launch` gives the class to uvicorn; nobody else
+knows it.
+"""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.config.server import ServerArgs
+from quire.entrypoints.server.errors import error_body
+
+
+def connection_class(args: ServerArgs) -> Any:
+    """What uvicorn calls for each new connection."""
+    return partial(Connection, timeouts={"headers": args.timeout_headers, "body": args.timeout_body})
+
+
+class Connection(H11Protocol):
+    """Is closed when a request's headers or its body take too long, from their first byte to their last.
+
+    Before the first request, the time for the headers starts with the connection; between two requests, it is
+    uvicorn's keep-alive timeout that counts.
+    """
+
+    def __init__(self, *args: Any, timeouts: dict[str, float], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timeouts = timeouts
+        self._awaited: str | None = None  # "headers" or "body": what has begun to come
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await("headers")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note_progress()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_progress()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await(None)
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close when idle, else after the answer that is under way."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self.cycle.keep_alive = False
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. Where an answer has begun already (the fault is in its body), only close."""
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        body = error_body("this is not a valid HTTP request.", "invalid_request_error")
+        headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + headers.encode() + body)
+        self.transport.close()
+
+    def _note_progress(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._await("body")
+        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._await("headers")
+        else:
+            self._await(None)
+
+    def _await(self, what: str | None) -> None:
+        """Start the time for something new; what goes on keeps its deadline."""
+        if what == self._awaited:
+            return
+        self._awaited = what
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if what is None else self.loop.call_later(self._timeouts[what], self.transport.abort)

@@ -1,0 +1,169 @@
+"""Every exception as an error of OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and a status.
+
+The exception handlers of the app use it, and so do streams for a failure in their middle. What is shown is the text of
+typed errors only; anything else is "internal error" to the client, and a stack trace in the log.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NotYetSupportedError,
+    OverloadedError,
+    RequestFailedError,
+)
+
+_LONGEST_MESSAGE = 1000  # characters; a message may quote what the client sent
+_LONGEST_QUOTE = 80
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that this server does not serve."""
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        names = ", ".join(repr(n) for n in served)
+        message = f"the model {_quote(name)} does not exist; this server has {names}."
+        super().__init__(message, "model", "model_not_found")
+
+
+class AuthenticationError(HTTPException):
+    """No API key, or a wrong one."""
+
+    def __init__(self, challenge: str) -> None:
+        message = "a valid API key is required: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        super().__init__(401, message, {"WWW-Authenticate": challenge})
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """What a client is told about an error."""
+
+    status: int
+    message: str
+    type: str  # invalid_request_error, authentication_error, server_error
+    param: str | None = None  # the request's field at fault
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def describe(error: Exception) -> ErrorInfo:
+    """The status and the text for an exception."""
+    match error:
+        case ModelNotFoundError():
+            return _refusal(404, str(error), error.param, error.code)
+        case InvalidRequestError():
+            return _refusal(400, str(error), error.param, error.code)
+        case NotYetSupportedError():
+            return _refusal(400, str(error), code="not_supported")
+        case RequestValidationError():
+            return _validation(error.errors())
+        case ValidationError():
+            return _validation(error.errors(include_url=False))
+        case HTTPException():
+            return _http(error)
+        case OverloadedError():
+            headers = {"Retry-After": str(error.retry_after)}
+            return ErrorInfo(503, _cut(str(error)), "server_error", code="overloaded", headers=headers)
+        case EngineDeadError():
+            return ErrorInfo(500, _cut(str(error)), "server_error", code="engine_dead")
+        case RequestFailedError():
+            return ErrorInfo(500, _cut(str(error)), "server_error", code="request_failed")
+        case _:
+            return ErrorInfo(500, "internal error; the server's log has the details.", "server_error")
+
+
+def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
+    """The JSON of an error."""
+    return msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+
+
+def error_response(error: Exception) -> Response:
+    """The response for an exception."""
+    info = describe(error)
+    body = error_body(info.message, info.type, info.param, info.code)
+    return Response(body, info.status, info.headers, media_type="application/json")
+
+
+def _refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorInfo:
+    return ErrorInfo(status, _cut(message), "invalid_request_error", param, code)
+
+
+def _http(error: HTTPException) -> ErrorInfo:
+    """Errors of the framework: unknown routes and methods, and what the middleware refuses."""
+    message = str(error.detail)
+    if message == HTTPStatus(error.status_code).phrase:  # nobody gave a text
+        message = _PLAIN_TEXTS.get(error.status_code, message)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    kind = "authentication_error" if error.status_code == 401 else kind
+    return ErrorInfo(
+        error.status_code,
+        _cut(message),
+        kind,
+        code=_CODES.get(error.status_code),
+        headers=dict(error.headers or {}),
+    )
+
+
+_PLAIN_TEXTS = {
+    404: "there is no such route; /docs lists those there are.",
+    405: "this route does not take this method; the Allow header names those it takes.",
+}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    503: "unavailable",
+}
+
+
+def _validation(errors: Sequence[Any]) -> ErrorInfo:
+    """The first field at fault, with all that its type could have been."""
+    places = [_place(error["loc"]) for error in errors]
+    texts = [
+        e["msg"].removeprefix("Value error, ") for e, place in zip(errors, places, strict=True) if place == places[0]
+    ]
+    message = "; or ".join(dict.fromkeys(texts[:3]))
+    value = errors[0].get("input")
+    if errors[0]["type"] != "missing" and not isinstance(value, dict | list):
+        message += f" (it is {_quote(value)})"
+    return _refusal(400, f"{places[0]}: {message}" if places[0] else message, places[0])
+
+
+_SOURCES = ("body", "query", "path", "header")
+_TYPES = ("str", "int", "float", "bool", "none", "list", "dict")
+
+
+def _place(location: Sequence[str | int]) -> str | None:
+    """Where an error is, as `messages[0].role`; the names that pydantic gives a union's branches are left out."""
+    keys = location[1:] if location and location[0] in _SOURCES else location
+    place = ""
+    for key in keys:
+        if isinstance(key, int):
+            place += f"[{key}]"
+        elif re.fullmatch("[a-z_]+", key) and key not in _TYPES:
+            place += f".{key}" if place else key
+    return place or None
+
+
+def _quote(value: Any) -> str:
+    if isinstance(value, str) and len(value) > _LONGEST_QUOTE:
+        return repr(value[:_LONGEST_QUOTE])[:-1] + "...'"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTE + 2 else text[:_LONGEST_QUOTE] + "..."
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - 3] + "..."

@@ -1,0 +1,148 @@
+"""Routes that tell about the server: models, tokenizer, health, version, load and metrics.
+
+They are small and answer at once; only /tokenize and /detokenize have bodies.
+"""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
+from starlette.responses import PlainTextResponse
+
+import quire
+from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.info_requests import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Load,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+    Version,
+)
+from quire.entrypoints.server.state import ServerState, get_state
+from quire.errors import EngineDeadError, InvalidRequestError
+from quire.metrics.prometheus import render
+
+router = APIRouter(route_class=JsonRoute)
+State = Annotated[ServerState, Depends(get_state)]
+
+
+@router.get("/v1/models", tags=["models"])
+async def list_models(state: State) -> ModelList:
+    """The names that the model goes by."""
+    return ModelList(data=[_card(state, name) for name in state.model_names])
+
+
+@router.get("/v1/models/{model:path}", tags=["models"])
+async def get_model(model: str, state: State) -> ModelCard:
+    """One of them."""
+    return _card(state, state.check_model(model))
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    length = state.llm.config.model.max_model_len
+    return ModelCard(id=name, created=state.created, root=state.model_names[0], max_model_len=length)
+
+
+@router.post("/tokenize", tags=["tokenizer"])
+async def tokenize(body: TokenizeRequest, state: State) -> TokenizeResponse:
+    """Token ids of a text, or of a conversation as the chat template writes it."""
+    state.check_model(body.model)
+    tokenizer = _tokenizer(state)
+    if ("messages" in body.model_fields_set) == ("prompt" in body.model_fields_set):
+        raise InvalidRequestError("give either prompt or messages.", "prompt")
+    is_chat = "messages" in body.model_fields_set
+    text = await _render(body, state) if is_chat else body.prompt
+    special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    ids = await state.llm.encode(text, special)
+    strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    length = state.llm.config.model.max_model_len
+    return TokenizeResponse(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
+
+
+async def _render(body: TokenizeRequest, state: ServerState) -> str:
+    if body.chat_template is not None and not state.args.trust_request_chat_template:
+        raise InvalidRequestError("this server takes no chat templates from requests; leave it out.", "chat_template")
+    return await state.llm.render_chat(
+        [message.model_dump(exclude_unset=True) for message in body.messages],
+        tools=body.tools,
+        chat_template=body.chat_template or state.args.chat_template,
+        trusted=body.chat_template is None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+@router.post("/detokenize", tags=["tokenizer"])
+async def detokenize(body: DetokenizeRequest, state: State) -> DetokenizeResponse:
+    """The text of token ids, special tokens included."""
+    state.check_model(body.model)
+    size = state.llm.config.model.vocab_size
+    if (largest := max(body.tokens, default=0)) >= size:
+        raise InvalidRequestError(f"token id {largest} is out of the vocabulary, 0 to {size - 1}.", "tokens")
+    text = await asyncio.to_thread(_tokenizer(state).decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=text)
+
+
+@router.get("/tokenizer_info", tags=["tokenizer"])
+async def tokenizer_info(state: State) -> TokenizerInfo:
+    """Special tokens, sizes and chat template."""
+    tokenizer = _tokenizer(state)
+    named = tokenizer.special_tokens_map
+    return TokenizerInfo(
+        tokenizer_class="fast" if tokenizer.is_fast else "sentencepiece",
+        vocab_size=len(tokenizer.get_vocab()),
+        model_max_length=state.llm.config.model.max_model_len,
+        bos_token=named.get("bos_token"),
+        eos_token=named.get("eos_token"),
+        unk_token=named.get("unk_token"),
+        pad_token=named.get("pad_token"),
+        additional_special_tokens=[t for t in tokenizer.all_special_tokens if t not in named.values()],
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _tokenizer(state: ServerState) -> Tokenizer:
+    if state.llm.tokenizer is None:
+        raise InvalidRequestError("this server has no tokenizer (skip_tokenizer_init): it takes token ids only.")
+    return state.llm.tokenizer
+
+
+@router.get("/health", tags=["server"], response_class=Response, responses={503: {"description": "It is dead."}})
+async def health(state: State) -> Response:
+    """200 while the engine is alive."""
+    try:
+        await state.llm.check_health()
+    except EngineDeadError:
+        return Response(status_code=503)
+    return Response()
+
+
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+async def ping(state: State) -> Response:
+    """The same as /health, for SageMaker."""
+    return await health(state)
+
+
+@router.get("/version", tags=["server"])
+async def version() -> Version:
+    """The version of Quire."""
+    return Version(version=quire.__version__)
+
+
+@router.get("/load", tags=["server"])
+async def load(state: State) -> Load:
+    """How busy the server is, this request included."""
+    return Load(server_load=state.num_in_flight)
+
+
+@router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
+async def metrics(state: State) -> Response:
+    """Counters, gauges and histograms in Prometheus' text form."""
+    body, media_type = render(state.llm.metrics, state.llm.stats(), state.model_names[0])
+    return Response(body, media_type=media_type)

@@ -1,0 +1,93 @@
+"""Bodies and answers of the routes that tell about the server and its tokenizer, in vLLM's form."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, StrictBool, StrictStr
+
+from quire.entrypoints.server.chat_request import ChatMessage
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation, to encode: `prompt` or `messages`."""
+
+    model_config = {"json_schema_extra": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}}
+
+    model: StrictStr | None = None
+    prompt: StrictStr = ""
+    messages: list[ChatMessage] = Field(default=[], min_length=1)
+    add_special_tokens: StrictBool | None = Field(None, description="True for a prompt, false for messages by default.")
+    return_token_strs: StrictBool = Field(False, description="Show the vocabulary's spelling of each token, too.")
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template: StrictStr | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeResponse(BaseModel):
+    """Token ids."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids to decode."""
+
+    model: StrictStr | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(BaseModel):
+    """Their text."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """What a client has to know to count tokens by itself."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    additional_special_tokens: list[str]
+    chat_template: str | dict[str, str] | None
+
+
+class ModelCard(BaseModel):
+    """A name that requests may give for the model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "quire"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    """The version of Quire."""
+
+    version: str
+
+
+class Load(BaseModel):
+    """How busy the server is."""
+
+    server_load: int = Field(description="Requests in flight.")

@@ -1,0 +1,261 @@
+"""From options to a running server: bind, load the model, listen, and leave in good order.
+
+`quire serve` calls `serve`. The address is taken before the model is loaded, so that a port in use costs no time, and
+listened on once the engine is ready. SIGTERM and Ctrl-C end it; so does the engine's death.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+import quire
+from quire.config.engine_args import EngineArgs
+from quire.config.server import ServerArgs
+from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.engine.chat_template import ChatTemplate
+from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
+from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.connection import connection_class
+from quire.entrypoints.server.state import ServerState
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
+from quire.metrics.log_line import throughput_line
+from quire.metrics.recorder import ServingMetrics
+from quire.utils.logs import configure_logging
+
+logger = logging.getLogger("quire")
+
+_BACKLOG = 2048  # connections that wait to be accepted
+_LOG_SECONDS = 10.0
+_FLUSH_SECONDS = 1.0  # for last words to reach the clients
+_DEAD_SECONDS = 2.0  # for /health to tell that the engine is dead
+_EXIT_SECONDS = 3.0  # for the interpreter to leave by itself, which threads can hold up
+_MAX_FILES = 65536
+_STALL_SECONDS = 0.01
+_STALL_WINDOW = 30.0
+
+
+def serve(args: ServerArgs, engine_args: EngineArgs) -> None:
+    """Run a server until a signal comes.
+
+    Raises:
+        ConfigError, NotYetSupportedError: the options.
+        ModelLoadError: the model's files.
+        QuireError: the address is taken.
+        EngineDeadError: the engine died.
+    """
+    _open_standard_streams()
+    _configure_logging(args)
+    _raise_file_limit()
+    with bound_socket(args) as listener:
+        context = ssl_context(args)
+        args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))
+        where = "in its own process" if args.engine == "process" else "in a thread"
+        logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
+        options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
+        llm = AsyncLLM.from_engine_args(engine_args, options=options)
+        try:
+            state = ServerState(llm, args, args.served_model_name or [engine_args.model])
+            death = asyncio.run(_run(state, listener, context))
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            llm.shutdown()
+        _exit_in(_EXIT_SECONDS, code=0 if death is None else 1)
+    if death is not None:
+        raise death
+    logger.info("stopped")
+
+
+async def _run(state: ServerState, listener: socket.socket, context: ssl.SSLContext | None) -> EngineDeadError | None:
+    """Serve until a signal, or the engine's death, which is returned."""
+    server = Server(state, context)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    await server.serve(sockets=[listener])
+    return server.death
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with signals, shutdown and start-up of our own.
+
+    Attributes:
+        death: why the engine died, if it did.
+    """
+
+    def __init__(self, state: ServerState, context: ssl.SSLContext | None) -> None:
+        args = state.args
+        self._app = build_app(state)
+        config = uvicorn.Config(
+            self._app,
+            http=connection_class(args),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=args.timeout_keep_alive,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        )
+        config.load()
+        config.ssl = context
+        super().__init__(config)
+        self._state = state
+        self._stopping = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self.death: EngineDeadError | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the event loop, whose handler is `stop`."""
+        yield
+
+    def stop(self) -> None:
+        """Stop accepting and let running requests finish in the time they have; called again, end them now."""
+        if self._stopping.is_set():
+            self._hurried.set()
+            return
+        self._stopping.set()
+        self.should_exit = True
+        count, seconds = self._state.num_in_flight, self._state.args.shutdown_timeout
+        logger.info("stopping%s", f"; requests in flight: {count}, with {seconds:g} s to finish" if count else "")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # somebody else bound and listened while the model was loaded
+            raise QuireError(f"can't listen: {error.strerror}. Stop what uses it, or choose another --port.") from None
+        gc.collect()
+        gc.freeze()  # what is here now stays: collections need not look at it again
+        llm = self._state.llm
+        watchers = (self._watch_engine(), watch_stalls(llm.metrics), _log_throughput(llm))
+        self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
+        assert sockets, "serve() passes the socket"
+        logger.info("Quire is ready on %s", describe_address(sockets[0], self._state.args))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listener, wait for requests, end what is left with an error, and close the connections."""
+        for server in self.servers:
+            server.close()
+        connections: Any = self.server_state.connections
+        for connection in list(connections):
+            connection.shutdown()
+        await self._wait(lambda: not self._state.num_in_flight, self._state.args.shutdown_timeout)
+        if self._state.num_in_flight:
+            logger.warning("requests ended unfinished: %d", self._state.num_in_flight)
+        self._watchers[0].cancel()
+        self._state.llm.end_requests()
+        if (feed := getattr(self._app.state, "live_feed", None)) is not None:
+            feed.close()
+        self._hurried.clear()
+        await self._wait(lambda: not connections, _FLUSH_SECONDS)
+        for connection in list(connections):  # of readers that are too slow
+            connection.transport.abort()
+        await self._wait(lambda: not self.server_state.tasks, _FLUSH_SECONDS)
+
+    async def _watch_engine(self) -> None:
+        """End the server some time after the engine's death."""
+        self.death = await self._state.llm.wait_dead()
+        if not self._stopping.is_set():
+            await asyncio.sleep(_DEAD_SECONDS)
+        self._stopping.set()
+        self.should_exit = True
+
+    async def _wait(self, done: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end and not self._hurried.is_set():
+            await asyncio.sleep(0.02)
+
+
+async def watch_stalls(metrics: ServingMetrics) -> None:
+    """Keep the longest time for which the event loop was held up, within the last half minute or minute."""
+    before = 0.0
+    while True:
+        longest, end = 0.0, time.monotonic() + _STALL_WINDOW
+        while (start := time.monotonic()) < end:
+            await asyncio.sleep(_STALL_SECONDS)
+            longest = max(longest, time.monotonic() - start - _STALL_SECONDS)
+            metrics.event_loop_max_stall = max(before, longest)
+        before = longest
+
+
+async def _log_throughput(llm: AsyncLLM) -> None:
+    while True:
+        await asyncio.sleep(_LOG_SECONDS)
+        if (line := throughput_line(llm.metrics, llm.stats())) is not None:
+            logger.info("%s", line)
+
+
+def read_chat_template(template: str | None) -> str | None:
+    """The text of a template given as text or as a file.
+
+    Raises:
+        ConfigError: it is no file, and no Jinja either.
+    """
+    if template is None:
+        return None
+    try:
+        is_text = any(mark in template for mark in ("{{", "{%", "\n"))
+        text = template if is_text else Path(template).read_text(encoding="utf-8")
+        ChatTemplate(text, {}).check()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"chat_template {template!r} can't be read ({reason}); give a file, or Jinja text.") from None
+    except InvalidRequestError as error:
+        raise ConfigError(str(error)) from None
+    return text
+
+
+# The process.
+
+
+def _configure_logging(args: ServerArgs) -> None:
+    configure_logging(args.log_level)
+    web = logging.getLogger("uvicorn")
+    web.handlers, web.propagate = logging.getLogger("quire").handlers, False
+    # Its warnings are about what clients send: any client could fill the log.
+    web.setLevel(logging.WARNING if args.log_level == "debug" else logging.ERROR)
+
+
+def _open_standard_streams() -> None:
+    """Give what was closed to /dev/null, or else a socket would become standard input or output."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free one
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+
+
+def _raise_file_limit() -> None:
+    """As many open files, that is connections, as the system lets us have."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if most == resource.RLIM_INFINITY else min(most, _MAX_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _exit_in(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,160 @@
+"""The page for a person: GET / is one file, and GET /live the event stream that keeps its view of the engine current.
+
+While anybody looks, a single task asks the engine for a snapshot twice a second, and all who look get the same bytes; a
+slow reader misses some. Nobody looking costs nothing.
+"""
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
+
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.server.state import get_state
+from quire.errors import EngineDeadError
+from quire.metrics.live import BlockMap, Second
+from quire.metrics.stats import EngineStats, SequenceSnapshot
+
+logger = logging.getLogger("quire")
+router = APIRouter(include_in_schema=False)
+
+_INTERVAL = 0.5  # seconds between snapshots
+_NUM_NEWEST = 5  # seconds of history in each event: an event may be late, or missed
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What an event "snapshot" holds."""
+
+    stats: EngineStats
+    sequences: list[SequenceSnapshot]  # the first few hundred
+    num_sequences: int  # all of them
+    blocks: BlockMap
+    block_size: int  # tokens
+    seconds: list[Second]  # the newest ones of the history
+    num_prompt_tokens: int  # this and those below: since the start
+    num_generation_tokens: int
+    finished: dict[str, int]  # finish reason -> sequences
+
+
+class LiveFeed:
+    """Snapshots of an engine, made while there are viewers."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._num_viewers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._newest = b""
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Events for one viewer: "history" first, then a "snapshot" now and again, "ended" last."""
+        self._num_viewers += 1
+        if self._task is None:
+            self._newest, self._ended = b"", False
+            self._task = asyncio.create_task(self._run())
+        try:
+            self._llm.metrics.advance(time.monotonic())
+            seen = self._newest
+            yield _event("history", {"seconds": list(self._llm.metrics.history.seconds)}) + seen
+            while not (self._ended and seen is self._newest):
+                if seen is self._newest:
+                    await self._changed.wait()
+                seen = self._newest
+                yield seen
+        finally:
+            self._num_viewers -= 1
+            if not self._num_viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    def close(self) -> None:
+        """End all streams: the server is about to go."""
+        self._tell(_event("ended", {"message": "the server is shutting down."}), last=True)
+
+    async def _run(self) -> None:
+        while not self._ended:
+            try:
+                self._tell(await self._snapshot())
+            except EngineDeadError as error:
+                self._tell(_event("ended", {"message": str(error)}), last=True)
+            except Exception:  # a viewer must not wait for ever
+                logger.exception("the live view's snapshot failed")
+                message = "the live view failed; the server's log says why."
+                self._tell(_event("ended", {"message": message}), last=True)
+            await asyncio.sleep(_INTERVAL)
+
+    def _tell(self, event: bytes, last: bool = False) -> None:
+        self._newest, self._ended = event, last
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _snapshot(self) -> bytes:
+        metrics = self._llm.metrics
+        snapshot = await self._llm.snapshot()
+        metrics.on_engine_stats(snapshot.stats)  # an idle engine tells nothing by itself
+        newest = Snapshot(
+            stats=snapshot.stats,
+            sequences=snapshot.sequences,
+            num_sequences=snapshot.num_sequences,
+            blocks=BlockMap.of(snapshot.blocks),
+            block_size=snapshot.block_size,
+            seconds=list(metrics.history.seconds)[-_NUM_NEWEST:],
+            num_prompt_tokens=metrics.num_prompt_tokens,
+            num_generation_tokens=metrics.num_generation_tokens,
+            finished=dict(metrics.finished),
+        )
+        return _event("snapshot", newest)
+
+
+def _event(name: str, data: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+@router.get("/live")
+async def live(request: Request) -> StreamingResponse:
+    """The event stream of the page."""
+    state = request.app.state
+    if not hasattr(state, "live_feed"):
+        state.live_feed = LiveFeed(get_state(request).llm)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(state.live_feed.watch(), headers=headers, media_type="text/event-stream")
+
+
+@router.get("/")
+async def page() -> Response:
+    """The page."""
+    body, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(body, headers=headers, media_type="text/html")
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The file, and a policy under which the browser runs nothing else and talks to nobody else."""
+    text = files("quire.entrypoints.server").joinpath("static/index.html").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text.encode(), policy
+
+
+def _hashes(page: str, tag: str) -> str:
+    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in bodies)

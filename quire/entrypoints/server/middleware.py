@@ -1,0 +1,159 @@
+"""What every request passes through, in plain ASGI: API keys, limits, counting, and errors that nobody caught.
+
+`build_app` puts them around the routes. None of them looks into a body or a response; a stream's chunks pass through
+one extra call.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.entrypoints.server.errors import AuthenticationError, error_response
+from quire.entrypoints.server.state import ServerState
+from quire.errors import QuireError
+
+logger = logging.getLogger("quire")
+
+PUBLIC_PATHS = ("/health", "/ping")  # for load balancers, which have no key
+_ENDLESS_PATHS = ("/live",)  # streams that end with the server: no load, and nothing to wait for
+_LONGEST_ID = 200
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes are matched against: without the part that a proxy adds; never taken from a header."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+class Frame:
+    """Counts requests, gives them their id, logs a line for each at debug level, and answers uncaught errors."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        args, status, start = self._state.args, 0, time.perf_counter()
+        headers = [(b"x-request-id", _identify(scope))] if args.enable_request_id_headers else []
+        counted = route_path(scope) not in _ENDLESS_PATHS
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        self._state.num_in_flight += counted
+        try:
+            await self._app(scope, receive, note_status)
+        except ClientDisconnect:  # it left before its whole body was here: nobody reads an answer
+            status = 499
+        except Exception as error:
+            if status:  # too late for an answer: the server closes the connection, and logs why
+                raise
+            if not isinstance(error, QuireError | HTTPException):
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(error)(scope, receive, note_status)
+        finally:
+            self._state.num_in_flight -= counted
+            if args.logs_requests:
+                seconds, client = time.perf_counter() - start, (scope.get("client") or ("-",))[0]
+                logger.debug("%s %s from %s: %d in %.3f s", scope["method"], scope["path"], client, status, seconds)
+
+
+def _identify(scope: Scope) -> bytes:
+    """The request's id: its own, or a new one, which the routes then find in its place."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    if 0 < len(given) <= _LONGEST_ID:
+        return given
+    new = uuid.uuid4().hex.encode()
+    scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"x-request-id"), (b"x-request-id", new)]
+    return new
+
+
+class ApiKeys:
+    """Refuses every request without a valid key, but for `PUBLIC_PATHS`: unknown routes and the docs too."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_public = scope["type"] == "lifespan" or route_path(scope) in PUBLIC_PATHS
+        if not is_public and not self._has_key(scope["headers"]):
+            # A browser asks a person for the key (as the password) only if the page itself is refused this way.
+            raise AuthenticationError('Basic realm="Quire"' if route_path(scope) == "/" else "Bearer")
+        await self._app(scope, receive, send)
+
+    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        found = False
+        for given in _keys_given(headers):
+            for digest in self._digests:  # all of them, always: the time tells nothing
+                found |= hmac.compare_digest(_digest(given), digest)
+        return found
+
+
+def _keys_given(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value
+        elif name == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield rest.strip()
+            elif scheme.lower() == b"basic":
+                try:
+                    yield base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
+                except binascii.Error:
+                    continue
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class RequestLimits:
+    """Refuses too many headers (431), and bodies too large by their announced length or once they get there (413)."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, max_headers: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._max_headers = max_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if len(scope["headers"]) > self._max_headers:
+            raise HTTPException(431, f"the request has more than {self._max_headers} headers.")
+        self._check(max((_length(value) for name, value in scope["headers"] if name == b"content-length"), default=0))
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            self._check(num_bytes)
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes, the most taken here.")
+
+
+def _length(value: bytes) -> int:
+    return int(value) if value.isdigit() and len(value) < 20 else 0

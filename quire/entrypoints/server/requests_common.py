@@ -1,0 +1,167 @@
+"""What completion and chat requests have in common: the fields, their types and bounds, and what is refused by name.
+
+Fields left out, or null, take the defaults that API.md gives. Validation is strict: no bool passes for a number, no
+float for an integer. Rules between fields, and those that depend on the model, are for `sampling` to check. Knows no
+engine.
+"""
+
+import logging
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+logger = logging.getLogger("quire")
+
+MAX_CHOICES = 128  # n and best_of over HTTP
+MAX_STOPS = 4
+MAX_BAD_WORDS = 128
+MAX_WORD_CHARS = 1000  # of a stop string or a bad word
+MAX_BIASES = 1024
+MAX_TOKEN_IDS = 8192  # allowed_token_ids and stop_token_ids
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKEN_IDS)]
+_Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
+_StopSchema = Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None
+_TEXT_FORMAT = {"type": "text"}
+
+
+def refuse(reason: str, *harmless: object) -> BeforeValidator:
+    """Marks a field that the API names and this server lacks: only null, and values that ask for nothing, pass."""
+
+    def check(value: object) -> None:
+        if value is not None and value not in harmless:
+            raise ValueError(reason)
+
+    return BeforeValidator(check)
+
+
+def _read_stops(value: Any) -> list[str] | None:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return None
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a text or a list of texts")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"has {len(stops)} texts; at most {MAX_STOPS} are taken")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_WORD_CHARS:
+            raise ValueError(f"a text must have from 1 to {MAX_WORD_CHARS} characters; one has {len(stop)}")
+    return stops
+
+
+def _check_bias_keys(value: object) -> object:
+    for key in value if isinstance(value, dict) else ():
+        if not (isinstance(key, str) and key.isdecimal() and len(key) <= 10):
+            shown = repr(key) if len(repr(key)) <= 40 else repr(key)[:40] + "..."
+            raise ValueError(f"keys must be token ids in decimal, not {shown}")
+    return value
+
+
+_STRUCTURED = refuse("structured outputs are not supported yet; leave it out", {}, [])
+_TEXT_ONLY = refuse("structured outputs are not supported yet; only the type 'text' is", _TEXT_FORMAT)
+_BEAM_SEARCH = refuse("beam search is not supported yet; leave it out, or see best_of", False)
+_LENGTH_PENALTY = refuse("beam search, which it is for, is not supported yet; leave it out", 1.0)
+_ELSEWHERE = refuse("not supported by this server; leave it out")
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides its text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="The usage so far on every chunk.")
+    include_obfuscation: Annotated[
+        None, refuse("chunks are not padded against traffic analysis; leave it out", False)
+    ] = None
+
+
+class GenerationRequest(BaseModel):
+    """Fields of both kinds of requests. A client's further fields are taken, and noted at debug level."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="A name of /v1/models; the first one if left out.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+
+    # Sampling, under OpenAI's names.
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt.")
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=_INT64_MIN, le=2**64 - 1)
+    stop: Annotated[list[str] | None, PlainValidator(_read_stops, json_schema_input_type=_StopSchema)] = None
+    logit_bias: Annotated[_Biases | None, BeforeValidator(_check_bias_keys)] = Field(
+        None, description="Token id -> added to its logit, within [-100, 100]."
+    )
+
+    # Sampling, beyond OpenAI's.
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Draw so many and return the n likeliest; not in a stream."
+    )
+    top_k: int | None = Field(None, ge=-1, le=_INT64_MAX, description="0 and -1: all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    stop_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, description="Logprobs of the prompt's tokens; not in a stream.")
+
+    # The prompt.
+    echo: bool | None = Field(None, description="Begin the answer with the prompt (chat: with the last message).")
+    add_special_tokens: bool | None = Field(None, description="By default true for completions, false for chat.")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="Keep the last k; -1: what the context holds.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt."
+    )
+
+    # How it is run and shown.
+    priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX, description="Lower runs first.")
+    request_id: str | None = Field(None, min_length=1, max_length=200, description="Part of the answer's id.")
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens in logprobs as 'token_id:ID'.")
+
+    # Accepted, and of no effect here: they are for OpenAI's own accounts, billing and caches.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    # Refused.
+    use_beam_search: Annotated[None, _BEAM_SEARCH] = None
+    length_penalty: Annotated[None, _LENGTH_PENALTY] = None
+    response_format: Annotated[None, _TEXT_ONLY] = None
+    structured_outputs: Annotated[None, _STRUCTURED] = None
+    structural_tag: Annotated[None, _STRUCTURED] = None
+    guided_json: Annotated[None, _STRUCTURED] = None
+    guided_regex: Annotated[None, _STRUCTURED] = None
+    guided_choice: Annotated[None, _STRUCTURED] = None
+    guided_grammar: Annotated[None, _STRUCTURED] = None
+    guided_decoding_backend: Annotated[None, _STRUCTURED] = None
+    guided_whitespace_pattern: Annotated[None, _STRUCTURED] = None
+    logits_processors: Annotated[None, _ELSEWHERE] = None
+    kv_transfer_params: Annotated[None, _ELSEWHERE] = None
+    moderation: Annotated[None, _ELSEWHERE] = None
+
+    def shows_token_ids(self, default: bool) -> bool:
+        """Whether logprobs name tokens by id, where that is the server's `default`."""
+        return default if self.return_tokens_as_token_ids is None else self.return_tokens_as_token_ids
+
+    def note_unknown_fields(self, request_id: str) -> None:
+        """Say at debug level which fields nobody knows."""
+        if self.model_extra and logger.isEnabledFor(logging.DEBUG):
+            names = ", ".join(repr(name)[:40] for name in list(self.model_extra)[:20])
+            logger.debug("request %s: %d unknown fields: %s", request_id, len(self.model_extra), names)

@@ -1,0 +1,168 @@
+"""What the completion routes answer: OpenAI's objects and stream chunks, with vLLM's additions.
+
+Fields that OpenAI requires are always written, null where there is nothing to say; additions only where asked for
+(UNSET leaves a field out). The services fill them, msgspec encodes them. Knows no engine, only its outputs.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+import quire
+from quire.errors import OverloadedError, RequestFailedError
+from quire.outputs import CompletionOutput, Logprob
+
+SYSTEM_FINGERPRINT = f"quire-{quire.__version__}"
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int  # taken from the prefix cache
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
+        """Usage, with the sum."""
+        details = PromptTokensDetails(cached_tokens)
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+class CompletionLogprobs(Struct):
+    """One entry per token in each list; the first token of an echoed prompt has no logprobs."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionResponse(Struct):
+    """An answer, and a chunk of a stream too: OpenAI gives both one shape."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    object: str = "text_completion"
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    content: str
+    role: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    object: str = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+encode = msgspec.json.Encoder().encode
+
+
+def check_ending(part: CompletionOutput) -> None:
+    """Raise for a sequence that did not come to its own end."""
+    if part.finish_reason == "abort":
+        raise OverloadedError("the request was ended before it was complete, as the server is stopping; send it again.")
+    if part.finish_reason == "error":
+        raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
+
+
+def token_name(token_id: int, text: str | None, as_id: bool) -> str:
+    """How logprobs show a token."""
+    return f"token_id:{token_id}" if as_id or text is None else text
+
+
+def bounded(logprob: float) -> float:
+    """A logprob that JSON can hold."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def bounded_entries(entries: Iterable[dict[int, Logprob] | None]) -> PromptLogprobs:
+    """Logprobs of a prompt's tokens, in vLLM's form."""
+    return [
+        None
+        if entry is None
+        else {i: Logprob(bounded(one.logprob), one.rank, one.decoded_token) for i, one in entry.items()}
+        for entry in entries
+    ]

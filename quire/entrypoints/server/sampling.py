@@ -1,0 +1,137 @@
+"""From a request's fields to what the engine takes: sampling parameters, and a prompt that fits in the context.
+
+The services call it before anything is queued, so that a request breaks a rule before it costs anything. An error's
+`param` is the HTTP field's name. Rules of single fields are in the request models, SamplingParams' own rules there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.input_processor import TokensPrompt
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.errors import InvalidRequestError
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+# Fields that mean the same here and there.
+_SAME = sorted(GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__))
+
+
+def completion_params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
+    """The sampling parameters of a completion request.
+
+    With `max_tokens` 0 the engine draws one token, as it must, which is for the caller to drop.
+
+    Raises:
+        InvalidRequestError: a rule between fields, or a limit of the model or the engine, is broken.
+    """
+    given: dict[str, Any] = {}
+    if body.max_tokens is not None:
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidRequestError("max_tokens must be at least 1, or 0 with echo; it is 0.", "max_tokens")
+        given["max_tokens"] = max(1, body.max_tokens)
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+        if body.echo:
+            given["prompt_logprobs"] = body.logprobs
+    return _params(body, llm, given, {})
+
+
+def chat_params(body: ChatCompletionRequest, llm: AsyncLLM) -> SamplingParams:
+    """The sampling parameters of a chat request.
+
+    Raises:
+        InvalidRequestError: a rule between fields, or a limit of the model or the engine, is broken.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true.", "top_logprobs")
+    given: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    field, max_tokens = body.output_limit()
+    if max_tokens is not None or "max_new_tokens" not in llm.config.model.generation_defaults:
+        given["max_tokens"] = max_tokens
+    return _params(body, llm, given, {"logprobs": "top_logprobs", "max_tokens": field})
+
+
+def _params(
+    body: GenerationRequest, llm: AsyncLLM, given: dict[str, Any], http_names: Mapping[str, str]
+) -> SamplingParams:
+    """The model's defaults, what the body says, and `given`, checked."""
+    _check_stream(body)
+    if body.priority and llm.config.scheduler.policy != "priority":
+        raise InvalidRequestError(
+            "priority needs a server started with --scheduling-policy priority; leave it out.", "priority"
+        )
+    same = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    model = llm.config.model
+    try:
+        params = msgspec.structs.replace(llm.get_default_sampling_params(), output_kind=kind, **(given | same))
+        params.verify_against_model(model.vocab_size, model.max_model_len, llm.config.args.max_logprobs)
+    except InvalidRequestError as error:
+        name = http_names.get(error.param or "")
+        if name is None:
+            raise
+        raise InvalidRequestError(str(error).replace(error.param or "", name, 1), name, error.code) from None
+    return params
+
+
+def _check_stream(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true.", "stream_options")
+    if not body.stream:
+        return
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise InvalidRequestError(
+            f"best_of {body.best_of} can't be streamed, as what is best is known at the end only; set stream: false.",
+            "best_of",
+        )
+    if body.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs can't be streamed; set stream: false.", "prompt_logprobs")
+
+
+async def fitted_prompt(
+    llm: AsyncLLM, prompt: str | list[int], body: CompletionRequest | ChatCompletionRequest
+) -> TokensPrompt:
+    """The prompt as the engine takes it, encoded and cut as the body says.
+
+    Raises:
+        InvalidRequestError: it is too long for the context, or leaves too little room for the tokens asked for; or it
+            can't be encoded.
+    """
+    is_chat = isinstance(body, ChatCompletionRequest)
+    result: TokensPrompt = {}
+    if isinstance(prompt, str):
+        result["prompt"] = prompt
+        special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+        token_ids = await llm.encode(prompt, special)
+    else:
+        token_ids = prompt
+    limit = llm.config.model.max_model_len
+    if keep := body.truncate_prompt_tokens:
+        token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
+    result["prompt_token_ids"] = token_ids
+    if body.cache_salt is not None:
+        result["cache_salt"] = body.cache_salt
+    _check_room(len(token_ids), limit, "messages" if is_chat else "prompt", *body.output_limit())
+    return result
+
+
+def _check_room(length: int, limit: int, prompt_field: str, limit_field: str, max_tokens: int | None) -> None:
+    if length >= limit:
+        raise InvalidRequestError(
+            f"this model's maximum context length is {limit} tokens, of which the output needs at least one, but the "
+            f"prompt has {length}. Shorten {prompt_field}, or set truncate_prompt_tokens.",
+            prompt_field,
+            "context_length_exceeded",
+        )
+    if max_tokens is not None and length + max_tokens > limit:
+        raise InvalidRequestError(
+            f"this model's maximum context length is {limit} tokens, but the prompt has {length} and {limit_field} "
+            f"asks for {max_tokens} more. Lower {limit_field} to {limit - length} or less, or shorten {prompt_field}.",
+            limit_field,
+            "context_length_exceeded",
+        )

@@ -1,0 +1,112 @@
+"""How a service's answer goes to the client: as JSON, or as server-sent events; and its end when the client leaves.
+
+The routes of completions and chat call `respond`. Each item of a service's stream, which holds all that one engine
+step has for the connection, is one `send`. Knows nothing of what is in the events.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.entrypoints.server.errors import describe, error_body
+from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.entrypoints.server.responses import encode
+from quire.errors import QuireError
+
+logger = logging.getLogger("quire")
+
+DONE = b"data: [DONE]\n\n"
+# What a route may answer with besides errors, for the OpenAPI description.
+CONTENT_TYPES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or a stream of it.", "content": {"text/event-stream": {}}}
+}
+_LONGEST_ID = 200
+_Body = TypeVar("_Body", bound=GenerationRequest, contravariant=True)
+_Result = TypeVar("_Result")
+
+
+class Service(Protocol[_Body]):
+    """What answers one kind of request."""
+
+    async def create(self, body: _Body, request_id: str) -> msgspec.Struct: ...
+    def stream(self, body: _Body, request_id: str) -> AsyncGenerator[bytes, None]: ...
+
+
+async def respond(request: Request, service: Service[_Body], body: _Body) -> Response:
+    """The response to a request, of the kind that its body asks for."""
+    given = request.headers.get("x-request-id", "")
+    request_id = given if 0 < len(given) <= _LONGEST_ID else uuid.uuid4().hex
+    if body.stream:
+        return EventStream(service.stream(body, request_id))
+    answer = await while_connected(request.receive, service.create(body, request_id))
+    if answer is None:
+        return Response(status_code=499)  # for the log: nobody reads it
+    return Response(encode(answer), media_type="application/json")
+
+
+def event(data: msgspec.Struct) -> bytes:
+    """One event."""
+    return b"data: %b\n\n" % encode(data)
+
+
+class EventStream(Response):
+    """Sends events as they come. Nothing is sent before the first, so that a refusal is a plain HTTP error."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            data: bytes | None = await anext(events)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while data is not None:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                try:
+                    data = await anext(events, None)
+                except Exception as error:
+                    data = _error_events(error)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _error_events(error: Exception) -> bytes:
+    """The end of a stream that failed."""
+    if not isinstance(error, QuireError):
+        logger.exception("a stream failed", exc_info=error)
+    info = describe(error)
+    return b"data: %b\n\n" % error_body(info.message, info.type, info.param, info.code) + DONE
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """The result of `work`, or None when the client leaves first: `work` is cancelled then."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnection(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait((task, watcher))
+    return None if task.cancelled() else task.result()
+
+
+async def _disconnection(receive: Receive) -> None:
+    with suppress(Exception):  # a connection that can't be read is gone too
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,41 @@
+"""What the routes share: the engine, the options, the names the model goes by, and how many requests are in flight.
+
+`launch` makes one, `build_app` hangs it on the app, and a route takes it with `get_state(request)`.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from quire.config.server import ServerArgs
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.server.errors import ModelNotFoundError
+
+
+@dataclass
+class ServerState:
+    """The state of a running server."""
+
+    llm: AsyncLLM
+    args: ServerArgs
+    model_names: list[str]  # the first one is shown in answers
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+    num_in_flight: int = 0  # HTTP requests that came and are not answered in full, the live view's streams aside
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with: the one asked for, or the first where none is.
+
+        Raises:
+            ModelNotFoundError: this server has no such model.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ModelNotFoundError(name, self.model_names)
+        return name
+
+
+def get_state(request: Request) -> ServerState:
+    """The state of the server that got this request."""
+    return request.app.state.quire

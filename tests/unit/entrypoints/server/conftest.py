@@ -1,0 +1,135 @@
+"""A fake `AsyncLLM` behind the real application: no engine, no torch; the tokenizer is the bundled model's."""
+
+import asyncio
+import types
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.config.server import ServerArgs
+from quire.engine.tokenizer import Tokenizer, load_tokenizer
+from quire.errors import EngineDeadError
+from quire.metrics.recorder import ServingMetrics
+from quire.metrics.stats import EngineSnapshot, EngineStats
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.utils.hub import resolve_model_path
+
+
+class FakeAsyncLLM:
+    """Answers every request with `words`, one at a time; tests change what it says and what it raises."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.model_config = types.SimpleNamespace(max_model_len=1024, vocab_size=4096, generation_defaults={})
+        self.config = types.SimpleNamespace(model=self.model_config, args=types.SimpleNamespace(max_logprobs=20))
+        self.metrics = ServingMetrics()
+        self.num_blocks = 64
+        self.words = ["Once ", "more ", "é."]
+        self.pause = 0.0  # seconds before each
+        self.failure: Exception | None = None  # raised after the words
+        self.dead: EngineDeadError | None = None
+        self.death = asyncio.Event()
+        self.requests: list[tuple[Any, SamplingParams]] = []
+        self.rendered: list[dict[str, Any]] = []
+        self.num_aborted = self.num_shutdowns = 0
+
+    @property
+    def errored(self) -> bool:
+        return self.dead is not None
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str | None = None, **_: Any):
+        await self.check_health()
+        self.requests.append((prompt, params))
+        finished = False
+        try:
+            async for output in self._outputs(request_id or "0"):
+                finished = output.finished
+                yield output
+        finally:
+            self.num_aborted += not finished
+
+    async def _outputs(self, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        for place, word in enumerate(self.words):
+            await asyncio.sleep(self.pause)
+            await self.check_health()
+            last = place == len(self.words) - 1 and self.failure is None
+            part = CompletionOutput(0, word, [place], finish_reason="stop" if last else None)
+            yield RequestOutput(request_id, None, [1, 2], outputs=[part], finished=last)
+        if self.failure is not None:
+            raise self.failure
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    async def render_chat(self, messages: Any, **options: Any) -> str:
+        self.rendered.append(options)
+        return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+    async def check_health(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(str(self.dead))
+
+    async def wait_dead(self) -> EngineDeadError:
+        await self.death.wait()
+        assert self.dead is not None
+        return self.dead
+
+    def die(self) -> None:
+        self.dead = EngineDeadError("the engine is dead: it was shot.")
+        self.death.set()
+
+    async def snapshot(self) -> EngineSnapshot:
+        await self.check_health()
+        return EngineSnapshot(self.stats(), [], 0, bytes(self.num_blocks), 16)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0.25, 0, 0, 0, {})
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
+    def end_requests(self) -> None:
+        self.num_shutdowns += 1
+        self.dead = self.dead or EngineDeadError("the engine was shut down.")
+        self.death.set()
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model_path("demo", None))
+
+
+@pytest.fixture
+def async_llm(demo_tokenizer: Tokenizer) -> FakeAsyncLLM:
+    """The engine behind `make_client` and `make_state`."""
+    return FakeAsyncLLM(demo_tokenizer)
+
+
+@pytest.fixture
+def make_state(async_llm: FakeAsyncLLM) -> Callable[..., Any]:
+    """Makes the state of a server with these options (`ServerArgs`); the model is "demo"."""
+    from quire.entrypoints.server.state import ServerState
+
+    def make(**options: Any) -> Any:
+        args = ServerArgs(**options)
+        return ServerState(async_llm, args, args.served_model_name or ["demo"], created=1)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def make_client(make_state: Callable[..., Any]) -> Callable[..., TestClient]:
+    """Makes an HTTP client of an application with these options."""
+    from quire.entrypoints.server.app import build_app
+
+    return lambda **options: TestClient(build_app(make_state(**options)))
+
+
+@pytest.fixture
+def client(make_client: Callable[..., TestClient]) -> TestClient:
+    """An HTTP client of an application with the default options."""
+    return make_client()

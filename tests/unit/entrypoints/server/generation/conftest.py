@@ -1,0 +1,233 @@
+"""The real front end (`AsyncLLM`, the app) over a scripted core: texts, logprobs and endings are known beforehand."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.config.engine_args import EngineArgs
+from quire.config.server import ServerArgs
+from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.engine.core_messages import Abort, Add, Finish, News, Ready
+from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.chat import ChatService
+from quire.entrypoints.server.completions import CompletionService
+from quire.entrypoints.server.state import ServerState
+from quire.metrics.stats import EngineStats
+from quire.protocol import NewRequest, PromptLogprobs, SequenceOutput, TokenLogprobs
+
+STATS = EngineStats(0, 0, 0.0, 0, 0, 0, {})
+MAX_LEN = 128
+EOS = 0
+
+
+class ScriptedCore:
+    """A core that answers with `texts[sequence index]`, a token a step, and end-of-sequence after it.
+
+    Attributes:
+        requests: all that were added.
+        aborted: ids that were aborted.
+        held: where set, steps wait for `go_on`.
+        ending: "abort" or "error": how a request ends after its second step, in place of its text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.texts = ["Once upon a time there was a café.", "Twice 🙂 told", "Thrice", "Four"]
+        self.requests: list[NewRequest] = []
+        self.aborted: list[str] = []
+        self.held = False
+        self.go_on = asyncio.Event()
+        self.ending: str | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stopped: set[tuple[str, int]] = set()
+        self._emit: Callable[[Any], None] = lambda event: None
+
+    def attach(self, on_event: Callable[[Any], None]) -> None:
+        self._emit = on_event
+
+    def send(self, command: Any) -> None:
+        if isinstance(command, Add):
+            self.requests.append(command.request)
+            self._tasks[command.request.request_id] = asyncio.get_running_loop().create_task(self._run(command.request))
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self.aborted.append(request_id)
+                self._tasks[request_id].cancel()
+        elif isinstance(command, Finish):
+            self._stopped.update(command.sequences)
+
+    def seconds_stuck(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+    async def _run(self, request: NewRequest) -> None:
+        scripts = {
+            i: [*self.tokenizer.encode(self.texts[i % len(self.texts)], add_special_tokens=False), EOS]
+            for i in range(request.num_sequences)
+        }
+        step = 0
+        while scripts:
+            await asyncio.sleep(0.001)
+            if self.held:
+                await self.go_on.wait()
+            scripts = {i: script for i, script in scripts.items() if (request.request_id, i) not in self._stopped}
+            news = [self._token(request, i, script, step) for i, script in scripts.items()]
+            if news:
+                scheduled = [request.request_id] if step == 0 else []
+                self._emit(News(outputs=news, scheduled=scheduled, start=0.0, end=0.0, stats=STATS))
+            scripts = {n.sequence_index: scripts[n.sequence_index] for n in news if n.finish_reason is None}
+            step += 1
+
+    def _token(self, request: NewRequest, index: int, script: list[int], step: int) -> SequenceOutput:
+        params = request.sampling_params
+        token_id = script[step]
+        reason = "stop" if token_id in request.stop_token_ids else None
+        if reason is None and step + 1 == min(request.max_tokens, len(script)):
+            reason = "length"
+        if self.ending is not None and step == 2:
+            reason = self.ending
+        prompt = None
+        if step == 0 and index == 0 and params.prompt_logprobs is not None:
+            ids = request.prompt_token_ids[1:]
+            prompt = PromptLogprobs(1, [logprobs_of(i, params.prompt_logprobs) for i in ids])
+        return SequenceOutput(
+            request_id=request.request_id,
+            sequence_index=index,
+            new_token_ids=[token_id],
+            logprobs=None if params.logprobs is None else [logprobs_of(token_id, params.logprobs)],
+            prompt_logprobs=prompt,
+            finish_reason=reason,
+            num_cached_tokens=3,
+        )
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """The token is the second likeliest, if so many are asked for."""
+    top = [token_id ^ 1, token_id, *(range(1000, 1000 + num_top))][:num_top]
+    ranks = [1 + i for i in range(num_top)]
+    return TokenLogprobs([token_id, *top], [-0.7, *([-0.6, -0.7] + [-float(r) for r in ranks])[:num_top]], [2, *ranks])
+
+
+class Server:
+    """A server's state over a `ScriptedCore`, for calls of its services and over HTTP."""
+
+    def __init__(self, tokenizer: Tokenizer, engine: dict[str, Any], options: dict[str, Any]) -> None:
+        self.core = ScriptedCore(tokenizer)
+        config = EngineArgs(model="demo", generation_config="vllm", **engine).resolve()
+        skips = config.args.skip_tokenizer_init
+        self.llm = AsyncLLM(config, self.core, Ready(MAX_LEN, 64, 32), None if skips else tokenizer, AsyncOptions())
+        self.state = ServerState(self.llm, ServerArgs(**options), ["demo", "alias"])
+        self.completions = CompletionService(self.state)
+        self.chat = ChatService(self.state)
+        self.app = build_app(self.state)
+
+    @property
+    def request(self) -> NewRequest:
+        """The one request that the core was given."""
+        assert len(self.core.requests) == 1
+        return self.core.requests[0]
+
+
+@pytest.fixture
+def make_server(demo_tokenizer: Tokenizer) -> Iterator[Callable[..., Server]]:
+    """Makes a server: `engine` are options of `EngineArgs`, the others of `ServerArgs`."""
+    made: list[Server] = []
+
+    def make(engine: dict[str, Any] | None = None, **options: Any) -> Server:
+        made.append(Server(demo_tokenizer, engine or {}, options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.llm.shutdown()
+
+
+@pytest.fixture
+def server(make_server: Callable[..., Server]) -> Server:
+    return make_server()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[TestClient]:
+    with TestClient(server.app) as client:
+        yield client
+
+
+@pytest.fixture
+def parsed() -> Callable[[bytes | str], list[dict[str, Any]]]:
+    """Takes a stream, which must end with [DONE], to its events."""
+    return _parsed
+
+
+def _parsed(body: bytes | str) -> list[dict[str, Any]]:
+    text = body.decode() if isinstance(body, bytes) else body
+    events = text.split("\n\n")
+    assert all(e.startswith("data: ") for e in events[:-1])
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(e.removeprefix("data: ")) for e in events[:-2]]
+
+
+@pytest.fixture(scope="session")
+def openai_schema(shared_data: Path) -> Callable[[str], Any]:
+    """Takes a name to the schema of this name in OpenAI's description of its API."""
+    yaml = pytest.importorskip("yaml")
+    file = shared_data / "openai" / "openapi.yaml"
+    if not file.is_file():
+        pytest.skip("needs openapi.yaml")
+    text = file.read_text()
+
+    def load(name: str) -> Any:
+        section = re.search(rf"^    {name}:\n((?:      .*\n|\n)+)", text, re.MULTILINE)  # the whole file is large
+        assert section, name
+        return yaml.safe_load(section[1])
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def openai_errors(openai_schema: Callable[[str], Any]) -> Callable[[str, Any], list[str]]:
+    """What is wrong with a value by the schema of this name."""
+    jsonschema = pytest.importorskip("jsonschema")
+
+    @cache
+    def validator(name: str) -> Any:
+        used: dict[str, Any] = {}
+        schema = _plain_schema({"$ref": "#/components/schemas/" + name}, openai_schema, used)
+        return jsonschema.Draft202012Validator(schema | {"components": {"schemas": used}})
+
+    return lambda name, value: [f"{e.json_path}: {e.message}" for e in validator(name).iter_errors(value)]
+
+
+@pytest.fixture(scope="session")
+def openai_properties(openai_schema: Callable[[str], Any]) -> Callable[[str], set[str]]:
+    """The properties of the schema of this name, with those that it takes over from others."""
+
+    def names(schema: Any) -> set[str]:
+        if "$ref" in schema:
+            schema = openai_schema(schema["$ref"].rpartition("/")[2])
+        return set(schema.get("properties", ())).union(*(names(part) for part in schema.get("allOf", ())))
+
+    return lambda name: names({"$ref": name})
+
+
+def _plain_schema(schema: Any, load: Callable[[str], Any], used: dict[str, Any]) -> Any:
+    """The same in JSON Schema's words (OpenAPI 3.0 has `nullable`); the schemas that it refers to go to `used`."""
+    if isinstance(schema, list):
+        return [_plain_schema(item, load, used) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if isinstance(ref := schema.get("$ref"), str) and (name := ref.rpartition("/")[2]) not in used:
+        used[name] = {}
+        used[name] = _plain_schema(load(name), load, used)
+    plain = {key: _plain_schema(value, load, used) for key, value in schema.items() if key != "nullable"}
+    return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain

@@ -1,0 +1,281 @@
+"""/v1/completions: the shapes of answers and streams, echo and logprobs, several prompts, and what fails on its way."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.server.completion_request import CompletionRequest
+
+PATH = "/v1/completions"
+TEXT = "Once upon a time there was a café."
+
+
+def post(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post(PATH, json={"prompt": "Hi", "temperature": 1.0, "max_tokens": 50} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def stream(client: TestClient, parsed: Callable[[str], list[Any]], **body: Any) -> list[dict[str, Any]]:
+    answer = client.post(PATH, json={"prompt": "Hi", "temperature": 1.0, "max_tokens": 50, "stream": True} | body)
+    assert answer.status_code == 200, answer.text
+    return parsed(answer.text)
+
+
+def test_an_answer(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    answer = post(client, model="alias", request_id="mine")
+    assert openai_errors("CreateCompletionResponse", answer) == []
+    assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-mine", "text_completion", "alias")
+    choice = {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert answer["choices"] == [choice]
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_the_header_names_a_request(client: TestClient) -> None:
+    headers = {"X-Request-Id": "from-the-header"}
+    body = {"prompt": "Hi", "max_tokens": 1}
+    assert client.post(PATH, json=body, headers=headers).json()["id"] == "cmpl-from-the-header"
+    assert client.post(PATH, json=body | {"request_id": "x"}, headers=headers).json()["id"] == "cmpl-x"
+    one, other = (client.post(PATH, json=body).json()["id"] for _ in range(2))
+    assert one != other
+
+
+def test_a_stream_adds_up(client: TestClient, parsed: Any, openai_errors: Callable[..., list[str]]) -> None:
+    whole = post(client, n=3)
+    chunks = stream(client, parsed, n=3, stream_options={"include_usage": True})
+    for chunk in chunks:  # OpenAI sends these nulls too, and has no schema of its own for chunks
+        ended = [choice | {"finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]
+        assert openai_errors("CreateCompletionResponse", chunk | {"choices": ended, "usage": whole["usage"]}) == []
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    last = chunks.pop()
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for choice in whole["choices"]:
+        pieces = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+        assert all(piece["text"] for piece in pieces[:-1]), "no empty pieces"
+
+
+def test_a_plain_stream_has_no_usage(client: TestClient, parsed: Any) -> None:
+    assert all("usage" not in chunk for chunk in stream(client, parsed))
+
+
+def test_continuous_usage(client: TestClient, parsed: Any) -> None:
+    chunks = stream(client, parsed, max_tokens=4, stream_options={"continuous_usage_stats": True})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == 4
+
+
+def test_choices_are_numbered_prompt_by_prompt(client: TestClient, parsed: Any) -> None:
+    whole = post(client, prompt=["One", "Two", "Three"], n=2, max_tokens=2)
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert texts[:2] == texts[2:4] == texts[4:] != [texts[0]] * 2
+    chunks = stream(client, parsed, prompt=["One", "Two", "Three"], n=2, max_tokens=2)
+    for index, text in enumerate(texts):
+        assert "".join(p["text"] for chunk in chunks for p in chunk["choices"] if p["index"] == index) == text
+    assert post(client, prompt=[[5], [6, 7]], max_tokens=1)["usage"]["prompt_tokens"] == 3
+
+
+def test_several_prompts_run_at_once(server: Any) -> None:
+    async def run() -> None:
+        server.core.held = True
+        body = CompletionRequest.model_validate({"prompt": [[i] for i in range(1, 41)], "max_tokens": 2})
+        task = asyncio.create_task(server.completions.create(body, "many"))
+        while len(server.core.requests) < 40:
+            await asyncio.sleep(0.001)
+        server.core.go_on.set()
+        assert len((await task).choices) == 40
+        assert server.core.aborted == []
+
+    asyncio.run(run())
+    assert [r.request_id.partition("#")[0] for r in server.core.requests] == [f"many-{i}" for i in range(40)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_one_bad_prompt_ends_all(client: TestClient, server: Any, streams: bool) -> None:
+    answer = client.post(PATH, json={"prompt": [[1], [2], [999_999]], "stream": streams})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+    assert server.llm.num_unfinished == 0
+    assert len(server.core.aborted) == len(server.core.requests)
+
+
+def test_best_of(client: TestClient, server: Any) -> None:
+    answer = post(client, best_of=4, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    # The likeliest are the shortest, as each token has the same logprob.
+    assert [choice["text"] for choice in answer["choices"]] == ["Four", "Thrice"]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert server.request.num_sequences == 4
+
+
+def test_stop_strings(client: TestClient) -> None:
+    choice = post(client, stop=[" there", "zz"])["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Once upon a time", "stop", " there")
+    kept = post(client, stop=" there", include_stop_str_in_output=True)["choices"][0]
+    assert kept["text"] == "Once upon a time there"
+
+
+# --- echo and logprobs
+
+
+def test_echo(client: TestClient, parsed: Any, demo_tokenizer: Tokenizer) -> None:
+    assert post(client, echo=True)["choices"][0]["text"] == "Hi" + TEXT
+    chunks = stream(client, parsed, echo=True, n=2)
+    for index in range(2):
+        pieces = [c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert pieces[0].startswith("Hi")
+        assert len(pieces[0]) > 2, "the first piece has the first token too"
+    ids = demo_tokenizer.encode("Hello there")
+    assert post(client, prompt=ids, echo=True)["choices"][0]["text"] == "Hello there" + TEXT
+    cut = post(client, prompt="Hello there", echo=True, truncate_prompt_tokens=1)["choices"][0]["text"]
+    assert cut == " there" + TEXT
+    raw = post(client, prompt=ids, echo=True, skip_special_tokens=False)["choices"][0]["text"]
+    assert raw.startswith("<|endoftext|>Hello")
+
+
+def test_logprobs(client: TestClient, parsed: Any) -> None:
+    """(A character of several tokens has the place of its first; what follows it is counted a little late.)"""
+    choice = post(client, logprobs=2)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]).startswith(TEXT.partition("é")[0])
+    assert all(value == -0.7 for value in logprobs["token_logprobs"])
+    for token, top, offset in zip(*(logprobs[k] for k in ("tokens", "top_logprobs", "text_offset")), strict=True):
+        assert top[token] == -0.7
+        assert len(top) == 2
+        assert max(top.values()) == -0.6
+        if offset < TEXT.index("é"):
+            assert choice["text"].startswith(token, offset)
+    chunks = stream(client, parsed, logprobs=2)
+    for key, values in logprobs.items():
+        assert [v for chunk in chunks for v in chunk["choices"][0]["logprobs"][key]] == values
+
+
+def test_no_alternatives(client: TestClient) -> None:
+    logprobs = post(client, logprobs=0, max_tokens=2)["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{token: -0.7} for token in logprobs["tokens"]]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_scoring_a_prompt(client: TestClient, parsed: Any, server: Any, max_tokens: int) -> None:
+    """As lm-evaluation-harness asks: the prompt's logprobs, and a token that it drops."""
+    prompt = [[10, 11, 12, 13], [20, 21]]
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1234}
+    answer = post(client, **body)
+    assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+    for ids, choice in zip(prompt, answer["choices"], strict=True):
+        logprobs = choice["logprobs"]
+        assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        assert logprobs["text_offset"][0] == 0
+        for value, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
+            assert value in top.values()
+            assert max(top.values()) == -0.6, "another token is likelier"
+        assert choice["finish_reason"] == "length"
+    assert all(r.max_tokens == 1 and r.sampling_params.prompt_logprobs == 1 for r in server.core.requests)
+    pieces = [c for chunk in stream(client, parsed, **body) for c in chunk["choices"]]
+    assert sorted(pieces, key=lambda c: c["index"]) == answer["choices"]
+
+
+def test_tokens_of_one_text_keep_their_entries(client: TestClient, demo_tokenizer: Tokenizer, server: Any) -> None:
+    """Two broken bytes are shown alike; neither may hide the other's logprob."""
+    broken = [i for i in range(300) if demo_tokenizer.decode([i], skip_special_tokens=False) == "\ufffd"]
+    one = next(i for i in broken if i ^ 1 in broken)
+    answer = post(client, prompt=[5, one], echo=True, logprobs=2, max_tokens=0)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"][1] == "\ufffd"
+    assert logprobs["top_logprobs"][1] == {"\ufffd": -0.7, f"token_id:{one ^ 1}": -0.6}
+
+
+def test_offsets_are_places_in_the_text(client: TestClient) -> None:
+    choice = post(client, prompt="<|user|>Hello", echo=True, logprobs=1, max_tokens=3)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][:2] == ["<|endoftext|>", "<|user|>"], "the first one was added, and is not in the text"
+    assert logprobs["text_offset"][:2] == [0, 0]
+    for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:]:
+        assert choice["text"].startswith(token, offset)
+
+
+def test_infinite_logprobs_are_numbers(client: TestClient, monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    token = server.core._token
+    monkeypatch.setattr(server.core, "_token", lambda *args: with_logprob(token(*args), float("-inf")))
+    logprobs = post(client, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-9999.0]
+
+
+def with_logprob(news: Any, value: float) -> Any:
+    for entry in news.logprobs:
+        entry.logprobs[:] = [value] * len(entry.logprobs)
+    return news
+
+
+def test_tokens_as_ids(make_server: Callable[..., Any], client: TestClient) -> None:
+    body = {"prompt": [5, 6], "max_tokens": 1, "logprobs": 1, "echo": True}
+    logprobs = post(client, return_tokens_as_token_ids=True, **body)["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:2] == ["token_id:5", "token_id:6"]
+    assert logprobs["top_logprobs"][1] == {"token_id:6": -0.7, "token_id:7": -0.6}
+    with TestClient(make_server(return_tokens_as_token_ids=True).app) as other:
+        assert post(other, **body)["choices"][0]["logprobs"]["tokens"][0] == "token_id:5"
+        by_text = post(other, **body, return_tokens_as_token_ids=False)["choices"][0]["logprobs"]["tokens"]
+        assert not by_text[0].startswith("token_id:")
+
+
+def test_token_ids(client: TestClient, parsed: Any) -> None:
+    choice = post(client, prompt=[5, 6], max_tokens=3, return_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == [5, 6]
+    assert len(choice["token_ids"]) == 3
+    chunks = stream(client, parsed, prompt=[5, 6], max_tokens=3, return_token_ids=True)
+    pieces = [piece for chunk in chunks for piece in chunk["choices"]]
+    assert [i for piece in pieces for i in piece["token_ids"]] == choice["token_ids"]
+    assert pieces[0]["prompt_token_ids"] == [5, 6]
+    assert not any("prompt_token_ids" in piece for piece in pieces[1:])
+
+
+def test_prompt_logprobs(client: TestClient) -> None:
+    choice = post(client, prompt=[5, 6], prompt_logprobs=1, max_tokens=1)["choices"][0]
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert {k: (v["logprob"], v["rank"]) for k, v in second.items()} == {"6": (-0.7, 2), "7": (-0.6, 1)}
+    assert choice["logprobs"] is None
+
+
+# --- failures on the way
+
+
+@pytest.mark.parametrize(("ending", "status"), [("abort", 503), ("error", 500)])
+def test_failures(client: TestClient, server: Any, parsed: Any, ending: str, status: int) -> None:
+    server.core.ending = ending
+    answer = client.post(PATH, json={"prompt": "Hi"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, "server_error")
+    *chunks, last = stream(client, parsed)
+    assert chunks
+    assert last["error"]["type"] == "server_error"
+    assert not any(c["finish_reason"] for chunk in chunks for c in chunk["choices"])
+
+
+def test_a_dead_engine(client: TestClient, server: Any, parsed: Any) -> None:
+    server.llm.shutdown()
+    for streams in (False, True):
+        answer = client.post(PATH, json={"prompt": "Hi", "stream": streams})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+
+
+def test_without_a_tokenizer(make_server: Callable[..., Any], parsed: Any) -> None:
+    with TestClient(make_server({"skip_tokenizer_init": True}).app) as client:
+        choice = post(client, prompt=[5, 6], max_tokens=2, logprobs=1, return_token_ids=True)["choices"][0]
+        assert choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+        chunks = stream(client, parsed, prompt=[5], max_tokens=2, return_token_ids=True)
+        assert sum(len(piece["token_ids"]) for chunk in chunks for piece in chunk["choices"]) == 2
+        for body, param in (({"prompt": "Hi"}, "prompt"), ({"prompt": [5], "echo": True}, "echo")):
+            answer = client.post(PATH, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

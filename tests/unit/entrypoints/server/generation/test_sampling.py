@@ -1,0 +1,171 @@
+"""Every parameter reaches the engine as it was given, under both routes; defaults are the model's."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.sampling import chat_params, completion_params
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+# field -> values that are passed on under the same name
+SAME: dict[str, list[Any]] = {
+    "n": [1, 3],
+    "best_of": [2],
+    "temperature": [0.5, 1, 0],
+    "top_p": [0.5, 1],
+    "top_k": [5, 0, -1],
+    "min_p": [0.1, 0],
+    "presence_penalty": [-2, 1.5],
+    "frequency_penalty": [2, -0.5],
+    "repetition_penalty": [1.3],
+    "seed": [0, 7, 2**64 - 1],
+    "stop": [["a", "b"], []],
+    "stop_token_ids": [[5, 6]],
+    "bad_words": [["bad", "worse"]],
+    "allowed_token_ids": [[5, 6]],
+    "include_stop_str_in_output": [True],
+    "ignore_eos": [True],
+    "min_tokens": [2],
+    "max_tokens": [1, 9],
+    "skip_special_tokens": [False],
+    "spaces_between_special_tokens": [False],
+    "truncate_prompt_tokens": [3, -1],
+    "prompt_logprobs": [0, 20],
+}
+
+
+def completion(server: Any, **body: Any) -> SamplingParams:
+    return completion_params(CompletionRequest.model_validate({"prompt": "Hi"} | body), server.llm)
+
+
+def chat(server: Any, **body: Any) -> SamplingParams:
+    return chat_params(ChatCompletionRequest.model_validate({"messages": MESSAGES} | body), server.llm)
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+@pytest.mark.parametrize("field", SAME)
+def test_passed_on(server: Any, read: Callable[..., SamplingParams], field: str) -> None:
+    for value in SAME[field]:
+        assert getattr(read(server, **{field: value}), field) == value
+
+
+def test_nothing_is_forgotten() -> None:
+    """A field of SamplingParams is read from requests, made of others, or refused."""
+    made = {"logprobs", "output_kind", "detokenize"}
+    refused = {"structured_outputs", "logits_processors"}
+    assert set(SamplingParams.__struct_fields__) == set(SAME) | {"logit_bias"} | made | refused
+    assert refused < set(CompletionRequest.model_fields)
+
+
+def test_other_spellings(server: Any) -> None:
+    assert completion(server, stop="x").stop == ["x"]
+    assert completion(server, logit_bias={"5": -200, "6": 1}).logit_bias == {5: -100.0, 6: 1.0}
+    assert completion(server, seed=-1).seed is None
+    assert completion(server, stream=True).output_kind == RequestOutputKind.DELTA
+    assert completion(server).output_kind == RequestOutputKind.FINAL_ONLY
+
+
+def test_logprobs(server: Any) -> None:
+    assert [completion(server, logprobs=k).logprobs for k in (None, 0, 20)] == [None, 0, 20]
+    assert completion(server, logprobs=2).prompt_logprobs is None
+    assert completion(server, logprobs=2, echo=True).prompt_logprobs == 2
+    assert completion(server, logprobs=2, echo=True, prompt_logprobs=5).prompt_logprobs == 5
+    assert completion(server, echo=True).prompt_logprobs is None
+    assert chat(server, logprobs=True).logprobs == 0
+    assert chat(server, logprobs=True, top_logprobs=3).logprobs == 3
+    assert chat(server, logprobs=False).logprobs is None
+
+
+def test_output_lengths(server: Any) -> None:
+    assert completion(server).max_tokens == 16
+    assert completion(server, max_tokens=0, echo=True).max_tokens == 1
+    assert chat(server).max_tokens is None
+    assert chat(server, max_tokens=5).max_tokens == 5
+    assert chat(server, max_tokens=5, max_completion_tokens=7).max_tokens == 7
+
+
+def test_the_models_defaults(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"temperature": 0.3, "top_k": 7, "max_new_tokens": 40}
+    defaults = SamplingParams.from_generation_defaults(given)
+    monkeypatch.setattr(server.llm, "get_default_sampling_params", lambda: defaults)
+    monkeypatch.setitem(server.llm.config.model.generation_defaults, "max_new_tokens", 40)
+    for read in (completion, chat):
+        params = read(server)
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 40)
+        params = read(server, temperature=1.0, max_tokens=50)
+        assert (params.temperature, params.top_k, params.max_tokens) == (1.0, 7, 50)
+    assert defaults.output_kind == RequestOutputKind.CUMULATIVE, "the defaults are nobody's to change"
+
+
+def test_more_logprobs_where_the_engine_gives_them(make_server: Callable[..., Any]) -> None:
+    server = make_server({"max_logprobs": 40})
+    assert completion(server, logprobs=40).logprobs == 40
+    assert chat(server, logprobs=True, top_logprobs=40).logprobs == 40
+    assert completion(make_server({"max_logprobs": -1}), logprobs=-1).logprobs == -1
+
+
+# --- what is no sampling parameter
+
+
+def test_priority(make_server: Callable[..., Any]) -> None:
+    server = make_server({"scheduling_policy": "priority"})
+    with TestClient(server.app) as client:
+        client.post("/v1/completions", json={"prompt": "Hi", "priority": -3})
+        client.post("/v1/chat/completions", json={"messages": MESSAGES, "priority": 4})
+    assert [request.priority for request in server.core.requests] == [-3, 4]
+
+
+def test_cache_salt(client: TestClient, server: Any) -> None:
+    client.post("/v1/completions", json={"prompt": ["Hi", "Ho"], "cache_salt": "s"})
+    client.post("/v1/chat/completions", json={"messages": MESSAGES, "cache_salt": "s"})
+    assert [request.cache_salt for request in server.core.requests] == ["s"] * 3
+
+
+def test_special_tokens(client: TestClient, server: Any, demo_tokenizer: Tokenizer) -> None:
+    for value in (None, True, False):
+        client.post("/v1/completions", json={"prompt": "Hi", "add_special_tokens": value})
+        client.post("/v1/chat/completions", json={"messages": MESSAGES, "add_special_tokens": value})
+    ids = [request.prompt_token_ids for request in server.core.requests]
+    plain, special = demo_tokenizer.encode("Hi", add_special_tokens=False), demo_tokenizer.encode("Hi")
+    assert ids[0::2] == [special, special, plain]
+    assert ids[1] == ids[5] == ids[3][1:]
+
+
+def test_prompts(client: TestClient, server: Any, demo_tokenizer: Tokenizer) -> None:
+    for prompt in ("Hi there", [5, 6, 7]):
+        client.post("/v1/completions", json={"prompt": prompt})
+        client.post("/v1/completions", json={"prompt": prompt, "truncate_prompt_tokens": 2})
+    text = demo_tokenizer.encode("Hi there")
+    expected = [text, text[-2:], [5, 6, 7], [6, 7]]
+    assert [request.prompt_token_ids for request in server.core.requests] == expected
+
+
+def test_a_long_prompt_is_cut_to_the_context(client: TestClient, server: Any) -> None:
+    answer = client.post("/v1/completions", json={"prompt": [5] * 300, "truncate_prompt_tokens": -1})
+    assert answer.json()["usage"]["prompt_tokens"] == 127
+    answer = client.post("/v1/completions", json={"prompt": [5] * 300, "truncate_prompt_tokens": 100, "max_tokens": 28})
+    assert answer.status_code == 200
+
+
+def test_long_texts_are_encoded_off_the_loop(client: TestClient, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = server.llm.tokenizer.encode
+
+    def noted(text: str, add_special_tokens: bool = True) -> list[int]:
+        if text.startswith("word"):
+            threads.append(threading.current_thread().name)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(server.llm.tokenizer, "encode", noted)
+    answer = client.post("/v1/completions", json={"prompt": "word " * 2000, "truncate_prompt_tokens": 5})
+    assert answer.status_code == 200
+    assert len(threads) == 1
+    assert threads[0].startswith("quire-input")

@@ -1,0 +1,208 @@
+"""How answers are sent: one send a step, nothing before the first event, and an end when the client leaves."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.sse import EventStream, while_connected
+from quire.errors import InvalidRequestError, RequestFailedError
+
+Message = dict[str, Any]
+
+
+class Wire:
+    """A client's end of an ASGI connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.gone = asyncio.Event()
+        self.num_wanted = 10**9  # messages after which the client leaves
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(dict(message))
+        if len(self.sent) >= self.num_wanted:
+            self.gone.set()
+        await asyncio.sleep(0)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+class Source:
+    """A service's stream of three events; notes how it ended."""
+
+    def __init__(self, failure: Exception | None = None, first: bool = False) -> None:
+        self.failure, self.first, self.closed = failure, first, False
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            if self.first and self.failure is not None:
+                raise self.failure
+            for number in range(3):
+                await asyncio.sleep(0)
+                yield b"data: %d\n\n" % number
+            if self.failure is not None:
+                raise self.failure
+        finally:
+            self.closed = True
+
+
+def run(stream: EventStream, wire: Wire) -> None:
+    asyncio.run(stream({"type": "http"}, wire.receive, wire.send))
+
+
+def test_a_stream() -> None:
+    wire, source = Wire(), Source()
+    run(EventStream(source.events()), wire)
+    start, *body = wire.sent
+    assert (start["type"], start["status"]) == ("http.response.start", 200)
+    assert dict(start["headers"]) == {
+        b"content-type": b"text/event-stream; charset=utf-8",
+        b"cache-control": b"no-cache",
+        b"x-accel-buffering": b"no",
+    }
+    assert [message["body"] for message in body] == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""]
+    assert [message.get("more_body", False) for message in body] == [True, True, True, False]
+
+
+def test_a_refusal_leaves_before_anything_is_sent() -> None:
+    wire, source = Wire(), Source(InvalidRequestError("no.", "n"), first=True)
+    with pytest.raises(InvalidRequestError):
+        run(EventStream(source.events()), wire)
+    assert wire.sent == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [(RequestFailedError("it failed."), "it failed."), (KeyError("secret"), "internal error")],
+)
+def test_a_failure_is_an_event(failure: Exception, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    wire = Wire()
+    run(EventStream(Source(failure).events()), wire)
+    assert wire.sent[-1] == {"type": "http.response.body", "body": b""}
+    assert b"data: 2\n\n" in wire.body
+    assert wire.body.endswith(b"\n\ndata: [DONE]\n\n")
+    assert message.encode() in wire.body
+    assert b"secret" not in wire.body
+    assert ("secret" in caplog.text) == isinstance(failure, KeyError), "what nobody expected is in the log"
+
+
+@pytest.mark.parametrize("num_wanted", [1, 2, 3])
+def test_a_client_that_leaves_ends_the_stream(num_wanted: int) -> None:
+    wire, source = Wire(), Source()
+    wire.num_wanted = num_wanted
+    run(EventStream(source.events()), wire)
+    assert source.closed
+    assert len(wire.sent) <= num_wanted + 1
+
+
+def test_a_client_that_reads_nothing_is_noticed_to_leave() -> None:
+    async def talk() -> None:
+        wire, source = Wire(), Source()
+
+        async def stuck(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        stream = EventStream(source.events())
+        task = asyncio.create_task(stream({"type": "http"}, wire.receive, stuck))
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        wire.gone.set()
+        await asyncio.wait_for(task, 5)
+        assert source.closed
+
+    asyncio.run(talk())
+
+
+def test_work_is_cancelled_with_its_caller() -> None:
+    async def talk() -> None:
+        wire, cancelled = Wire(), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        task = asyncio.create_task(while_connected(wire.receive, work()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert cancelled.is_set()
+
+    asyncio.run(talk())
+
+
+def test_results_and_errors_pass_through() -> None:
+    async def result() -> int:
+        return 5
+
+    async def error() -> int:
+        raise InvalidRequestError("no.")
+
+    wire = Wire()
+    assert asyncio.run(while_connected(wire.receive, result())) == 5
+    with pytest.raises(InvalidRequestError):
+        asyncio.run(while_connected(wire.receive, error()))
+
+
+# --- with the engine
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_leaves_aborts_its_requests(server: Any, streams: bool, num_prompts: int, begun: bool) -> None:
+    """Before the first token, and in the middle."""
+    body = CompletionRequest.model_validate({"prompt": [[5]] * num_prompts, "max_tokens": 100, "stream": streams})
+
+    async def talk() -> None:
+        server.core.held = not begun
+        server.core.texts = ["word " * 80]
+        wire = Wire()
+        answer: Awaitable[Any]
+        if streams:
+            answer = EventStream(server.completions.stream(body, "r"))({"type": "http"}, wire.receive, wire.send)
+        else:
+            answer = while_connected(wire.receive, server.completions.create(body, "r"))
+        task = asyncio.ensure_future(answer)
+        await _until(lambda: len(server.core.requests) == num_prompts and (not begun or server.llm.num_queued == 0))
+        wire.gone.set()
+        assert await task is None
+        assert sorted(server.core.aborted) == sorted(r.request_id for r in server.core.requests)
+        assert server.llm.num_unfinished == 0
+        assert not wire.body.endswith(b"[DONE]\n\n")
+
+    asyncio.run(talk())
+
+
+def test_one_send_for_each_step(server: Any) -> None:
+    """All choices of all prompts that a step brings travel together."""
+    body = CompletionRequest.model_validate({"prompt": [[5], [6]], "n": 4, "max_tokens": 6, "stream": True})
+
+    async def talk() -> Wire:
+        wire = Wire()
+        await EventStream(server.completions.stream(body, "r"))({"type": "http"}, wire.receive, wire.send)
+        return wire
+
+    wire = asyncio.run(talk())
+    assert wire.body.count(b"data: {") >= 8 * 3
+    assert len(wire.sent) <= 2 + 2 * 7, "a send for each step of each prompt at most"

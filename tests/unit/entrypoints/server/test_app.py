@@ -1,0 +1,124 @@
+"""The application as a whole: bad bodies, unknown routes, and what its OpenAPI description says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute, iter_route_contexts
+from fastapi.testclient import TestClient
+
+import quire
+from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.body import JsonRoute
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is empty"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object; it is a list"),
+        (b"3", "must be a JSON object; it is a number"),
+        (b"null", "must be a JSON object; it is null"),
+        (b'"x"', "must be a JSON object; it is a string"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt":' * 100_000, "nested too deeply"),
+        (b'{"prompt": "\xff"}', "not valid UTF-8"),
+        (b'{"\xff": 1}', "not valid UTF-8"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": NaN}', "not valid JSON"),
+        (b'{"prompt": -Infinity}', "not valid JSON"),
+        (b'{"prompt": 1e999}', "not valid JSON"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b'{"prompt": "x"} x', "not valid JSON"),
+    ],
+)
+def test_bad_bodies(client: TestClient, body: bytes, message: str) -> None:
+    answer = client.post("/tokenize", content=body, headers=JSON)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "json", "a/b; c"]
+)
+def test_other_content_types(client: TestClient, kind: str) -> None:
+    answer = client.post("/tokenize", content=b'{"prompt": "x"}', headers={"Content-Type": kind} if kind else {})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+def test_json_content_types(client: TestClient, kind: str) -> None:
+    assert client.post("/tokenize", content=b'{"prompt": "x"}', headers={"Content-Type": kind}).status_code == 200
+
+
+def test_every_body_is_read_by_our_route(client: TestClient) -> None:
+    routes = [c.original_route for c in iter_route_contexts(client.app.routes)]  # type: ignore[attr-defined]
+    with_body = [r for r in routes if isinstance(r, APIRoute) and r.body_field is not None]
+    assert {r.path for r in with_body} >= {"/tokenize", "/detokenize"}
+    assert [r.path for r in with_body if not isinstance(r, JsonRoute)] == []
+
+
+def test_unknown_routes_and_methods(client: TestClient) -> None:
+    for path in ("/nowhere", "/v1", "/v1/models/", "/health/"):
+        answer = client.get(path)
+        assert answer.status_code == 404, path
+        assert answer.json()["error"]["code"] in ("not_found", "model_not_found")
+    answer = client.delete("/tokenize")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_unknown_model(client: TestClient) -> None:
+    answer = client.post("/tokenize", json={"model": "gpt", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert answer.json()["error"]["message"] == "the model 'gpt' does not exist; this server has 'demo'."
+
+
+def test_a_dead_engine(client: TestClient, async_llm) -> None:
+    async_llm.die()
+    answer = client.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+
+
+# ---- the description
+
+
+def operations(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {f"{m} {path}": operation for path, item in schema["paths"].items() for m, operation in item.items()}
+
+
+def test_openapi_describes_errors_as_they_are(client: TestClient) -> None:
+    schema = client.get("/openapi.json").json()
+    assert schema["info"]["version"] == quire.__version__
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+    described = operations(schema)
+    assert all("422" not in operation["responses"] for operation in described.values())
+    assert {"400", "404", "413", "415", "503"} <= set(described["post /tokenize"]["responses"])
+    assert "404" in described["get /v1/models/{model}"]["responses"]
+    assert "503" in described["get /health"]["responses"]
+    assert all("401" not in operation["responses"] for operation in described.values())
+
+
+def test_openapi_describes_keys(make_client: Callable[..., TestClient]) -> None:
+    schema = make_client(api_key=["sesame"]).get("/openapi.json", headers={"x-api-key": "sesame"}).json()
+    assert schema["components"]["securitySchemes"] == {"APIKey": {"type": "http", "scheme": "bearer"}}
+    for name, operation in operations(schema).items():
+        is_public = name.split()[1] in ("/health", "/ping")
+        assert ("security" in operation, "401" in operation["responses"]) == (not is_public, not is_public)
+    assert "sesame" not in str(schema)
+
+
+def test_docs_can_be_left_out(client: TestClient, make_client: Callable[..., TestClient]) -> None:
+    assert "swagger" in client.get("/docs").text
+    closed = make_client(disable_fastapi_docs=True)
+    assert [closed.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")] == [404] * 3
+
+
+def test_a_description_below_a_root_path(make_state: Callable[..., Any]) -> None:
+    client = TestClient(build_app(make_state(root_path="/llm")))
+    assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert "/llm/openapi.json" in client.get("/docs").text

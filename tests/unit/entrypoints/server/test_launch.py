@@ -1,0 +1,382 @@
+"""A server on a real socket around a fake engine: start, stop, deadlines; and its address."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.server import ServerArgs
+from quire.entrypoints.server import launch
+from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
+from quire.entrypoints.server.launch import Server, read_chat_template, watch_stalls
+from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.metrics.recorder import ServingMetrics
+
+State = Callable[..., Any]
+
+
+@asynccontextmanager
+async def running(state: Any, context: ssl.SSLContext | None = None) -> AsyncGenerator[tuple[Server, int], None]:
+    """A server and its port; at the end it is told to stop, if it was not, and has to."""
+    with bound_socket(ServerArgs(host="127.0.0.1", port=0)) as listener:
+        port = listener.getsockname()[1]
+        server = Server(state, context)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield server, port
+        if not server.should_exit:
+            server.stop()
+        await asyncio.wait_for(task, 20)
+
+
+async def connect(port: int, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    return reader, writer
+
+
+async def ask(port: int, data: bytes) -> bytes:
+    """All that comes until the server closes the connection."""
+    reader, writer = await connect(port, data)
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return answer
+
+
+def request(path: str, body: dict[str, Any] | None = None) -> bytes:
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: x", "connection: close"]
+    content = b"" if body is None else json.dumps(body).encode()
+    if body is not None:
+        lines += ["content-type: application/json", f"content-length: {len(content)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+STREAM = request("/v1/completions", {"prompt": "x", "stream": True})
+
+
+def many_words(llm: Any, seconds: float) -> None:
+    llm.words, llm.pause = ["word "] * 1000, seconds / 1000
+
+
+# ---- stopping
+
+
+def test_a_server_serves_and_stops(make_state: State, async_llm: Any) -> None:
+    async def story() -> None:
+        async with running(make_state()) as (server, port):
+            answer = await ask(port, request("/health"))
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"\r\nserver:" not in answer
+        assert server.death is None
+        with pytest.raises(ConnectionRefusedError):
+            await connect(port)
+
+    asyncio.run(story())
+    assert async_llm.num_shutdowns == 1
+
+
+def test_running_requests_may_finish(make_state: State, async_llm: Any) -> None:
+    many_words(async_llm, seconds=1)
+
+    async def story() -> bytes:
+        async with running(make_state(shutdown_timeout=60)) as (server, port):
+            stream, idle = asyncio.create_task(ask(port, STREAM)), await connect(port)
+            while not async_llm.requests:
+                await asyncio.sleep(0.01)
+            server.stop()
+            assert await asyncio.wait_for(idle[0].read(), 5) == b""  # closed at once
+            return await stream
+
+    answer = asyncio.run(story())
+    assert answer.count(b"word ") == 1000
+    assert b"error" not in answer
+    assert b"data: [DONE]" in answer
+
+
+@pytest.mark.parametrize(("timeout", "num_signals"), [(0, 1), (600, 2)])
+def test_what_is_left_ends_with_an_error(make_state: State, async_llm: Any, timeout: int, num_signals: int) -> None:
+    many_words(async_llm, seconds=600)
+
+    async def story() -> bytes:
+        async with running(make_state(shutdown_timeout=timeout)) as (server, port):
+            reader, writer = await connect(port, STREAM)
+            await reader.readuntil(b"word ")
+            for _ in range(num_signals):
+                server.stop()
+                await asyncio.sleep(0.3)
+            rest = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            return rest
+
+    answer = asyncio.run(story())
+    assert b'data: {"error":{"message":"the engine was shut down."' in answer
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_reader_that_is_too_slow_does_not_hold_up_the_end(make_state: State, async_llm: Any) -> None:
+    async_llm.words = ["x" * 100_000] * 1000
+
+    async def story() -> None:
+        async with running(make_state()) as (server, port):
+            reader, writer = await connect(port, STREAM)
+            await reader.readexactly(1000)
+            server.stop()
+        writer.close()
+
+    asyncio.run(story())
+
+
+def test_the_live_view_does_not_hold_up_the_end(make_state: State) -> None:
+    async def story() -> bytes:
+        async with running(make_state(shutdown_timeout=600)) as (server, port):
+            view = asyncio.create_task(ask(port, request("/live")))
+            await asyncio.sleep(0.2)
+            server.stop()
+            return await view
+
+    assert b"event: ended" in asyncio.run(story())
+
+
+def test_the_engines_death_ends_the_server(make_state: State, async_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_DEAD_SECONDS", 0.3)
+    many_words(async_llm, seconds=600)
+
+    async def story() -> tuple[bytes, bytes, EngineDeadError | None]:
+        async with running(make_state(shutdown_timeout=600)) as (server, port):
+            stream = asyncio.create_task(ask(port, STREAM))
+            while not async_llm.requests:
+                await asyncio.sleep(0.01)
+            async_llm.die()
+            health, answer = await ask(port, request("/health")), await stream
+            while not server.should_exit:
+                await asyncio.sleep(0.01)
+        return health, answer, server.death
+
+    health, answer, death = asyncio.run(story())
+    assert health.startswith(b"HTTP/1.1 503 ")
+    assert b'"message":"the engine is dead: it was shot."' in answer
+    assert str(death) == "the engine is dead: it was shot."
+
+
+# ---- what clients send, and don't
+
+
+LONG_BODY = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HT", b"GET /health HTTP/1.1\r\nhost: x\r\n", LONG_BODY])
+def test_a_request_that_never_ends_is_given_up(make_state: State, first: bytes) -> None:
+    async def story() -> None:
+        async with running(make_state(timeout_headers=0.3, timeout_body=0.4)) as (_, port):
+            reader, writer = await connect(port, first)
+
+            async def dribble() -> None:
+                while first:
+                    await asyncio.sleep(0.05)
+                    writer.write(b"x")
+
+            dribbler = asyncio.create_task(dribble())
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            dribbler.cancel()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_deadlines_are_for_each_request_anew(make_state: State, async_llm: Any) -> None:
+    many_words(async_llm, seconds=3)
+
+    async def story() -> None:
+        async with running(make_state(timeout_headers=2, timeout_body=2, timeout_keep_alive=60)) as (_, port):
+            reader, writer = await connect(port)
+            for _ in range(3):
+                writer.write(b"GET /health HTTP/1.1\r\n")
+                await asyncio.sleep(1)
+                writer.write(b"host: x\r\n\r\n")
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+                assert head.startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(2.5)  # idle, which the keep-alive timeout bounds
+            writer.write(STREAM)  # takes longer to answer than to send
+            answer = await asyncio.wait_for(reader.read(), 20)
+            assert answer.count(b"word ") == 1000
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("leave", ["write_eof", "close"])
+def test_a_client_that_leaves_ends_its_request(make_state: State, async_llm: Any, leave: str) -> None:
+    many_words(async_llm, seconds=600)
+
+    async def story() -> None:
+        async with running(make_state(shutdown_timeout=10)) as (_, port):
+            reader, writer = await connect(port, STREAM)
+            await reader.readuntil(b"word ")
+            getattr(writer, leave)()
+            while not async_llm.num_aborted:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01 hello\r\n\r\n",
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000,
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(make_state: State, data: bytes) -> None:
+    async def story() -> bytes:
+        async with running(make_state()) as (_, port):
+            return await ask(port, data)
+
+    head, _, body = asyncio.run(story()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_turns_bad_while_it_comes(make_state: State) -> None:
+    start = (
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+
+    async def story() -> bytes:
+        async with running(make_state()) as (_, port):
+            reader, writer = await connect(port, start + b"1\r\n{\r\n")
+            await asyncio.sleep(0.1)
+            writer.write(b"no length\r\n")
+            return await asyncio.wait_for(reader.read(), 10)
+
+    assert asyncio.run(story()).startswith(b"HTTP/1.1 400")
+
+
+# ---- the event loop
+
+
+def test_stalls_of_the_event_loop_are_measured() -> None:
+    metrics = ServingMetrics()
+
+    async def story() -> None:
+        watcher = asyncio.create_task(watch_stalls(metrics))
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)
+        await asyncio.sleep(0.05)
+        watcher.cancel()
+
+    asyncio.run(story())
+    assert 0.2 < metrics.event_loop_max_stall < 10
+
+
+# ---- the address
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for host in ("127.0.0.1", None):
+            with pytest.raises(QuireError, match=f"port {port}: Address already in use"):
+                bound_socket(ServerArgs(host=host, port=port)).__enter__()
+
+
+def test_a_port_taken_while_the_model_is_loaded(make_state: State) -> None:
+    async def story(listener: socket.socket) -> None:
+        await Server(make_state(), None).serve(sockets=[listener])
+
+    with bound_socket(ServerArgs(host="127.0.0.1", port=0)) as listener, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(listener.getsockname())
+        other.listen()
+        with pytest.raises(QuireError, match="can't listen: Address already in use"):
+            asyncio.run(story(listener))
+
+
+def test_an_unknown_host() -> None:
+    with pytest.raises(ConfigError, match="host 'no such host' is not known"):
+        bound_socket(ServerArgs(host="no such host")).__enter__()
+
+
+def test_unix_sockets(tmp_path: Path) -> None:
+    args = ServerArgs(uds=str(tmp_path / "socket"))
+    with bound_socket(args) as listener:
+        assert stat.S_IMODE(os.stat(tmp_path / "socket").st_mode) == 0o600
+        assert describe_address(listener, args) == f"the Unix socket {tmp_path}/socket"
+        listener.listen()
+        with pytest.raises(QuireError, match="Address already in use"):
+            bound_socket(args).__enter__()
+    assert not (tmp_path / "socket").exists()
+    with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
+        left.bind(str(tmp_path / "socket"))
+    with bound_socket(args):
+        pass
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(QuireError, match="can't listen on the Unix socket"):
+        bound_socket(ServerArgs(uds=str(tmp_path / "file"))).__enter__()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"host": "127.0.0.1"}, "http://127.0.0.1:PORT (docs: /docs, playground: /)"),
+        ({}, "http://127.0.0.1:PORT (all interfaces; docs: /docs, playground: /)"),
+        (
+            {"host": "127.0.0.1", "root_path": "/x", "disable_fastapi_docs": True},
+            "http://127.0.0.1:PORT/x (playground: /)",
+        ),
+    ],
+)
+def test_what_people_are_told(options: dict[str, Any], shown: str) -> None:
+    args = ServerArgs(port=0, **options)
+    with bound_socket(args) as listener:
+        assert describe_address(listener, args) == shown.replace("PORT", str(listener.getsockname()[1]))
+
+
+# ---- files
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_https(make_state: State, tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl_context(ServerArgs(ssl_keyfile=key, ssl_certfile=certificate))
+    trusting = ssl.create_default_context(cafile=certificate)
+
+    async def story() -> bytes:
+        async with running(make_state(), context) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.write(request("/health"))
+            answer = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            return answer
+
+    assert asyncio.run(story()).startswith(b"HTTP/1.1 200")
+    with pytest.raises(ConfigError, match="can't be used"):
+        ssl_context(ServerArgs(ssl_keyfile=certificate, ssl_certfile=certificate))
+    with pytest.raises(ConfigError, match="No such file"):
+        ssl_context(ServerArgs(ssl_keyfile=key, ssl_certfile=str(tmp_path / "gone")))
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    assert read_chat_template(None) is None
+    assert read_chat_template("{{ x }}") == "{{ x }}"
+    assert read_chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"
+    with pytest.raises(ConfigError, match=r"can't be read \(No such file"):
+        read_chat_template(str(tmp_path / "gone"))
