@@ -1,22 +1,19 @@
-"""`quire bench latency` and `quire bench throughput`: seconds and tokens per second of the offline engine.
+"""`quire bench latency`, `quire bench throughput` and `quire bench serve`: how fast an engine or a server is.
 
-Prompts are random token ids from the seed, or the lines of a file. Output lengths are exact: the end-of-sequence
-token is ignored. The figures' names, on screen and in the JSON file, are those that vLLM's users know.
+The figures' names, on screen and in the JSON file, are those that vLLM's users know. The load on a server is made by
+`quire.entrypoints.cli.load`; the other two run an engine in this process. Output lengths are exact there: the
+end-of-sequence token is ignored.
 """
 
-import json
 import random
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from quire.entrypoints.cli.flags import add_engine_flags, positive_int
+from quire.entrypoints.cli.files import read_prompts, write_figures
+from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, options_given, positive_int
+from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.session import load
-from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,29 +34,30 @@ def add_latency_flags(parser: ArgumentParser) -> None:
 
 def add_throughput_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench throughput`."""
-    parser.add_argument(
-        "--dataset",
-        metavar="FILE",
-        help='prompts instead of random ones: text, one a line, or .jsonl of {"prompt": ..., "max_tokens": ...}',
-    )
-    parser.add_argument(
-        "--num-prompts", type=positive_int, metavar="N", help="requests (default: 100, or all of the dataset)"
-    )
+    help_text = 'prompts instead of random ones: text, one a line, or .jsonl of {"prompt": ..., "max_tokens": ...}'
+    parser.add_argument("--dataset", metavar="FILE", help=help_text)
+    help_text = "requests (default: 100, or all of the dataset)"
+    parser.add_argument("--num-prompts", type=positive_int, metavar="N", help=help_text)
     _add_shape_flags(parser, input_len=64, output_len=64)
     add_engine_flags(parser)
 
 
+def add_serve_flags(parser: ArgumentParser) -> None:
+    """The flags of `quire bench serve`."""
+    add_option_flags(parser, LoadArgs)
+
+
 def _add_shape_flags(parser: ArgumentParser, *, input_len: int, output_len: int) -> None:
     for name, default, what in (("--input-len", input_len, "prompt"), ("--output-len", output_len, "output")):
-        parser.add_argument(
-            name, type=positive_int, default=default, metavar="N", help=f"tokens of each {what} (default: {default})"
-        )
+        help_text = f"tokens of each {what} (default: {default})"
+        parser.add_argument(name, type=positive_int, default=default, metavar="N", help=help_text)
     parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
 
 
 def run_latency(namespace: Namespace) -> None:
     """Time `--num-iters` runs of one batch, each from the prompts to the last token."""
-    from tqdm import tqdm  # not needed for --help, and slow to import
+    import numpy as np  # not needed for --help, and slow to import, as is tqdm
+    from tqdm import tqdm
 
     llm, _ = load(namespace)
     prompts = _random_prompts(llm, namespace.batch_size, namespace.input_len)
@@ -72,20 +70,24 @@ def run_latency(namespace: Namespace) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         latencies.append(time.perf_counter() - start)
     average = sum(latencies) / len(latencies)
-    percentiles = {str(p): percentile(latencies, p) for p in _PERCENTILES}
+    percentiles = {str(p): float(np.percentile(latencies, p)) for p in _PERCENTILES}
     print(f"Avg latency: {average:.4f} seconds")
     for p, seconds in percentiles.items():
         print(f"{p}% percentile latency: {seconds:.4f} seconds")
-    _write_json(namespace, {"avg_latency": average, "latencies": latencies, "percentiles": percentiles})
+    figures = {"avg_latency": average, "latencies": latencies, "percentiles": percentiles}
+    write_figures(namespace.output_json, figures)
 
 
 def run_throughput(namespace: Namespace) -> None:
     """Give the engine all requests at once and time it until the last is done."""
-    requests = _read_dataset(namespace) if namespace.dataset else None
+    requests: list[tuple[Any, int]] = []
+    if namespace.dataset:
+        read = read_prompts(namespace.dataset, "--dataset", namespace.num_prompts, namespace.output_len)
+        requests = [(prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, n) for prompt, n in read]
     llm, _ = load(namespace)
-    if requests is None:
-        count = namespace.num_prompts or 100
-        requests = [(prompt, namespace.output_len) for prompt in _random_prompts(llm, count, namespace.input_len)]
+    if not requests:
+        prompts = _random_prompts(llm, namespace.num_prompts or 100, namespace.input_len)
+        requests = [(prompt, namespace.output_len) for prompt in prompts]
     start = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], [_fixed_length(n) for _, n in requests])
     elapsed = time.perf_counter() - start
@@ -104,16 +106,15 @@ def run_throughput(namespace: Namespace) -> None:
         "tokens_per_second": rates[1],
         "output_tokens_per_second": rates[2],
     }
-    _write_json(namespace, figures)
+    write_figures(namespace.output_json, figures)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, interpolated linearly between neighbours."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def run_serve(namespace: Namespace) -> None:
+    """Put load on a server, then print and write the figures."""
+    args = LoadArgs(**options_given(namespace, LoadArgs))
+    from quire.entrypoints.cli.load.bench_serve import run  # asyncio and numpy are slow to import
+
+    run(args)
 
 
 def _random_prompts(llm: "LLM", count: int, length: int) -> list[Any]:
@@ -124,46 +125,3 @@ def _random_prompts(llm: "LLM", count: int, length: int) -> list[Any]:
 
 def _fixed_length(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=num_tokens)
-
-
-class _Record(msgspec.Struct):
-    """A line of a .jsonl dataset."""
-
-    prompt: str | list[int]
-    max_tokens: int | None = None
-
-
-def _read_dataset(namespace: Namespace) -> list[tuple[Any, int]]:
-    """Prompts of `--dataset` with the number of tokens to generate for each.
-
-    Raises:
-        ConfigError: the file can't be read, or a line of it is not understood.
-    """
-    path = Path(namespace.dataset)
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from None
-    requests: list[tuple[Any, int]] = []
-    for number, line in enumerate(lines[: namespace.num_prompts], start=1):
-        if path.suffix != ".jsonl":
-            requests.append((line, namespace.output_len))
-            continue
-        try:
-            record = msgspec.json.decode(line, type=_Record)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"--dataset {path}, record {number}: {error}.") from None
-        prompt = record.prompt if isinstance(record.prompt, str) else {"prompt_token_ids": record.prompt}
-        requests.append((prompt, record.max_tokens or namespace.output_len))
-    if not requests:
-        raise ConfigError(f"--dataset {path} holds no prompt.")
-    return requests
-
-
-def _write_json(namespace: Namespace, figures: dict[str, Any]) -> None:
-    if namespace.output_json is None:
-        return
-    try:
-        Path(namespace.output_json).write_text(json.dumps(figures, indent=4) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output-json {namespace.output_json}: {error.strerror}.") from None

@@ -1,48 +1,54 @@
-"""`quire chat MODEL`: a conversation in the terminal, each answer printed as it comes.
+"""`quire chat`: a conversation in the terminal, each answer printed as it comes.
 
-Lines starting with a slash are commands. With piped input it prints the answers only. Ctrl-C ends the answer under
-way, Ctrl-D the conversation.
+`quire chat MODEL` runs the model in this process, `quire chat` asks a server; the conversation is the same. Lines
+starting with a slash are commands. With piped input it prints the answers only. Ctrl-C ends the answer under way,
+Ctrl-D the conversation.
 """
 
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.entrypoints.cli.flags import add_engine_flags
+from quire.config.engine_args import EngineArgs
+from quire.entrypoints.cli.flags import add_engine_flags, flag_name, options_given
+from quire.entrypoints.cli.remote import RemoteError, Server, add_server_flags
 from quire.entrypoints.cli.session import add_sampling_flags, load, sampling_given, sampling_params, stream
-from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams
+from quire.errors import ConfigError, InvalidRequestError
 
-if TYPE_CHECKING:
-    from quire.entrypoints.llm import LLM
+Answerer = Callable[[list[dict[str, Any]]], Generator[str, None, None]]  # messages -> the answer, piece by piece
 
 _HELP = "/reset forgets the conversation, /system TEXT gives instructions, /quit (or Ctrl-D) leaves."
 
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire chat`."""
-    parser.add_argument("--system", metavar="TEXT", help="instructions to begin with")
+    parser.add_argument("--system", "--system-prompt", dest="system", metavar="TEXT", help="instructions to begin with")
+    add_server_flags(parser)
     add_sampling_flags(parser, {"max_tokens": "most tokens of an answer (default: to the end of the context)"})
     add_engine_flags(parser)
+    (model,) = (action for action in parser._actions if action.dest == "model_argument")
+    model.help = "model directory, hub id or 'demo', to run it in this process (default: ask a server)"
     parser.epilog = f"In the conversation: {_HELP} Ctrl-C stops an answer."
 
 
 def run(namespace: Namespace) -> None:
     """Talk until the input ends."""
-    interactive = sys.stdin.isatty()
+    interactive = sys.stdin.isatty() and namespace.quick is None
     given = sampling_given(namespace)
-    llm, startup = load(namespace)
-    params = sampling_params(llm, given, max_tokens=None)
+    in_process = namespace.model_argument is not None or hasattr(namespace, "model")
+    answerer, greeting = (_engine if in_process else _server)(namespace, given)
+    conversation = Conversation(answerer, namespace.system, interactive)
+    if namespace.quick is not None:
+        return conversation.answer(namespace.quick)
     if interactive:
-        print(f"Ready in {startup:.1f} s. {_HELP}")
-    conversation = Conversation(llm, params, namespace.system)
-    for line in _lines(interactive):
+        print(f"{greeting} {_HELP}")
+    for line in lines(interactive, "/quit or Ctrl-D leaves."):
         command, _, rest = line.partition(" ")
         if command == "/quit":
-            return
+            return None
         if command == "/reset":
             conversation.reset()
         elif command == "/system":
@@ -50,20 +56,17 @@ def run(namespace: Namespace) -> None:
         elif command.startswith("/"):
             print(f"There is no command {command}. {_HELP}")
         else:
-            try:
+            with refusals_shown(interactive):
                 conversation.answer(line)
-            except InvalidRequestError as error:
-                if not interactive:
-                    raise
-                print(f"error: {error}", file=sys.stderr)
+    return None
 
 
 class Conversation:
     """The messages so far; `answer` adds the user's and the model's."""
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
+    def __init__(self, answerer: Answerer, system: str | None, interactive: bool) -> None:
+        self._answerer = answerer
+        self._interactive = interactive
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
@@ -76,24 +79,75 @@ class Conversation:
 
         Raises:
             InvalidRequestError: the conversation no longer fits in the context; `text` is then not part of it.
+            RemoteError: the server can't answer; `text` is then not part of it.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._llm.get_tokenizer().apply_chat_template(asked, add_generation_prompt=True, tokenize=True)
-        pieces: list[str] = []
-        outputs = stream(self._llm, {"prompt_token_ids": prompt}, self._params)
-        with closing(outputs), _interrupts() as interrupted:
+        self.messages = [*asked, {"role": "assistant", "content": show(self._answerer(asked), self._interactive)}]
+
+
+def _engine(namespace: Namespace, given: dict[str, Any]) -> tuple[Answerer, str]:
+    """Answers of an engine in this process, and a greeting."""
+    for name in ("url", "model_name", "api_key"):
+        if hasattr(namespace, name):
+            raise ConfigError(f"{flag_name(name)} is about a server, but a named MODEL runs here: leave one out.")
+    llm, startup = load(namespace)
+    params = sampling_params(llm, given, max_tokens=None)
+
+    def answer(messages: list[dict[str, Any]]) -> Generator[str, None, None]:
+        prompt = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        with closing(stream(llm, {"prompt_token_ids": prompt}, params)) as outputs, _interrupts() as interrupted:
             for output in outputs:
-                pieces.append(output.outputs[0].text)
-                print(pieces[-1], end="", flush=True)
+                yield output.outputs[0].text
                 if interrupted():
-                    print(" [stopped]", end="")
-                    break
-        print(flush=True)
-        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+                    raise KeyboardInterrupt
+
+    return answer, f"Ready in {startup:.1f} s."
 
 
-def _lines(interactive: bool) -> Iterator[str]:
-    """Non-empty lines of the user, to the end of the input."""
+def _server(namespace: Namespace, given: dict[str, Any]) -> tuple[Answerer, str]:
+    """Answers of the server that the flags name, and a greeting."""
+    for name in options_given(namespace, EngineArgs):
+        if name != "seed":
+            flag = flag_name(name)
+            raise ConfigError(f"{flag} is about an engine in this process: name its MODEL, or leave out {flag}.")
+    server = Server(namespace)
+    seed = {"seed": namespace.seed} if hasattr(namespace, "seed") else {}
+
+    def answer(messages: list[dict[str, Any]]) -> Generator[str, None, None]:
+        return server.texts("/chat/completions", {"messages": messages, **given, **seed})
+
+    return answer, f"Talking with {server.model}."
+
+
+def show(pieces: Generator[str, None, None], interactive: bool) -> str:
+    """Print the pieces of a text as they come, and return it; at a terminal, Ctrl-C ends it there."""
+    shown: list[str] = []
+    with closing(pieces):
+        try:
+            for piece in pieces:
+                shown.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print(" [stopped]", end="")
+    print(flush=True)
+    return "".join(shown)
+
+
+@contextmanager
+def refusals_shown(interactive: bool) -> Iterator[None]:
+    """Within, a request that fails is reported and no more, at a terminal; elsewhere it ends the command."""
+    try:
+        yield
+    except (InvalidRequestError, RemoteError) as error:
+        if not interactive:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+
+
+def lines(interactive: bool, hint: str) -> Iterator[str]:
+    """Non-empty lines of the user, to the end of the input; `hint` is shown at a Ctrl-C between them."""
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` its line editing)
@@ -104,7 +158,7 @@ def _lines(interactive: bool) -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print("\n/quit or Ctrl-D leaves.")
+            print(f"\n{hint}")
             continue
         if not interactive and not line:
             return

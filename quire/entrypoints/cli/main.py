@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import quire
-from quire.entrypoints.cli import bench, chat, generate
+from quire.entrypoints.cli import bench, bench_serve, chat, collect_env, complete, generate, run_batch, serve
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
 
@@ -32,15 +32,22 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The whole command line; each leaf sets `run` (its function) and `parser` (itself, for error messages)."""
     parser = Parser(prog="quire", description="Run large language models.")
-    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_leaf(commands, "serve", "serve a model behind OpenAI's HTTP API", serve.add_flags, serve.run)
     _add_leaf(commands, "generate", "continue prompts", generate.add_flags, generate.run)
     _add_leaf(commands, "chat", "talk with a model in the terminal", chat.add_flags, chat.run)
+    _add_leaf(commands, "complete", "continue prompts by a running server", complete.add_flags, complete.run)
+    _add_leaf(
+        commands, "run-batch", "answer a file of requests in OpenAI's batch form", run_batch.add_flags, run_batch.run
+    )
     bench_help = "measure latency or throughput"
     measures = commands.add_parser("bench", help=bench_help).add_subparsers(metavar="WHAT", required=True)
     latency_help, throughput_help = "time one batch of prompts, run again and again", "time many requests given at once"
     _add_leaf(measures, "latency", latency_help, bench.add_latency_flags, bench.run_latency)
     _add_leaf(measures, "throughput", throughput_help, bench.add_throughput_flags, bench.run_throughput)
+    _add_leaf(measures, "serve", "put load on a running server", bench_serve.add_flags, bench_serve.run)
+    _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)
     _add_leaf(commands, "version", "show the version", None, _print_version)
     return parser
 
@@ -52,11 +59,12 @@ def _add_leaf(
     add_flags: Callable[[argparse.ArgumentParser], None] | None,
     run: Callable[[argparse.Namespace], None],
 ) -> None:
-    leaf = commands.add_parser(name, help=help_text, description=f"{help_text.capitalize()}.")
+    leaf = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     leaf.set_defaults(run=run, parser=leaf)
     if add_flags is not None:
         add_flags(leaf)
-        leaf.usage = "%(prog)s [MODEL] [options]"
+        takes_model = any(action.dest == "model_argument" for action in leaf._actions)
+        leaf.usage = "%(prog)s [MODEL] [options]" if takes_model else "%(prog)s [options]"
 
 
 def _print_version(_: argparse.Namespace) -> None:

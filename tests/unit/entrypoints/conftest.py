@@ -1,9 +1,12 @@
-"""A fake `LLM` in the place of the real one, for tests of the command line: no model, no torch."""
+"""A fake `LLM` and a fake server in the place of the real ones, for tests of the command line: no model, no torch."""
 
 import io
+import json
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -111,3 +114,93 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 def give_input(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes a text the standard input, as if piped in."""
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+class FakeServer(ThreadingHTTPServer):
+    """An OpenAI-like server; what a test does not set in `answers` streams the words of `answer`, one a chunk."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.answer = ["Once ", "more ", "é."]
+        self.answers: dict[str, Callable[[_Handler, Any], None]] = {}  # path -> answers the request of this body
+        self.requests: list[tuple[str, dict[str, str], Any]] = []  # path, headers, body
+        self.num_connections = 0
+        self.broken = threading.Event()  # a client went away while it was answered
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        self.broken.set()
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for of_path, _, body in self.requests if of_path == path]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.num_connections += 1
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, body: Any) -> None:
+        self.server.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+        if (answer := self.server.answers.get(self.path)) is not None:
+            answer(self, body)
+        elif self.path == "/v1/models":
+            self.send_json(200, {"data": [{"id": "first", "max_model_len": 512}, {"id": "second"}]})
+        elif body is None:
+            self.send_json(404, {"error": {"message": "no such route", "type": "invalid_request_error"}})
+        else:
+            self.stream(self.server.answer, chat="messages" in body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def send_json(self, status: int, value: Any) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self, words: Iterable[str], *, chat: bool, usage: bool = True) -> None:
+        self.start_stream()
+        for number, word in enumerate(words):
+            last = number == len(self.server.answer) - 1
+            part = {"delta": {"content": word}} if chat else {"text": word}
+            self.send_event({"choices": [{**part, "index": 0, "finish_reason": "stop" if last else None}]})
+        if usage:
+            self.send_event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": number + 1}})
+        self.send_chunk(b"data: [DONE]\n\n")
+        self.send_chunk(b"")
+
+    def start_stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def send_event(self, value: Any) -> None:
+        self.send_chunk(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    def send_chunk(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """A running FakeServer."""
+    with FakeServer() as fake:
+        thread = threading.Thread(target=fake.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield fake
+        fake.shutdown()

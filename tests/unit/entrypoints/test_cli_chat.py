@@ -1,7 +1,8 @@
-"""`quire chat` against a fake `LLM`: what is remembered, what the commands do, what Ctrl-C stops."""
+"""`quire chat` against a fake `LLM` and a fake server: what is remembered, what commands do, what Ctrl-C stops."""
 
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def test_chat_remembers_resets_and_takes_instructions(
 
 def test_chat_ends_with_the_input(fake_llm: Any, give_input: Callable[[str], None]) -> None:
     give_input("hi")
-    assert main(["chat", "--system", "Be kind.", "--max-tokens", "9"]) == 0
+    assert main(["chat", "demo", "--system", "Be kind.", "--max-tokens", "9"]) == 0
     assert conversations(fake_llm.made[0]) == ["system:Be kind.|user:hi"]
     assert fake_llm.made[0].llm_engine.requests[0][1].max_tokens == 9
 
@@ -69,7 +70,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
 
     fake_llm.on_step = interrupt_second_step
     handler = signal.getsignal(signal.SIGINT)
-    assert main(["chat"]) == 0
+    assert main(["chat", "demo"]) == 0
     assert signal.getsignal(signal.SIGINT) is handler
     assert conversations(fake_llm.made[0]) == ["user:hi", "user:hi|assistant:Once more |user:go on"]
     assert len(fake_llm.made[0].llm_engine.aborted) == 1
@@ -88,8 +89,106 @@ def test_a_refused_question_is_forgotten_at_a_terminal(
     terminal = Terminal("x" * 30, "hi")
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr("builtins.input", terminal.input)
-    assert main(["chat"]) == 0
+    assert main(["chat", "demo"]) == 0
     assert conversations(fake_llm.made[0]) == ["user:hi"]
     assert "error: prompt is refused.\n" in capsys.readouterr().err
     give_input("x" * 30 + "\nhi\n")
-    assert main(["chat"]) == 2
+    assert main(["chat", "demo"]) == 2
+
+
+# ---- with a server
+
+
+def test_a_server_answers_where_no_model_is_named(
+    server: Any, capsys: pytest.CaptureFixture[str], give_input: Callable[[str], None]
+) -> None:
+    give_input("hi\n/system Be brief.\nagain\n")
+    assert main(["chat", "--url", server.url, "--temperature", "0.5", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["Once more é."] * 2
+    first, second = server.bodies("/v1/chat/completions")
+    assert first == {
+        "model": "first", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 3, "stream": True
+    }  # fmt: skip
+    assert [m["role"] for m in second["messages"]] == ["system", "user"]
+
+
+def test_a_server_is_told_the_whole_conversation(server: Any, give_input: Callable[[str], None]) -> None:
+    give_input("hi\nand?\n")
+    assert main(["chat", "--url", server.url, "--model-name", "second", "--system-prompt", "Be kind."]) == 0
+    contents = [message["content"] for message in server.bodies("/v1/chat/completions")[1]["messages"]]
+    assert contents == ["Be kind.", "hi", "Once more é.", "and?"]
+    assert server.bodies("/v1/chat/completions")[1]["model"] == "second"
+    assert server.bodies("/v1/models") == []  # a model was named: there was nothing to ask
+
+
+def test_one_question(server: Any, fake_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", server.url, "-q", "hi"]) == 0
+    assert main(["chat", "demo", "--quick", "hi"]) == 0
+    assert capsys.readouterr().out == "Once more é.\n" * 2
+
+
+def test_ctrl_c_stops_a_servers_answer_at_once(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stall(handler: Any, body: Any) -> None:
+        handler.start_stream()
+        handler.send_event({"choices": [{"delta": {"content": "Once "}}]})
+        if len(server.bodies("/v1/chat/completions")) > 1:
+            handler.send_event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+            return handler.send_chunk(b"")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while True:  # an endless answer, until the client goes
+            handler.send_event({"choices": []})
+
+    server.answers["/v1/chat/completions"] = stall
+    terminal = Terminal("hi", "go on")
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", terminal.input)
+    assert main(["chat", "--url", server.url]) == 0
+    assert server.broken.wait(5)
+    assert " [stopped]\n" in capsys.readouterr().out
+    assert len(server.bodies("/v1/chat/completions")) == 2
+
+
+def test_a_servers_refusal_is_shown_and_forgotten(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], give_input: Callable[[str], None]
+) -> None:
+    def refuse(handler: Any, body: Any) -> None:
+        if "x" in body["messages"][-1]["content"]:
+            return handler.send_json(400, {"error": {"message": "too long.", "type": "invalid_request_error"}})
+        return handler.stream(server.answer, chat=True)
+
+    server.answers["/v1/chat/completions"] = refuse
+    terminal = Terminal("xxx", "hi")
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", terminal.input)
+    assert main(["chat", "--url", server.url]) == 0
+    assert "error: too long.\n" in capsys.readouterr().err
+    assert server.bodies("/v1/chat/completions")[1]["messages"] == [{"role": "user", "content": "hi"}]
+    give_input("xxx\nhi\n")
+    assert main(["chat", "--url", server.url]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--url", "http://localhost:1"], "--url is about a server"),
+        (["--model", "demo", "--api-key", "k"], "--api-key is about a server"),
+        (["--max-model-len", "64"], "--max-model-len is about an engine in this process"),
+        (["--url", "ftp://x"], "is no server's address"),
+    ],
+)
+def test_flags_of_the_other_kind_are_refused(
+    fake_llm: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", *arguments, "-q", "hi"]) == 2
+    assert message in capsys.readouterr().err
+    assert fake_llm.made == []
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:1", "-q", "hi"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    for words in ("no server answers at http://127.0.0.1:1", "`quire serve`", "`quire chat demo`"):
+        assert words in err

@@ -1,0 +1,221 @@
+"""`quire run-batch`: answers a file of requests in OpenAI's batch form, in this process and without HTTP.
+
+The server's own services do the work. A line that is wrong gets an error as its answer, and the rest runs. Answers are
+in the order of the requests, and memory holds a bounded number of them, however long the file is.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import sys
+import typing
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from quire.config.server import ServerArgs
+from quire.entrypoints.cli.flags import add_engine_flags, add_typed_flag, engine_args_from, options_given
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
+
+if TYPE_CHECKING:
+    from quire.entrypoints.server.state import ServerState
+
+_SERVER_OPTIONS = (
+    "served_model_name",
+    "chat_template",
+    "trust_request_chat_template",
+    "response_role",
+    "return_tokens_as_token_ids",
+    "engine",
+    "step_timeout",
+)
+_LINES_PER_SEQUENCE = 4  # requests at once, in terms of max_num_seqs: a slow first one must not leave the engine idle
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of `quire run-batch`."""
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers, in the requests' order")
+    group = parser.add_argument_group("server options")
+    hints = typing.get_type_hints(ServerArgs)
+    for field in dataclasses.fields(ServerArgs):
+        if field.name in _SERVER_OPTIONS:
+            add_typed_flag(group, field.name, hints[field.name], field.default, field.metadata["help"])
+    add_engine_flags(parser)
+    parser.epilog = (
+        'A request is {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": '
+        '{...}}. "-" stands for standard input or output.'
+    )
+
+
+def run(namespace: Namespace) -> None:
+    """Answer all requests of the file.
+
+    Raises:
+        ConfigError: an option is wrong, or a file can't be read or written.
+        EngineDeadError: the engine died; the answers so far are in FILE.part.
+    """
+    args, engine_args = ServerArgs(**options_given(namespace, ServerArgs)), engine_args_from(namespace)
+    with _open_input(namespace.input_file) as (source, num_requests), _open_output(namespace.output_file) as sink:
+        from quire.engine.async_llm import AsyncLLM, AsyncOptions
+        from quire.entrypoints.server.launch import read_chat_template
+        from quire.entrypoints.server.state import ServerState
+
+        args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))
+        options = AsyncOptions(args.engine, log_level="warning", step_timeout=args.step_timeout)
+        llm = AsyncLLM.from_engine_args(engine_args, options=options)
+        try:
+            state = ServerState(llm, args, args.served_model_name or [engine_args.model])
+            window = _LINES_PER_SEQUENCE * engine_args.max_num_seqs
+            counts = asyncio.run(answer_all(Batch(state), source, sink, window, num_requests))
+        finally:
+            llm.shutdown()
+    print(f"{counts[True]} requests answered, {counts[False]} refused or failed.", file=sys.stderr)
+
+
+async def answer_all(
+    batch: "Batch", source: BinaryIO, sink: BinaryIO, window: int, num_requests: int | None
+) -> dict[bool, int]:
+    """Answer the lines of `source` into `sink`, `window` of them at once; how many went well (True) or not."""
+    from tqdm import tqdm  # slow to import
+
+    counts = {True: 0, False: 0}
+    tasks: deque[asyncio.Task[Answer]] = deque()
+
+    async def write_first() -> None:
+        answer = await tasks[0]
+        tasks.popleft()
+        counts[answer.response is not None and answer.response["status_code"] == 200] += 1
+        try:
+            sink.write(msgspec.json.encode(answer) + b"\n")
+            sink.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise QuireError(f"the answers can't be written: {error.strerror}.") from None
+
+    with tqdm(total=num_requests, desc="Requests", unit="req", disable=None) as bar:
+        try:
+            # In a thread: standard input may make us wait while requests run.
+            while line := await asyncio.to_thread(source.readline):
+                if line.strip():
+                    tasks.append(asyncio.create_task(batch.answer(line)))
+                    tasks[-1].add_done_callback(lambda _: bar.update())
+                if len(tasks) >= window:
+                    await write_first()
+            while tasks:
+                await write_first()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return counts
+
+
+class Request(msgspec.Struct):
+    """A line of the input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+class Answer(msgspec.Struct):
+    """A line of the output: the response that a server would have given, or else why there is none."""
+
+    id: str
+    custom_id: str | None = None
+    response: dict[str, Any] | None = None  # status_code, request_id and body
+    error: dict[str, str] | None = None  # code and message
+
+
+class Batch:
+    """Answers lines by the server's services."""
+
+    def __init__(self, state: "ServerState") -> None:
+        from quire.entrypoints.server.chat import ChatService
+        from quire.entrypoints.server.chat_request import ChatCompletionRequest
+        from quire.entrypoints.server.completion_request import CompletionRequest
+        from quire.entrypoints.server.completions import CompletionService
+
+        self._routes: dict[str, tuple[Callable[..., Any], Any]] = {
+            "/v1/completions": (CompletionRequest.model_validate, CompletionService(state)),
+            "/v1/chat/completions": (ChatCompletionRequest.model_validate, ChatService(state)),
+        }
+
+    async def answer(self, line: bytes) -> Answer:
+        """The answer to a line.
+
+        Raises:
+            EngineDeadError: the engine died.
+        """
+        from quire.entrypoints.server.body import decode_object
+        from quire.entrypoints.server.errors import describe, error_body
+
+        number = uuid.uuid4().hex
+        answer = Answer(f"batch_req_{number}")
+        try:
+            value = decode_object(line)
+            answer.custom_id = value["custom_id"] if isinstance(value.get("custom_id"), str) else None
+            request = msgspec.convert(value, Request)
+        except (InvalidRequestError, msgspec.ValidationError) as error:
+            answer.error = {"code": "invalid_line", "message": f"this line is no request of a batch: {error}"}
+            return answer
+        try:
+            status, body = 200, msgspec.json.encode(await self._create(request, number))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # whatever it is, it is this request's alone
+            info = describe(error)
+            status, body = info.status, error_body(info.message, info.type, info.param, info.code)
+        answer.response = {"status_code": status, "request_id": number, "body": msgspec.Raw(body)}
+        return answer
+
+    async def _create(self, request: Request, request_id: str) -> Any:
+        if request.method != "POST" or request.url not in self._routes:
+            urls = " and ".join(self._routes)
+            raise InvalidRequestError(f"a batch takes POST to {urls}, not {request.method} to {request.url}.", "url")
+        validate, service = self._routes[request.url]
+        body = validate(request.body)
+        if body.stream:
+            raise InvalidRequestError("a batch can't stream: leave out stream.", "stream")
+        return await service.create(body, request_id)
+
+
+@contextlib.contextmanager
+def _open_input(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
+    """The requests, and how many they are where that can be known."""
+    if name == "-":
+        yield sys.stdin.buffer, None
+        return
+    try:
+        file = open(name, "rb")  # noqa: SIM115  (closed below, apart from what may go wrong here)
+        num_requests = sum(1 for line in file if line.strip())
+        file.seek(0)
+    except OSError as error:
+        raise ConfigError(f"--input-file {name}: {error.strerror}.") from None
+    with file:
+        yield file, num_requests
+
+
+@contextlib.contextmanager
+def _open_output(name: str) -> Iterator[BinaryIO]:
+    """Where answers go. A file has its name only once it is complete; until then, and after a failure, NAME.part."""
+    if name == "-":
+        yield sys.stdout.buffer
+        return
+    part = Path(f"{name}.part")
+    try:
+        file = part.open("wb")
+    except OSError as error:
+        raise ConfigError(f"--output-file {name}: {error.strerror}.") from None
+    with file:
+        yield file
+    os.replace(part, name)

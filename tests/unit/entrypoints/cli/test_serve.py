@@ -1,0 +1,180 @@
+"""`quire serve`: flags become options; and the whole thing once, as a process of its own."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import types
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.config.server import ServerArgs
+from quire.entrypoints.cli.main import main
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerArgs, EngineArgs]]:
+    """What `launch.serve` was called with."""
+    calls: list[tuple[ServerArgs, EngineArgs]] = []
+    module = types.ModuleType("quire.entrypoints.server.launch")
+    module.serve = lambda args, engine_args: calls.append((args, engine_args))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quire.entrypoints.server.launch", module)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    return calls
+
+
+def test_nothing_else_is_needed(served: list[Any]) -> None:
+    assert main(["serve"]) == main(["serve", "demo"]) == 0
+    assert served == [(ServerArgs(), EngineArgs())] * 2
+
+
+def test_flags_of_both_kinds(served: list[Any]) -> None:
+    line = (
+        "serve some/model --host ::1 --port 9000 --api-key one two --api-key three --served_model_name a "
+        '--allowed-origins ["http://x","http://y"] --allowed-methods GET POST --max-body-bytes 1M --ssl-cert-reqs 0 '
+        "--shutdown-timeout 2.5 --engine thread --max-num-seqs 8 --disable-log-requests"
+    )
+    assert main(line.split()) == 0
+    args = ServerArgs(
+        host="::1", port=9000, api_key=["one", "two", "three"], served_model_name=["a"], max_body_bytes=2**20,
+        allowed_origins=["http://x", "http://y"], allowed_methods=["GET", "POST"], shutdown_timeout=2.5,
+        engine="thread", disable_log_requests=True,
+    )  # fmt: skip
+    assert served == [(args, EngineArgs(model="some/model", max_num_seqs=8))]
+
+
+def test_an_empty_list(served: list[Any]) -> None:
+    assert main(["serve", "--allowed-origins", "[]"]) == 0
+    assert served[0][0].allowed_origins == []
+
+
+def test_a_key_from_the_environment(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "sesame")
+    assert main(["serve"]) == main(["serve", "--api-key", "other"]) == 0
+    assert [args.api_key for args, _ in served] == [["sesame"], ["other"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--port 99999", "error: port must be an integer, from 0 to 65535, got 99999."),
+        ("--port x", "not a whole number"),
+        ("--allowed-origins [1]", "must be texts, or a JSON list of them"),
+        ("--allowed-origins [", "not valid JSON"),
+        ("--ssl-cert-reqs 3", "invalid choice"),
+        ("--prot 8000", "Did you mean --port?"),
+        ("--max-num-seqs 0", "max_num_seqs must be at least 1"),
+    ],
+)
+def test_wrong_usage(served: list[Any], flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["serve", *flags.split()])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert served == []
+
+
+def test_every_option_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in (*dataclasses.fields(ServerArgs), *dataclasses.fields(EngineArgs)):
+        assert "--" + field.name.replace("_", "-") in shown
+
+
+def test_the_web_is_not_imported_for_help_or_a_wrong_option() -> None:
+    code = (
+        "import sys\nfrom quire.entrypoints.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'tokenizers', 'fastapi', 'uvicorn', 'zmq', 'numpy', 'jinja2', 'pydantic'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    for flags in (["--help"], ["--port", "-1"]):
+        command = [sys.executable, "-c", code, "serve", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- as a process
+
+
+class Serving:
+    """`quire serve demo` in a child process, ready."""
+
+    def __init__(self, *flags: str, shell: str = "") -> None:
+        command = [sys.executable, "-m", "quire", "serve", "demo", *flags]
+        if shell:
+            command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.log: list[str] = []
+        for line in self.process.stderr:
+            self.log.append(line)
+            if "Quire is ready on" in line:
+                break
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, rest = self.process.communicate(timeout=30)
+        return self.process.returncode, rest
+
+    def url(self) -> str:
+        return self.log[-1].split("ready on ")[1].split()[0]
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_good_order(number: int) -> None:
+    serving = Serving("--port", "0", "--host", "127.0.0.1")
+    engine = children(serving.process)
+    with urllib.request.urlopen(serving.url() + "/health") as answer:
+        assert answer.status == 200
+    assert serving.end(number)[0] == 0
+    assert [pid for pid in engine if Path(f"/proc/{pid}").exists()] == []
+    facts = "".join(serving.log)
+    for fact in ("loading demo", "dtype bfloat16", "KV cache:", "docs: /docs"):
+        assert facts.count(fact) == 1
+
+
+@pytest.mark.slow
+def test_the_death_of_its_engine_ends_it() -> None:
+    serving = Serving("--port", "0", "--host", "127.0.0.1")
+    (engine,) = children(serving.process)
+    os.kill(engine, signal.SIGKILL)
+    _, rest = serving.process.communicate(timeout=30)
+    assert serving.process.returncode == 1
+    assert "error: the engine is dead" in rest
+
+
+@pytest.mark.slow
+def test_a_port_in_use_costs_no_model() -> None:
+    serving = Serving("--port", "0", "--host", "127.0.0.1")
+    port = serving.url().rpartition(":")[2]
+    second = Serving("--port", port, "--host", "127.0.0.1")
+    assert second.process.wait(30) == 1
+    assert "".join(second.log).startswith(f"error: can't listen on 127.0.0.1 port {port}: Address already in use.")
+    assert len(second.log) == 1
+    assert serving.end()[0] == 0
+
+
+@pytest.mark.slow
+def test_without_standard_input_and_output() -> None:
+    serving = Serving("--port", "0", "--host", "127.0.0.1", shell="<&- >&-")
+    with urllib.request.urlopen(serving.url() + "/version") as answer:
+        assert answer.status == 200
+    assert serving.end()[0] == 0

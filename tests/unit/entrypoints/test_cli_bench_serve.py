@@ -1,0 +1,283 @@
+"""`quire bench serve` against a fake server: what it sends, when, and the figures of what comes back."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from quire.entrypoints.cli.main import main
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture
+def bench(server: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs it with these flags, and returns the figures."""
+
+    def run(*flags: str, code: int = 0) -> dict[str, Any]:
+        path = tmp_path / "figures.json"
+        assert main(["bench", "serve", "--base-url", server.url, "--output-json", str(path), *flags]) == code
+        return json.loads(path.read_text())
+
+    return run
+
+
+def tell_vocabulary(server: Any, size: int = 50) -> None:
+    server.answers["/tokenizer_info"] = lambda handler, _: handler.send_json(200, {"vocab_size": size})
+
+
+def test_random_token_ids(server: Any, bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tell_vocabulary(server)
+    flags = ["--num-prompts", "5", "--random-input-len", "6", "--random-output-len", "3", "--temperature", "0.5"]
+    figures = bench(*flags, "--save-detailed", "--metric-percentiles", "50,99.9", "--goodput", "ttft:60000")
+    bodies = server.bodies(COMPLETIONS)
+    assert len(bodies) == 5
+    assert all(len(body["prompt"]) == 6 and max(body["prompt"]) < 50 for body in bodies)
+    del bodies[0]["prompt"]
+    assert bodies[0] == {
+        "model": "first", "max_tokens": 3, "temperature": 0.5, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    assert (figures["completed"], figures["failed"], figures["model_id"]) == (5, 0, "first")
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (35, 15)  # the server's count
+    assert figures["output_throughput"] == pytest.approx(15 / figures["duration"])
+    assert figures["request_goodput"] == figures["request_throughput"]
+    assert [len(gaps) for gaps in figures["itls"]] == [2] * 5
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        for statistic in ("mean", "median", "std", "p50", "p99.9"):
+            assert figures[f"{statistic}_{metric}_ms"] >= 0
+    out = capsys.readouterr().out
+    assert "Time to first token (TTFT)" in out
+    assert "processor core" in out
+
+
+def test_the_seed_decides_all(server: Any, bench: Any) -> None:
+    tell_vocabulary(server)
+    sent = []
+    for seed in ("1", "1", "2"):
+        server.requests.clear()
+        bench("--num-prompts", "4", "--random-input-len", "20", "--random-range-ratio", "0.5", "--seed", seed,
+              "--random-prefix-len", "3", "--max-concurrency", "1")  # fmt: skip
+        sent.append([(body["prompt"], body["max_tokens"]) for body in server.bodies(COMPLETIONS)])
+    assert sent[0] == sent[1] != sent[2]
+    prompts = [prompt for prompt, _ in sent[0]]
+    assert all(prompt[:3] == prompts[0][:3] for prompt in prompts)
+    assert len({len(prompt) for prompt in prompts}) > 1
+    assert all(13 <= len(prompt) <= 33 for prompt in prompts)
+
+
+def test_words_where_the_server_tells_no_vocabulary(server: Any, bench: Any) -> None:
+    """It is asked what words cost: here two tokens each, and ten more for the template."""
+
+    def answer(handler: Any, body: dict[str, Any]) -> None:
+        if body.get("stream"):
+            return handler.stream(server.answer, chat=True)
+        num_words = len(body["messages"][0]["content"].split())
+        return handler.send_json(200, {"usage": {"prompt_tokens": 10 + 2 * num_words}})
+
+    server.answers[CHAT] = answer
+    bench("--backend", "openai-chat", "--num-prompts", "2", "--random-input-len", "50", "--model", "second")
+    streamed = [body for body in server.bodies(CHAT) if body.get("stream")]
+    assert [body["model"] for body in streamed] == ["second"] * 2
+    assert [len(body["messages"][0]["content"].split()) for body in streamed] == [20] * 2
+
+
+def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:
+    tell_vocabulary(server)
+    figures = bench("--num-prompts", "12", "--max-concurrency", "3", "--num-warmups", "2", "--random-input-len", "4")
+    assert len(server.bodies(COMPLETIONS)) == 14
+    assert server.num_connections <= 4
+    assert 1 <= figures["max_concurrent_requests"] <= 3
+    assert figures["num_prompts"] == 12
+
+
+def test_arrivals_follow_the_rate(server: Any, bench: Any) -> None:
+    tell_vocabulary(server)
+    figures = bench("--num-prompts", "10", "--request-rate", "50", "--burstiness", "2", "--random-input-len", "4",
+                    "--save-detailed")  # fmt: skip
+    assert figures["request_rate"] == 50
+    assert figures["duration"] >= 10 / 50
+    assert figures["start_times"] == sorted(figures["start_times"])
+
+
+def test_a_trace(server: Any, bench: Any, tmp_path: Path) -> None:
+    tell_vocabulary(server, 1000)
+    lines = [{"timestamp": t, "input_length": n, "output_length": 2, "hash_ids": ids}
+             for t, n, ids in [(0, 1000, [1, 2]), (100, 600, [1, 3]), (100, 20, [4]), (900, 1, [5])]]  # fmt: skip
+    (tmp_path / "trace").write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--dataset-name", "trace", "--dataset-path", str(tmp_path / "trace"), "--num-prompts", "3"]
+    flags += ["--max-concurrency", "1"]
+    figures = bench(*flags, "--trace-speedup", "2", "--save-detailed")
+    first, second, third = (body["prompt"] for body in server.bodies(COMPLETIONS))
+    assert [len(prompt) for prompt in (first, second, third)] == [1000, 600, 20]
+    assert first[:512] == second[:512]
+    assert first[512:600] != second[512:600]
+    assert figures["start_times"][1] >= 0.05
+    assert figures["request_rate"] == "trace"
+    server.requests.clear()
+    assert bench(*flags, "--trace-scale", "0.5", "--request-rate", "inf")["request_rate"] == "inf"
+    assert [len(body["prompt"]) for body in server.bodies(COMPLETIONS)] == [500, 300, 10]
+    assert {body["max_tokens"] for body in server.bodies(COMPLETIONS)} == {1}
+
+
+def test_prompts_of_the_users_own(server: Any, bench: Any, tmp_path: Path) -> None:
+    (tmp_path / "d").write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt": [4, 5]}\n')
+    flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "d"), "--max-concurrency", "1"]
+    bench(
+        *flags, "--random-output-len", "8", "--header", "X-A=1", "--api-key", "k", "--extra-body", '{"min_tokens": 1}'
+    )
+    bodies = server.bodies(COMPLETIONS)
+    assert [(b["prompt"], b["max_tokens"], b["min_tokens"]) for b in bodies] == [("a", 2, 1), ([4, 5], 8, 1)]
+    assert "ignore_eos" not in bodies[0]
+    headers = server.requests[-1][1]
+    assert (headers["x-a"], headers["authorization"]) == ("1", "Bearer k")
+    assert main(["bench", "serve", "--base-url", server.url, *flags, "--backend", "openai-chat"]) == 2
+
+
+def test_failures_are_counted_by_kind(
+    server: Any, bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_vocabulary(server)
+
+    def answer(handler: Any, body: dict[str, Any]) -> None:
+        number = len(server.bodies(COMPLETIONS))
+        if number <= 2:
+            return handler.send_json(503, {"error": {"message": "queue full", "code": "overloaded"}})
+        handler.start_stream()
+        if number == 3:
+            handler.send_event({"error": {"message": "engine died", "code": "engine_dead"}})
+            handler.send_chunk(b"")
+        elif number == 4:
+            handler.close_connection = True
+        elif number == 5:
+            handler.send_chunk(b"data: [1\n\n")
+            handler.send_chunk(b"")
+        elif number == 6:
+            handler.send_event({"choices": [{"text": "a"}]})
+            handler.send_chunk(b"")
+        return None
+
+    server.answers[COMPLETIONS] = answer
+    plot = tmp_path / "plot.svg"
+    figures = bench(
+        "--num-prompts", "6", "--max-concurrency", "1", "--random-input-len", "4", "--plot", str(plot), code=1
+    )
+    assert (figures["completed"], figures["failed"]) == (0, 6)
+    assert figures["errors_by_kind"] == {
+        "HTTP 503 overloaded": 2, "error in the stream engine_dead": 1, "BrokenConnectionError": 1,
+        "malformed chunk": 1, "no complete stream": 1,
+    }  # fmt: skip
+    captured = capsys.readouterr()
+    assert "2 x HTTP 503 overloaded: queue full" in captured.out
+    assert captured.err.endswith("error: none of the 6 requests succeeded.\n")
+    assert "No values." in plot.read_text()
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_tokens_are_chunks_where_the_server_does_not_count(server: Any, bench: Any, backend: str) -> None:
+    """Neither the mere role that some servers open with nor a mere end is a token; an empty text is one."""
+
+    def answer(handler: Any, body: dict[str, Any]) -> None:
+        if "messages" in body:
+            parts = [
+                {"delta": d} for d in ({"role": "assistant", "content": ""}, {"content": "a"}, {"content": ""}, {})
+            ]
+        else:
+            parts = [{"text": text} for text in ("a", "", "")]
+        if not body.get("stream"):
+            return handler.send_json(200, {})
+        handler.start_stream()
+        for part in parts[:-1]:
+            handler.send_event({"choices": [part]})
+        handler.send_event({"choices": [{**parts[-1], "finish_reason": "stop"}]})
+        return handler.send_chunk(b"")
+
+    server.answers[COMPLETIONS] = server.answers[CHAT] = answer
+    figures = bench("--num-prompts", "1", "--random-input-len", "4", "--backend", backend)
+    assert (figures["completed"], figures["total_output_tokens"]) == (1, 2)
+
+
+def test_files(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_vocabulary(server)
+    monkeypatch.chdir(tmp_path)
+    run = ["bench", "serve", "--base-url", server.url, "--num-prompts", "2", "--random-input-len", "4"]
+    assert main([*run, "--save-result", "--plot", "plot.svg"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("openai-infqps-first-20")
+    assert json.loads(path.read_text())["completed"] == 2
+    assert main([*run, "--plot", str(tmp_path)]) == 2
+    drawing = ElementTree.parse("plot.svg").getroot()
+    classes = {element.get("class") for element in drawing.iter("{http://www.w3.org/2000/svg}path")}
+    assert {"first", "decode", "curve"} <= classes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--random-input-len", "400", "--random-output-len", "113"],
+            "513 tokens do not fit in the server's max_model_",
+        ),
+        (["--dataset-path", "x"], "dataset_path needs dataset_name trace or custom"),
+        (["--dataset-name", "trace"], "needs a dataset_path"),
+        (["--dataset-name", "trace", "--dataset-path", "/gone"], "No such file"),
+        (["--dataset-name", "custom", "--dataset-path", "x", "--random-input-len", "4"], "random_input_len needs"),
+        (["--trace-scale", "2"], "trace_scale needs dataset_name trace"),
+        (["--burstiness", "2"], "burstiness needs a request_rate"),
+        (["--save-detailed"], "save_detailed needs"),
+        (["--goodput", "speed:1"], "goodput must be ttft, tpot or e2el"),
+        (["--goodput", "ttft:fast"], "goodput must be"),
+        (["--request-rate", "0"], "request_rate must be at least 1e-06, got 0.0"),
+        (["--request-rate", "nan"], "request_rate must be at least"),
+        (["--random-range-ratio", "1"], "random_range_ratio must be in [0, 1), got 1.0"),
+        (["--percentile-metrics", "ttft,x"], "there is no 'x'"),
+        (["--metric-percentiles", "101"], "must be numbers in [0, 100]"),
+        (["--metric-percentiles", "p"], "must be numbers in [0, 100]"),
+        (["--header", "x"], "must be NAME=VALUE"),
+        (["--base-url", "ftp://x"], "is no server's address"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    server: Any, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_vocabulary(server)
+    assert main(["bench", "serve", "--base-url", server.url, *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert server.bodies(COMPLETIONS) == []
+
+
+def test_no_server_and_a_server_that_refuses(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.perf_counter()
+    assert main(["bench", "serve", "--port", "1", "--ready-check-timeout-sec", "0.3"]) == 1
+    assert time.perf_counter() - start >= 0.3
+    assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
+    server.answers["/v1/models"] = lambda h, _: h.send_json(401, {"error": {"message": "a key is required"}})
+    assert main(["bench", "serve", "--base-url", server.url]) == 1
+    assert "wants another key (--api-key): a key is required" in capsys.readouterr().err
+    server.answers["/v1/models"] = lambda h, _: h.send_json(200, {"data": []})
+    assert main(["bench", "serve", "--base-url", server.url]) == 1
+    assert "lists no model; name one" in capsys.readouterr().err
+
+
+def test_ctrl_c_tells_what_is_known_so_far(
+    server: Any, bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_vocabulary(server)
+
+    def answer(handler: Any, body: dict[str, Any]) -> None:
+        if len(server.bodies(COMPLETIONS)) < 3:
+            return handler.stream(server.answer, chat=False)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        handler.start_stream()
+        while True:
+            handler.send_event({"choices": []})
+
+    server.answers[COMPLETIONS] = answer
+    assert bench("--num-prompts", "9", "--random-input-len", "4", "--max-concurrency", "1", code=130)["completed"] == 2
+    assert server.broken.wait(5)

@@ -1,0 +1,213 @@
+"""`quire run-batch`: lines in, lines out, whatever is wrong with some of them; once with a model, else without."""
+
+import asyncio
+import errno
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.entrypoints.cli import run_batch
+from quire.entrypoints.cli.main import main
+from quire.entrypoints.cli.run_batch import Answer, Batch, answer_all
+from quire.errors import EngineDeadError, InvalidRequestError, QuireError
+
+
+class FakeService:
+    """In the place of both services: answers with the id of the request, or fails as the test says."""
+
+    def __init__(self, state: Any) -> None:
+        self._fail: Callable[[Any], None] = state
+
+    async def create(self, body: Any, request_id: str) -> Any:
+        self._fail(body)
+        return {"id": request_id, "model": body.model}
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
+    """A batch with fake services: the model "broken" breaks, "refused" is refused, "deadly" kills the engine."""
+
+    def fail(body: Any) -> None:
+        match body.model:
+            case "broken":
+                raise ZeroDivisionError
+            case "refused":
+                raise InvalidRequestError("no.", "model")
+            case "deadly":
+                raise EngineDeadError("the engine died.")
+
+    monkeypatch.setattr("quire.entrypoints.server.chat.ChatService", FakeService)
+    monkeypatch.setattr("quire.entrypoints.server.completions.CompletionService", FakeService)
+    return Batch(fail)  # type: ignore[arg-type]
+
+
+def line(custom_id: str, url: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+    body = (
+        {"model": "m", "prompt": "x"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body} | fields
+
+
+def answer(batch: Batch, value: Any) -> dict[str, Any]:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return json.loads(msgspec.json.encode(asyncio.run(batch.answer(content))))
+
+
+def test_an_answer(batch: Batch) -> None:
+    for url in ("/v1/completions", "/v1/chat/completions"):
+        found = answer(batch, line("a", url))
+        assert found["id"].startswith("batch_req_")
+        assert (found["custom_id"], found["error"], found["response"]["status_code"]) == ("a", None, 200)
+        assert found["response"]["body"]["id"] == found["response"]["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "message", "param"),
+    [
+        (line("a", body={"prompt": "x", "model": "refused"}), 400, "no.", "model"),
+        (line("a", body={"prompt": "x", "model": "broken"}), 500, "internal error", None),
+        (line("a", body={"prompt": "x", "temperature": 9}), 400, "temperature", "temperature"),
+        (line("a", body={"prompt": "x", "stream": True}), 400, "can't stream", "stream"),
+        (line("a", "/v1/chat/completions", body={}), 400, "messages", "messages"),
+        (line("a", "/v1/embeddings"), 400, "a batch takes POST to /v1/completions and", "url"),
+        (line("a", method="GET"), 400, "not GET to /v1/completions", "url"),
+    ],
+)
+def test_a_refused_request(batch: Batch, value: Any, status: int, message: str, param: str | None) -> None:
+    found = answer(batch, value)
+    response = found["response"]
+    assert (found["custom_id"], found["error"], response["status_code"]) == ("a", None, status)
+    assert message in response["body"]["error"]["message"]
+    assert response["body"]["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("value", "custom_id"),
+    [
+        (b"{", None),
+        (b"\xff", None),
+        (b"[" * 100_000, None),
+        ([1], None),
+        ({}, None),
+        ({"custom_id": "a"}, "a"),
+        (line("a", body=[]), "a"),
+        (line(7), None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_line_that_is_no_request(batch: Batch, value: Any, custom_id: str | None) -> None:
+    found = answer(batch, value)
+    assert (found["custom_id"], found["response"]) == (custom_id, None)
+    assert found["error"]["code"] == "invalid_line"
+    assert found["error"]["message"].startswith("this line is no request of a batch: ")
+
+
+class SlowFirst:
+    """Answers later lines earlier, and knows how many were under way at most."""
+
+    def __init__(self, release_at: int) -> None:
+        self.release_at = release_at
+        self.running = self.most = 0
+        self.released = asyncio.Event()
+
+    async def answer(self, line: bytes) -> Answer:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        number = int(line)
+        if number == self.release_at:
+            self.released.set()
+        if number == 0:
+            await self.released.wait()
+        await asyncio.sleep(0)
+        self.running -= 1
+        return Answer(line.decode().strip(), response={"status_code": 200 if number else 400})
+
+
+def test_answers_come_in_order_and_a_bounded_number_is_held() -> None:
+    async def check() -> None:
+        lines, sink, batch = b"\n".join(b"%d" % n for n in range(50)) + b"\n\n", io.BytesIO(), SlowFirst(9)
+        counts = await answer_all(batch, io.BytesIO(lines), sink, 10, None)  # type: ignore[arg-type]
+        assert [json.loads(text)["id"] for text in sink.getvalue().splitlines()] == [str(n) for n in range(50)]
+        assert counts == {True: 49, False: 1}
+        assert batch.most <= 10
+
+    asyncio.run(asyncio.wait_for(check(), 20))
+
+
+def test_a_dead_engine_ends_the_batch(batch: Batch) -> None:
+    lines = [line("a"), line("b", body={"prompt": "x", "model": "deadly"}), line("c")]
+    source, sink = io.BytesIO("\n".join(map(json.dumps, lines)).encode()), io.BytesIO()
+    with pytest.raises(EngineDeadError):
+        asyncio.run(answer_all(batch, source, sink, 4, 3))
+    assert [json.loads(text)["custom_id"] for text in sink.getvalue().splitlines()] == ["a"]
+
+
+def test_a_full_disk(batch: Batch) -> None:
+    class FullDisk(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = io.BytesIO(json.dumps(line("a")).encode())
+    with pytest.raises(QuireError, match=r"can't be written: No space left"):
+        asyncio.run(answer_all(batch, source, FullDisk(), 4, 1))
+
+
+def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("old")
+
+    def write(content: bytes, error: BaseException | None) -> None:
+        with run_batch._open_output(str(path)) as sink:
+            sink.write(content)
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        write(b"half", KeyboardInterrupt())
+    assert (path.read_text(), (tmp_path / "out.part").read_text()) == ("old", "half")
+    write(b"whole", None)
+    assert path.read_text() == "whole"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-i", "/gone/in", "-o", "-"], "--input-file /gone/in: No such file"),
+        (["-i", "/dev/null", "-o", "/gone/out"], "--output-file /gone/out: No such file"),
+        (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["-i", "-", "-o", "-", "--response-role", ""], "response_role must not be empty"),
+    ],
+)
+def test_what_is_wrong_shows_before_a_model_is_loaded(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run-batch", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [
+        line("one", body={"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}),
+        line("bad", body={"prompt": "x", "model": "other"}),
+        line("chat", "/v1/chat/completions", body={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}),
+        *(line(str(n), body={"prompt": f"{n}", "max_tokens": n % 7 + 1, "ignore_eos": True}) for n in range(40)),
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, requests)) + "\nnonsense\n")
+    flags = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--engine", "thread", "--max-num-seqs", "4"]
+    assert main(["run-batch", "demo", *flags]) == 0
+    answers = [json.loads(text) for text in (tmp_path / "out").read_text().splitlines()]
+    assert [a["custom_id"] for a in answers] == [r["custom_id"] for r in requests] + [None]
+    statuses = [a["response"]["status_code"] for a in answers[:-1]]
+    assert statuses == [404 if r["custom_id"] == "bad" else 200 for r in requests]
+    assert answers[0]["response"]["body"]["usage"]["completion_tokens"] == 5
+    assert answers[2]["response"]["body"]["object"] == "chat.completion"
+    assert [a["response"]["body"]["usage"]["completion_tokens"] for a in answers[3:-1]] == [
+        n % 7 + 1 for n in range(40)
+    ]
+    assert capsys.readouterr().err.endswith("42 requests answered, 2 refused or failed.\n")
