@@ -39,6 +39,10 @@ class EngineDeadError(QuireError, RuntimeError):
     """The engine failed and can serve no further request."""
 
 
+class EngineStoppedError(EngineDeadError):
+    """The engine was shut down, in good order."""
+
+
 class RequestFailedError(QuireError, RuntimeError):
     """One request failed while the engine computed it; the others go on."""
 

@@ -9,6 +9,9 @@ import msgspec
 
 from quire.sampling_params import SamplingParams
 
+# The error of a sequence whose own parameters are to blame.
+NO_TOKEN_LEFT = "no token is left to choose: the request's parameters (or a logits processor) mask them all."
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position: the token itself first, then the top-k, most likely first.

@@ -36,6 +36,7 @@ from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import (
     EngineDeadError,
+    EngineStoppedError,
     InvalidRequestError,
     NotYetSupportedError,
     OverloadedError,
@@ -44,6 +45,7 @@ from quire.errors import (
 from quire.metrics.recorder import ServingMetrics
 from quire.metrics.stats import EngineSnapshot, EngineStats
 from quire.outputs import RequestOutput
+from quire.protocol import NO_TOKEN_LEFT
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("quire")
@@ -167,7 +169,7 @@ class AsyncLLM:
             arrival_time: in seconds of `time.monotonic`; now by default.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter breaks a rule, or the request can never fit.
+            InvalidRequestError: the prompt or a parameter breaks a rule, it can never fit, or it masks every token.
             OverloadedError: as many requests as allowed are queued.
             RequestFailedError: the engine could not compute this request.
             EngineDeadError: the engine is dead, or died meanwhile.
@@ -193,12 +195,12 @@ class AsyncLLM:
             while not finished:
                 output = await stream.get()
                 finished = output.finished
-                if finished and any(part.finish_reason == "error" for part in output.outputs):
-                    raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
+                if finished:
+                    _check_errors(output)
                 output.request_id = external
                 yield output
         finally:
-            self._close(internal, abort=not finished)
+            self._close(internal)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their iterators yield one last output ("abort"). Unknown ids are ignored."""
@@ -237,9 +239,9 @@ class AsyncLLM:
         await self._call("check_integrity")
 
     def end_requests(self) -> None:
-        """End what is running with EngineDeadError, and take nothing more: the first half of `shutdown`, at once."""
+        """End what is running with EngineStoppedError, and take nothing more: the first half of `shutdown`, at once."""
         if self._dead is None:
-            self._end_all(EngineDeadError("the engine was shut down."))
+            self._end_all(EngineStoppedError("the engine was shut down; the request is not complete."))
 
     def shutdown(self) -> None:
         """End all requests and the engine, which may take a few seconds. Safe to call twice."""
@@ -254,7 +256,7 @@ class AsyncLLM:
     def _attach(self) -> None:
         """Join the running event loop, once; refuse when the engine is dead."""
         if self._dead is not None:
-            raise EngineDeadError(str(self._dead))
+            raise type(self._dead)(str(self._dead))
         if self._death is None:
             loop = asyncio.get_running_loop()
             self._death = loop.create_future()
@@ -282,19 +284,19 @@ class AsyncLLM:
         arrival = time.monotonic() if arrival_time is None else arrival_time
         processed = (await self._inputs.process(external, prompt, params, arrival, priority)).renamed(internal)
         if self._dead is not None:
-            raise EngineDeadError(str(self._dead))
+            raise type(self._dead)(str(self._dead))
         request = processed.request
         self._outputs.add(processed)
         self.metrics.on_arrival(internal, len(request.prompt_token_ids), request.max_tokens, params.n, arrival)
         self._client.send(Add(request))
 
-    def _close(self, internal: str, abort: bool) -> None:
+    def _close(self, internal: str) -> None:
         del self._streams[internal], self._external[internal]
         self._queued.discard(internal)
         if internal in self._outputs:
             self._outputs.discard(internal)
             self.metrics.on_finished(internal, ["abort"], 0, time.monotonic())
-            if abort and self._dead is None:
+            if self._dead is None:
                 self._client.send(Abort([internal]))
 
     async def _call(self, name: CallName) -> Any:
@@ -316,11 +318,10 @@ class AsyncLLM:
             self._refuse(event)
         elif isinstance(event, Reply):
             future = self._calls.get(event.call_id)
-            if future is not None and not future.done():
-                if event.error is None:
-                    future.set_result(event.value)
-                else:
-                    future.set_exception(RequestFailedError(event.error))
+            if future is not None and not future.done() and event.error is None:
+                future.set_result(event.value)
+            elif future is not None and not future.done():
+                future.set_exception(RequestFailedError(event.error))
         elif isinstance(event, Dead):
             self._die(event.message)
 
@@ -380,12 +381,20 @@ class AsyncLLM:
         """Tell everyone who waits, and whoever comes later."""
         self._dead = error
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(str(error)))
+            stream.fail(type(error)(str(error)))
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDeadError(str(error)))
+                future.set_exception(type(error)(str(error)))
         if self._death is not None and not self._death.done() and not self._death.get_loop().is_closed():
             self._death.set_result(error)
+
+
+def _check_errors(output: RequestOutput) -> None:
+    errors = [part.stop_reason for part in output.outputs if part.finish_reason == "error"]
+    if NO_TOKEN_LEFT in errors:
+        raise InvalidRequestError(NO_TOKEN_LEFT)
+    if errors:
+        raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.protocol import TokenLogprobs
+from quire.protocol import NO_TOKEN_LEFT, TokenLogprobs
 from quire.sampling import native
 from quire.sampling.logprobs import row_logprobs
 from quire.sampling.processing import RowError, float32_array, process_logits
@@ -186,8 +186,5 @@ def _draw_pending(pending: list[_Pending], output: SamplerOutput) -> None:
 def _unusable(maximum: float) -> str:
     """Why a row whose largest logit isn't finite can't be sampled."""
     if maximum == -math.inf:
-        return (
-            "no token is left to choose: allowed_token_ids, bad_words, min_tokens, logit_bias or a logits processor "
-            "mask them all."
-        )
+        return NO_TOKEN_LEFT
     return f"the logits are not finite (the largest is {maximum})."

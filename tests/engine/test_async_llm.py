@@ -324,3 +324,9 @@ def _is_alive(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_request_that_masks_every_token_is_told_so(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=5, min_tokens=2, allowed_token_ids=[300], stop_token_ids=[300])
+    with pytest.raises(InvalidRequestError, match="no token is left"):
+        engine.run(engine.collect(PROMPTS[0], params))

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from quire.errors import (
     EngineDeadError,
+    EngineStoppedError,
     InvalidRequestError,
     NotYetSupportedError,
     OverloadedError,
@@ -75,6 +76,8 @@ def describe(error: Exception) -> ErrorInfo:
         case OverloadedError():
             headers = {"Retry-After": str(error.retry_after)}
             return ErrorInfo(503, _cut(str(error)), "server_error", code="overloaded", headers=headers)
+        case EngineStoppedError():
+            return ErrorInfo(503, _cut(str(error)), "server_error", code="stopping", headers={"Retry-After": "1"})
         case EngineDeadError():
             return ErrorInfo(500, _cut(str(error)), "server_error", code="engine_dead")
         case RequestFailedError():

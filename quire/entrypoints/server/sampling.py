@@ -5,12 +5,14 @@ The services call it before anything is queued, so that a request breaks a rule 
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.input_processor import TokensPrompt
+from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
@@ -103,35 +105,47 @@ async def fitted_prompt(
             can't be encoded.
     """
     is_chat = isinstance(body, ChatCompletionRequest)
+    field, limit = "messages" if is_chat else "prompt", llm.config.model.max_model_len
     result: TokensPrompt = {}
     if isinstance(prompt, str):
         result["prompt"] = prompt
+        if body.truncate_prompt_tokens is None and llm.tokenizer is not None and len(prompt) > limit:
+            least = len(prompt) // _longest_token(llm.tokenizer)
+            if least >= limit:  # not worth the seconds that it takes to encode megabytes
+                raise _too_long(limit, f"at least {least}", field)
         special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
         token_ids = await llm.encode(prompt, special)
     else:
         token_ids = prompt
-    limit = llm.config.model.max_model_len
     if keep := body.truncate_prompt_tokens:
         token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
     result["prompt_token_ids"] = token_ids
     if body.cache_salt is not None:
         result["cache_salt"] = body.cache_salt
-    _check_room(len(token_ids), limit, "messages" if is_chat else "prompt", *body.output_limit())
-    return result
-
-
-def _check_room(length: int, limit: int, prompt_field: str, limit_field: str, max_tokens: int | None) -> None:
+    length = len(token_ids)
     if length >= limit:
-        raise InvalidRequestError(
-            f"this model's maximum context length is {limit} tokens, of which the output needs at least one, but the "
-            f"prompt has {length}. Shorten {prompt_field}, or set truncate_prompt_tokens.",
-            prompt_field,
-            "context_length_exceeded",
-        )
+        raise _too_long(limit, str(length), field)
+    limit_field, max_tokens = body.output_limit()
     if max_tokens is not None and length + max_tokens > limit:
         raise InvalidRequestError(
             f"this model's maximum context length is {limit} tokens, but the prompt has {length} and {limit_field} "
-            f"asks for {max_tokens} more. Lower {limit_field} to {limit - length} or less, or shorten {prompt_field}.",
+            f"asks for {max_tokens} more. Lower {limit_field} to {limit - length} or less, or shorten {field}.",
             limit_field,
             "context_length_exceeded",
         )
+    return result
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """The most characters that a token can stand for: its spelling is never shorter than its text."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _too_long(limit: int, length: str, field: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"this model's maximum context length is {limit} tokens, of which the output needs at least one, but the "
+        f"prompt has {length}. Shorten {field}, or set truncate_prompt_tokens.",
+        field,
+        "context_length_exceeded",
+    )

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
-from quire.engine.core_messages import Abort, Add, Finish, News, Ready
+from quire.engine.core_messages import Abort, Add, Dead, Finish, News, Ready
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.chat import ChatService
@@ -36,6 +36,7 @@ class ScriptedCore:
         aborted: ids that were aborted.
         held: where set, steps wait for `go_on`.
         ending: "abort" or "error": how a request ends after its second step, in place of its text.
+        error: what the error is.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -46,6 +47,7 @@ class ScriptedCore:
         self.held = False
         self.go_on = asyncio.Event()
         self.ending: str | None = None
+        self.error: str | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[tuple[str, int]] = set()
         self._emit: Callable[[Any], None] = lambda event: None
@@ -63,6 +65,9 @@ class ScriptedCore:
                 self._tasks[request_id].cancel()
         elif isinstance(command, Finish):
             self._stopped.update(command.sequences)
+
+    def die(self) -> None:
+        self._emit(Dead("it was shot"))
 
     def seconds_stuck(self) -> float:
         return 0.0
@@ -108,6 +113,7 @@ class ScriptedCore:
             prompt_logprobs=prompt,
             finish_reason=reason,
             num_cached_tokens=3,
+            error=self.error if reason == "error" else None,
         )
 
 

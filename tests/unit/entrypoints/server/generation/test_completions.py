@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.protocol import NO_TOKEN_LEFT
 
 PATH = "/v1/completions"
 TEXT = "Once upon a time there was a café."
@@ -266,7 +267,7 @@ def test_a_dead_engine(client: TestClient, server: Any, parsed: Any) -> None:
     server.llm.shutdown()
     for streams in (False, True):
         answer = client.post(PATH, json={"prompt": "Hi", "stream": streams})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
 
 
 def test_without_a_tokenizer(make_server: Callable[..., Any], parsed: Any) -> None:
