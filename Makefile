@@ -12,20 +12,22 @@ WITH_CMAKE := PATH="$$PATH:$(CURDIR)/.venv/bin"
 NATIVE := $(if $(QUIRE_NO_NATIVE),,build/native.stamp)
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
-demo test test-asan check: export OMP_WAIT_POLICY := PASSIVE
+demo test test-asan test-clients test-nightly check: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-asan check native format bench clean help
+.PHONY: demo test test-asan test-clients test-nightly check native format bench clean help
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo       set up, and generate text with the bundled model"
-	@echo "make test       all tests"
-	@echo "make check      lint, types, import contracts, size gate and the quick tests"
-	@echo "make native     build the C++ kernels anew, and show what is wrong with them"
-	@echo "make test-asan  the kernels' tests under GCC's address and undefined-behaviour sanitizers"
-	@echo "make format     let ruff put the code in order"
-	@echo "make bench      latency and throughput of the bundled model"
-	@echo "make clean      remove .venv, build and caches"
+	@echo "make demo          set up, and generate text with the bundled model"
+	@echo "make test          all tests"
+	@echo "make check         lint, types, import contracts, size gate and the quick tests"
+	@echo "make native        build the C++ kernels anew, and show what is wrong with them"
+	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
+	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
+	@echo "make test-nightly  the server's load and fault tests at full length, which takes hours"
+	@echo "make format        let ruff put the code in order"
+	@echo "make bench         latency and throughput of the bundled model"
+	@echo "make clean         remove .venv, build and caches"
 
 demo: .venv/runtime.stamp $(NATIVE)
 	@$(PY) -m quire generate demo --temperature 0.7 --top-p 0.95 --max-tokens 96 \
@@ -63,6 +65,12 @@ test-asan: .venv/dev.stamp build/asan/build.ninja
 	for name in libasan.so libubsan.so libstdc++.so.6; do preload="$$preload $$($$cxx -print-file-name=$$name)"; done; \
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/asan/_kernels.so $(PY) -m pytest --capture=sys tests/unit/*/test_native*.py
+
+test-clients: .venv/dev.stamp $(NATIVE)
+	@$(PY) tests/clients/run.py
+
+test-nightly: .venv/dev.stamp $(NATIVE)
+	@QUIRE_NIGHTLY=1 $(PY) -m pytest tests/server tests/property
 
 clean:
 	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
