@@ -19,6 +19,7 @@ from quire.utils.suggest import unknown_name_message
 GREEDY_TEMPERATURE = 1e-5  # below this a request is greedy
 MIN_TEMPERATURE = 1e-2  # the lowest that tokens are drawn at: below it, a request is as good as greedy
 MAX_LOGIT_BIAS = 100.0
+MAX_REPETITION_PENALTY = 1e30  # and 1e-30 the least: as strong as any, and logits stay in the range of 32-bit floats
 MAX_NUM_SEQUENCES = 16384
 
 _INT_MAX = 2**63 - 1
@@ -100,7 +101,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
 
     Values are normalised on the way in: numpy scalars become Python's, ``stop="x"`` becomes ``["x"]``, None becomes
     ``[]`` for the three list fields, ``seed=-1`` becomes None, a greedy temperature (below 1e-5) becomes 0 and
-    resets top_p, top_k and min_p, which it ignores.
+    resets top_p, top_k and min_p, which it ignores; logit_bias and repetition_penalty are clamped.
 
     Raises:
         InvalidRequestError: (a ValueError) a field breaks its rule; names field, value and range.
@@ -242,6 +243,8 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
     def _normalise(self) -> None:
         if self.seed == -1:
             self.seed = None
+        most = MAX_REPETITION_PENALTY
+        self.repetition_penalty = min(max(self.repetition_penalty, 1 / most), most)
         if self.temperature < GREEDY_TEMPERATURE:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:

@@ -94,6 +94,7 @@ class ProcessClient:
                     else:
                         on_event(event)
 
+        self._last_beat = time.monotonic()  # loading took its time, and nobody has read the beats
         self._listening = loop
         loop.add_reader(self._events.fileno(), receive)
         loop.call_soon(receive)

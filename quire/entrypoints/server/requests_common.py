@@ -8,7 +8,7 @@ engine.
 import logging
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 logger = logging.getLogger("quire")
 
@@ -31,10 +31,13 @@ def refuse(reason: str, *harmless: object) -> BeforeValidator:
     """Marks a field that the API names and this server lacks: only null, and values that ask for nothing, pass."""
 
     def check(value: object) -> None:
-        if value is not None and value not in harmless:
+        # False and 0 are equal, and not the same.
+        same_kind = (h for h in harmless if isinstance(h, bool) == isinstance(value, bool))
+        if value is not None and value not in same_kind:
             raise ValueError(reason)
 
-    return BeforeValidator(check)
+    passing = WithJsonSchema({"enum": [None, *harmless]})
+    return BeforeValidator(check, json_schema_input_type=Annotated[Any, passing])
 
 
 def _read_stops(value: Any) -> list[str] | None:
@@ -59,7 +62,7 @@ def _check_bias_keys(value: object) -> object:
     return value
 
 
-_STRUCTURED = refuse("structured outputs are not supported yet; leave it out", {}, [])
+_STRUCTURED = refuse("structured outputs are not supported yet; leave it out")
 _TEXT_ONLY = refuse("structured outputs are not supported yet; only the type 'text' is", _TEXT_FORMAT)
 _BEAM_SEARCH = refuse("beam search is not supported yet; leave it out, or see best_of", False)
 _LENGTH_PENALTY = refuse("beam search, which it is for, is not supported yet; leave it out", 1.0)

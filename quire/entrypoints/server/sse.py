@@ -94,19 +94,21 @@ def _error_events(error: Exception) -> bytes:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result | None:
     """The result of `work`, or None when the client leaves first: `work` is cancelled then."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnection(receive))
+    limit = asyncio.timeout(None)  # until the client leaves
+    watcher = asyncio.create_task(_end_with_client(receive, limit))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return None
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.wait((task, watcher))
-    return None if task.cancelled() else task.result()
 
 
-async def _disconnection(receive: Receive) -> None:
+async def _end_with_client(receive: Receive, limit: asyncio.Timeout) -> None:
     with suppress(Exception):  # a connection that can't be read is gone too
         while (await receive())["type"] != "http.disconnect":
             pass
+    limit.reschedule(asyncio.get_running_loop().time())

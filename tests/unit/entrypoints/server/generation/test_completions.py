@@ -263,11 +263,27 @@ def test_failures(client: TestClient, server: Any, parsed: Any, ending: str, sta
     assert not any(c["finish_reason"] for chunk in chunks for c in chunk["choices"])
 
 
-def test_a_dead_engine(client: TestClient, server: Any, parsed: Any) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_dead_engine(client: TestClient, server: Any, streams: bool) -> None:
+    post(client)  # the engine belongs to an event loop from now on
+    server.core.die()
+    answer = client.post(PATH, json={"prompt": "Hi", "stream": streams})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stopped_engine(client: TestClient, server: Any, streams: bool) -> None:
     server.llm.shutdown()
-    for streams in (False, True):
-        answer = client.post(PATH, json={"prompt": "Hi", "stream": streams})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+    answer = client.post(PATH, json={"prompt": "Hi", "stream": streams})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_masks_every_token(client: TestClient, server: Any, parsed: Any, n: int) -> None:
+    server.core.ending, server.core.error = "error", NO_TOKEN_LEFT
+    answer = client.post(PATH, json={"prompt": "Hi", "n": n})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, NO_TOKEN_LEFT)
+    assert stream(client, parsed, n=n)[-1]["error"]["type"] == "invalid_request_error"
 
 
 def test_without_a_tokenizer(make_server: Callable[..., Any], parsed: Any) -> None:

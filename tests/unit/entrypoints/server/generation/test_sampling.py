@@ -169,3 +169,24 @@ def test_long_texts_are_encoded_off_the_loop(client: TestClient, server: Any, mo
     assert answer.status_code == 200
     assert len(threads) == 1
     assert threads[0].startswith("quire-input")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_texts_without_a_chance_are_not_encoded(
+    client: TestClient, server: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(server.llm.tokenizer, "encode", lambda *_: pytest.fail("encoded"))
+    text = "word " * 1_000_000
+    answer = client.post(path, json={"prompt": text, "messages": [{"role": "user", "content": text}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 128 tokens" in error["message"]
+
+
+def test_texts_with_a_chance_are(client: TestClient, server: Any, demo_tokenizer: Tokenizer) -> None:
+    """The longest there is to a token."""
+    longest = max((demo_tokenizer.decode([i]) for i in range(len(demo_tokenizer))), key=len)
+    assert (
+        client.post("/v1/completions", json={"prompt": longest * 120, "add_special_tokens": False}).status_code == 200
+    )
+    assert len(server.request.prompt_token_ids) <= 120

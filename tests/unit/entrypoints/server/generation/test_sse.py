@@ -152,10 +152,25 @@ def test_results_and_errors_pass_through() -> None:
     async def error() -> int:
         raise InvalidRequestError("no.")
 
+    async def timeout() -> int:
+        raise TimeoutError
+
     wire = Wire()
     assert asyncio.run(while_connected(wire.receive, result())) == 5
     with pytest.raises(InvalidRequestError):
         asyncio.run(while_connected(wire.receive, error()))
+    with pytest.raises(TimeoutError):
+        asyncio.run(while_connected(wire.receive, timeout()))
+
+
+def test_a_connection_that_breaks_is_a_client_that_left() -> None:
+    async def receive() -> Message:
+        raise ConnectionError
+
+    async def work() -> None:
+        await asyncio.Event().wait()
+
+    assert asyncio.run(while_connected(receive, work())) is None
 
 
 # --- with the engine

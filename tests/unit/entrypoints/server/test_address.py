@@ -1,0 +1,25 @@
+"""The address that a server listens on, beyond what test_launch shows of it."""
+
+import asyncio
+import socket
+
+from quire.config.server import ServerArgs
+from quire.entrypoints.server.address import bound_socket
+
+
+def test_events_are_sent_at_once() -> None:
+    """Nagle's algorithm is off: on a connection used before, a stream's events would come together, 40 ms late."""
+
+    async def option_of_a_connection(listener: socket.socket) -> int:
+        accepted = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
+        async with server:
+            _, client = await asyncio.open_connection(*listener.getsockname())
+            writer = await accepted
+            option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for one in (client, writer):
+                one.close()
+        return option
+
+    with bound_socket(ServerArgs(host="127.0.0.1", port=0)) as listener:
+        assert asyncio.run(option_of_a_connection(listener)) != 0
