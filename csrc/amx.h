@@ -13,13 +13,18 @@ namespace quire::QUIRE_NS {
 // Tiles belong to a thread and torch's own kernels set theirs: each task configures them and lets them go.
 class Tiles {
 public:
-    Tiles() {
+    // `columns` of the B and C tiles, 0..3 and 6, 7; 4 and 5 are A.
+    explicit Tiles(int64_t columns = 16) {
         alignas(64) struct {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
         } config;
-        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+        for (int i = 0; i < 8; i++) {
+            config.row_bytes[i] = uint16_t(i == 4 || i == 5 ? 64 : 4 * columns);
+            config.rows[i] = 16;
+        }
+        asm volatile("" : "+m"(config));  // GCC's intrinsic does not say that it reads all of it
         _tile_loadconfig(&config);
     }
     ~Tiles() { _tile_release(); }
@@ -81,17 +86,15 @@ inline void transpose_features(const bf16* rows, int64_t size, bf16* out, int64_
     }
 }
 
-// Up to 16 rows of x as B tiles, [tile][pair of k][row] of bf16 pairs; zeros beyond the last row and column.
-inline void pack_columns(const bf16* x, int64_t stride, int64_t num_rows, int64_t num_columns, uint32_t* out) {
-    for (int64_t k = 0; k < num_columns; k += 32, out += 256) {
+// Up to `width` rows of x as B tiles, [tile][pair of k][row] of bf16 pairs; zeros beyond the last row and column.
+inline void pack_columns(const bf16* x, int64_t stride, int64_t num_rows, int64_t num_columns, uint32_t* out,
+                         int64_t width = 16) {
+    const __mmask16 wide = __mmask16((1u << width) - 1);
+    for (int64_t k = 0; k < num_columns; k += 32, out += 16 * width) {
         __m512 r[16];
         __mmask32 there = num_columns - k >= 32 ? ~0u : (1u << (num_columns - k)) - 1;
-        if (num_rows == 1) {
-            alignas(64) uint32_t pairs[16];
-            _mm512_store_si512(pairs, _mm512_maskz_loadu_epi16(there, x + k));
-            for (int p = 0; p < 16; p++) {
-                _mm512_store_si512(out + p * 16, _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(pairs[p]))));
-            }
+        if (width == 1) {
+            _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(there, x + k));
             continue;
         }
         // 16 streams are more than the hardware follows by itself.
@@ -99,7 +102,7 @@ inline void pack_columns(const bf16* x, int64_t stride, int64_t num_rows, int64_
         for (int i = 0; i < 16; i++)
             r[i] = i < num_rows ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(there, x + i * stride + k)) : _mm512_setzero_ps();
         transpose16(r);
-        for (int p = 0; p < 16; p++) _mm512_store_ps(reinterpret_cast<float*>(out) + p * 16, r[p]);
+        for (int p = 0; p < 16; p++) _mm512_mask_storeu_ps(out + p * width, wide, r[p]);
     }
 }
 

@@ -38,27 +38,40 @@ inline void expand_i8_tile(const uint8_t* tile, bf16* out) {
     }
 }
 
+// i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches.
+alignas(64) inline bf16 i4_values[65536][16];
+
+inline void fill_i4_values() {
+    static const bool filled = [] {
+        const FlushDenormals flushed;
+        const vf steps = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+        for (unsigned scale = 0; scale < 65536; scale++) store(i4_values[scale], steps * to_float(bf16(scale)));
+        return true;
+    }();
+    (void)filled;
+}
+
 inline void expand_i4_tile(const uint8_t* tile, bf16* out) {
-    const __m512 steps = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    const __m512i nibble = _mm512_set1_epi16(15), upper = _mm512_set1_epi16(16);
-    alignas(64) float scales[16];
-    _mm512_store_ps(scales, load(reinterpret_cast<const bf16*>(tile)));
+    // Words are shifted right by a product's upper half: all shifts would wait for one unit, which look-ups need too.
+    // `plain`, as GCC would make these anew for each use.
+    const __m512i by4 = plain(_mm512_set1_epi16(1 << 12)), by8 = plain(_mm512_set1_epi16(1 << 8)),
+                  by12 = plain(_mm512_set1_epi16(1 << 4));
+    const bf16* scales = reinterpret_cast<const bf16*>(tile);
     for (int i = 0; i < 4; i++) {
-        __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);
-        for (int j = 0; j < 4; j += 2) {
-            // A table of two rows' 16 values each; the look-up of words reads five bits of its index.
-            __m512i table = __m512i(_mm512_cvtne2ps_pbh(_mm512_mul_ps(steps, _mm512_set1_ps(scales[4 * i + j + 1])),
-                                                        _mm512_mul_ps(steps, _mm512_set1_ps(scales[4 * i + j]))));
-            __m512i even = _mm512_and_si512(_mm512_srli_epi16(words, 4 * j), nibble);
-            __m512i odd = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4 * j + 4), nibble, upper, 0xea);  // (a & b) | c
-            _mm512_store_si512(out + (4 * i + j) * 32, _mm512_permutexvar_epi16(even, table));
-            _mm512_store_si512(out + (4 * i + j + 1) * 32, _mm512_permutexvar_epi16(odd, table));
+        const __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);
+        const __m512i codes[] = {words, _mm512_mulhi_epu16(words, by4), _mm512_mulhi_epu16(words, by8),
+                                 _mm512_mulhi_epu16(words, by12)};
+        for (int j = 0; j < 4; j++) {
+            // A look-up of words reads five bits of its index. The values are there twice: the fifth bit may be any.
+            const bf16* values = i4_values[scales[4 * i + j]];
+            __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(values)));
+            _mm512_store_si512(out + (4 * i + j) * 32, _mm512_permutexvar_epi16(codes[j], table));
         }
     }
 }
 
 constexpr int64_t kAhead = 2048;       // bytes of bf16 weights to prefetch ahead, into L2
-constexpr int64_t kCodesAhead = 4096;  // of codes, into L1: they are read by vectors, at once
+constexpr int64_t kCodesAhead = 2048;  // of codes, into L1: they are read by vectors, at once
 constexpr int64_t kFewRows = 32;       // up to here the weights are read once, straight through
 constexpr int64_t kChunkTiles = 8;     // k in tiles that a pair of blocks keeps in L1 when there are many rows
 constexpr int64_t kPanelRows = 512;    // rows of x that a task multiplies, a chunk of k at a time out of L2
@@ -74,14 +87,20 @@ struct BlockPair {
     bool has_second;
 };
 
+inline void expand_tile(Type type, const uint8_t* tile, bf16* out) {
+    type == Type::i8 ? expand_i8_tile(tile, out) : expand_i4_tile(tile, out);
+}
+inline void prefetch_codes(const uint8_t* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
 // Tiles [begin, end) of a block as bf16, expanded into `scratch` where they are not.
 inline const bf16* bf16_tiles(const Matrix& w, int64_t block, int64_t begin, int64_t end, bf16* scratch) {
     if (w.type == Type::bf16) return reinterpret_cast<const bf16*>(w.tile(block, begin));
     for (int64_t t = begin; t < end; t++) {
         const uint8_t* tile = w.tile(block, t);
-        for (int64_t i = 0; i < w.tile_bytes(); i += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(tile + kCodesAhead + i), _MM_HINT_T0);
-        w.type == Type::i8 ? expand_i8_tile(tile, scratch + (t - begin) * 512) : expand_i4_tile(tile, scratch + (t - begin) * 512);
+        prefetch_codes(tile + kCodesAhead, w.tile_bytes());
+        expand_tile(w.type, tile, scratch + (t - begin) * 512);
     }
     return scratch;
 }
@@ -92,31 +111,32 @@ struct Ahead {
     int64_t step;
 };
 
-// Adds the products of tiles of k to four C tiles (features 0..15 and 16..31 of up to two groups of 16 rows of x).
+// Adds the products of tiles of k to four C tiles (features 0..15 and 16..31 of up to two groups of `width` rows of x).
 // Calls between(t) after tile t: vector work that runs while the tiles are being multiplied.
 template <bool kTwo, class Between>
-inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t num_tiles, Ahead ahead,
-                     const Between& between) {
+inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t width, int64_t num_tiles,
+                     Ahead ahead, const Between& between) {
     for (int64_t t = 0; t < num_tiles; t++) {
         prefetch(ahead.first + t * ahead.step, ahead.step);
         prefetch(ahead.second + t * ahead.step, ahead.step);
         _tile_loadd(4, w0 + t * 512, 64);
-        _tile_loadd(6, x0 + t * 256, 64);
+        _tile_loadd(6, x0 + t * 16 * width, 4 * width);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, w1 + t * 512, 64);
         _tile_dpbf16ps(1, 5, 6);
         if (kTwo) {
-            _tile_loadd(7, x1 + t * 256, 64);
+            _tile_loadd(7, x1 + t * 16 * width, 4 * width);
             _tile_dpbf16ps(2, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
         }
         between(t);
     }
 }
-inline void multiply(bool two, const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t num_tiles,
-                     Ahead ahead) {
+inline void multiply(bool two, const bf16* w0, const bf16* w1, const uint32_t* x0, const uint32_t* x1, int64_t width,
+                     int64_t num_tiles, Ahead ahead) {
     auto nothing = [](int64_t) {};
-    two ? multiply<true>(w0, w1, x0, x1, num_tiles, ahead, nothing) : multiply<false>(w0, w1, x0, x1, num_tiles, ahead, nothing);
+    two ? multiply<true>(w0, w1, x0, x1, width, num_tiles, ahead, nothing)
+        : multiply<false>(w0, w1, x0, x1, width, num_tiles, ahead, nothing);
 }
 
 inline void zero_sums() {
@@ -139,13 +159,21 @@ inline void store_sums(float* c, bool two) {
     _tile_stored(3, c + 768, 64);
 }
 
+// Rows [32] of a pair's sums, a gate's and its factor's or neighbours', to where they belong.
+inline void finish_pair(const LinearArgs& a, BlockPair pair, const float* rows, int64_t first_row, int64_t count) {
+    const bool gated = a.epilogue == Epilogue::silu_mul;
+    // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
+    const int64_t width = pair.has_second && !gated ? 32 : 16;
+    finish(a, {rows, gated ? rows + 16 : nullptr, 32, width, pair.first * 16, pair.second * 16, first_row, count});
+}
+
 // The end of four tiles of sums, as stored above, in kSteps steps: from columns to rows of the result, [32][32], then on
 // to where they belong. At most 32 rows from first_row on.
 class Finisher {
 public:
     static constexpr int64_t kSteps = 8;
 
-    Finisher(const LinearArgs& args, BlockPair pair) : a_(args), pair_(pair), gated_(args.epilogue == Epilogue::silu_mul) {}
+    Finisher(const LinearArgs& args, BlockPair pair) : a_(args), pair_(pair) {}
 
     void begin(const float* c, int64_t first_row, int64_t num_rows) {
         c_ = c, first_row_ = first_row, num_rows_ = num_rows, step_ = 0;
@@ -159,11 +187,7 @@ public:
             return;
         }
         const int64_t row = (i - 4) * 8, count = num_rows_ - row < 8 ? num_rows_ - row : 8;
-        if (count <= 0) return;
-        // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
-        const float* from = rows_ + row * 32;
-        const int64_t width = pair_.has_second && !gated_ ? 32 : 16;
-        finish(a_, {from, gated_ ? from + 16 : nullptr, 32, width, pair_.first * 16, pair_.second * 16, first_row_ + row, count});
+        if (count > 0) finish_pair(a_, pair_, rows_ + row * 32, first_row_ + row, count);
     }
     void rest() {
         while (step_ < kSteps) step();
@@ -172,38 +196,58 @@ public:
 private:
     const LinearArgs& a_;
     BlockPair pair_;
-    bool gated_;
     const float* c_ = nullptr;
     int64_t first_row_ = 0, num_rows_ = 0, step_ = kSteps;
     alignas(64) float rows_[1024];
 };
 
-inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, BlockPair pair, bf16* scratch) {
+// x in tiles of `width` columns. The first tiles of `next`, the pair that this thread is likely to see next, are fetched.
+inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, int64_t width, BlockPair pair, BlockPair next,
+                            bf16* scratch) {
     const Matrix& w = a.weight;
-    const int64_t tiles = w.num_tiles();
+    const int64_t tiles = w.num_tiles(), bytes = w.tile_bytes();
     const bool two = a.num_rows > 16;
     const uint32_t* x1 = x + (two ? tiles * 256 : 0);
+    const uint8_t *first = w.tile(pair.first, 0), *second = w.tile(pair.second, 0);
+    const int64_t first_skip = w.tile(next.first, 0) - w.tile(pair.first, tiles);  // from a block's end to the next one
+    const int64_t second_skip = w.tile(next.second, 0) - w.tile(pair.second, tiles);
     alignas(64) float c[1024];
     zero_sums();
     if (w.type == Type::bf16) {
-        const bf16* w0 = bf16_tiles(w, pair.first, 0, tiles, nullptr);
-        const bf16* w1 = bf16_tiles(w, pair.second, 0, tiles, nullptr);
-        auto bytes = [](const bf16* w) { return reinterpret_cast<const uint8_t*>(w) + kAhead; };
-        multiply(two, w0, w1, x, x1, tiles, {bytes(w0), bytes(w1), 1024});
+        auto some = [&](int64_t begin, int64_t end, bool skip) {
+            const int64_t at = begin * bytes;
+            multiply(two, reinterpret_cast<const bf16*>(first + at), reinterpret_cast<const bf16*>(second + at),
+                     x + begin * 16 * width, x1 + begin * 16 * width, width, end - begin,
+                     {first + at + kAhead + (skip ? first_skip : 0), second + at + kAhead + (skip ? second_skip : 0), bytes});
+        };
+        const int64_t inside = tiles > kAhead / bytes ? tiles - kAhead / bytes : 0;
+        some(0, inside, false);
+        some(inside, tiles, true);
     } else {
         // Expanded one tile before they are multiplied: tiles can be loaded only once they have left the store buffer, and the
         // products run while the next tile is being expanded. Two sets of scratch, in turn.
         auto expanded = [&](int64_t t) {
             bf16* set = scratch + t % 2 * 1024;
-            if (t < tiles) bf16_tiles(w, pair.first, t, t + 1, set), bf16_tiles(w, pair.second, t, t + 1, set + 512);
+            if (t >= tiles) return set;
+            const int64_t at = t * bytes, ahead = at + kCodesAhead;
+            const bool skip = ahead >= tiles * bytes;
+            prefetch_codes(first + ahead + (skip ? first_skip : 0), bytes);
+            expand_tile(w.type, first + at, set);
+            prefetch_codes(second + ahead + (skip ? second_skip : 0), bytes);
+            expand_tile(w.type, second + at, set + 512);
             return set;
         };
         const bf16* set = expanded(0);
         for (int64_t t = 0; t < tiles; t++) {
             const bf16* next = expanded(t + 1);
-            multiply(two, set, set + 512, x + t * 256, x1 + t * 256, 1, {nullptr, nullptr, 0});
+            multiply(two, set, set + 512, x + t * 16 * width, x1 + t * 16 * width, width, 1, {nullptr, nullptr, 0});
             set = next;
         }
+    }
+    if (a.num_rows == 1) {  // a row already
+        _tile_stored(0, c, 4);
+        _tile_stored(1, c + 16, 4);
+        return finish_pair(a, pair, c, 0, 1);
     }
     store_sums(c, two);
     Finisher finisher(a, pair);
@@ -242,8 +286,8 @@ inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, const Block
                     for (int64_t r = row; r < row + 32 && r < end; r++)
                         _mm_prefetch(static_cast<const char*>(a.out) + (r * a.out_stride + pair.first * 16) * out_bytes, _MM_HINT_T0);
                 auto finish_step = [&](int64_t) { finisher.step(); };
-                two ? multiply<true>(w0, w1, x0, x1, stop - t, ahead, finish_step)
-                    : multiply<false>(w0, w1, x0, x1, stop - t, ahead, finish_step);
+                two ? multiply<true>(w0, w1, x0, x1, 16, stop - t, ahead, finish_step)
+                    : multiply<false>(w0, w1, x0, x1, 16, stop - t, ahead, finish_step);
                 ahead.first += (stop - t) * ahead.step;
                 ahead.second += (stop - t) * ahead.step;
                 store_sums(c, true);
@@ -259,10 +303,14 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     const Matrix& w = a.weight;
     if (a.type != Type::bf16 || w.type == Type::f32) return linear(a, context);
     const int64_t tiles = w.num_tiles(), row_blocks = divide_up(a.num_rows, 16);
-    uint32_t* x = context.shared.get<uint32_t>(row_blocks * tiles * 256);
+    if (a.num_rows == 0) return;
+    if (w.type == Type::i4) fill_i4_values();
+    const int64_t width = a.num_rows < 16 ? a.num_rows : 16;  // no wider than need be: x is read again with every block
+    uint32_t* x = context.shared.get<uint32_t>(row_blocks * tiles * 16 * width);
     context.pool.run(row_blocks, [&](int64_t i, int) {
         int64_t rows = a.num_rows - i * 16 < 16 ? a.num_rows - i * 16 : 16;
-        pack_columns(static_cast<const bf16*>(a.x) + i * 16 * a.x_stride, a.x_stride, rows, w.cols, x + i * tiles * 256);
+        pack_columns(static_cast<const bf16*>(a.x) + i * 16 * a.x_stride, a.x_stride, rows, w.cols, x + i * tiles * 16 * width,
+                     width);
     });
     const bool gated = a.epilogue == Epilogue::silu_mul;
     const int64_t num_blocks = w.num_blocks(), num_pairs = gated ? num_blocks / 2 : divide_up(num_blocks, 2);
@@ -273,17 +321,22 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     };
     const bool few = a.num_rows <= kFewRows;
     const int64_t panels = few ? 1 : divide_up(a.num_rows, kPanelRows);
-    // About 256 KB of weights a task: enough to stream, few enough to share out evenly.
+    // About 128 KB of weights a task: enough to stream, few enough to share out evenly.
     const int64_t pair_bytes = 2 * tiles * w.tile_bytes();
-    const int64_t group = few ? divide_up(262144, pair_bytes) : kGroupPairs;
+    const int64_t group = few ? divide_up(131072, pair_bytes) : kGroupPairs;
     const int64_t groups = divide_up(num_pairs, group);
     context.pool.run(groups * panels, [&](int64_t task, int thread) {
-        Tiles configured;
+        Tiles configured(width);
         bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * kChunkTiles * 512);
         int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
         const int64_t last = first + group < num_pairs ? first + group : num_pairs;
         if (few) {
-            for (int64_t i = first; i < last; i++) linear_few_rows(a, x, pair(i), scratch);
+            const int64_t others = (context.pool.size() - 1) * group;  // pairs that other threads do meanwhile
+            for (int64_t i = first; i < last; i++) {
+                int64_t next = i + 1 < last ? i + 1 : i + 1 + others;
+                if (next >= num_pairs) next = i;
+                linear_few_rows(a, x, width, pair(i), pair(next), scratch);
+            }
             return;
         }
         BlockPair pairs[kGroupPairs];

@@ -118,8 +118,20 @@ def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, typ
 
 
 @pytest.mark.parametrize("type", Type)
-def test_no_rows(level: str, type: Type) -> None:
-    assert Product(packed(draw(5, 8), type), torch.float32)(torch.empty(0, 8)).shape == (0, 5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(level: str, dtype: torch.dtype, type: Type) -> None:
+    assert Product(packed(draw(5, 8), type), dtype)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 40])
+def test_int4_weights_are_the_bfloat16_ones_that_unpack_tells(level: str, rows: int) -> None:
+    """Bit for bit, with scales large and small: kernels expand int4 codes by other means than `unpack`."""
+    matrix = packed(draw(300, 200) * 10.0 ** torch.linspace(-15, 15, 300)[:, None], Type.I4)
+    x = draw(rows, 200, dtype=torch.bfloat16, seed=1)
+    expected = Product(packed(matrix.unpack(), Type.BF16), torch.bfloat16)(x)
+    assert expected.isfinite().all()
+    assert expected.count_nonzero() > 0.9 * expected.numel()
+    assert torch.equal(Product(matrix, torch.bfloat16)(x), expected)
 
 
 def test_magnitudes_far_apart(level: str) -> None:
