@@ -1,0 +1,363 @@
+"""The page in a real browser, fed by a real server: headless Chromium, driven by its DevTools protocol.
+
+Skipped where there is no Chromium.
+"""
+
+import base64
+import http.client
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+PATIENCE = 30.0  # seconds; no test measures time
+
+
+class Browser:
+    """A tab of a browser of its own: commands out, answers and events in."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run"]
+        command = [CHROMIUM, *flags, f"--user-data-dir={profile}", "about:blank"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.events: list[dict[str, Any]] = []
+        self._number = 0
+        try:
+            self._socket = _open_websocket(_wait_for(lambda: _tab_address(profile), "Chromium"))
+            self._socket.settimeout(PATIENCE)
+            self._stream = self._socket.makefile("rb")
+            while self._stream.readline() != b"\r\n":
+                pass
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.terminate()
+        self.process.wait(PATIENCE)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        _send_frame(self._socket, {"id": self._number, "method": method, "params": parameters})
+        while True:
+            message = _receive_frame(self._stream)
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
+            self.events.append(message)
+
+    def run(self, script: str) -> Any:
+        """The value of an expression, awaited if it is a promise."""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait(self, condition: str) -> Any:
+        """The value of an expression once it is true."""
+        return _wait_for(lambda: self.run(condition), condition)
+
+    def press(self, key: str) -> None:
+        """A key, with its text if it has one."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+    def complaints(self) -> list[str]:
+        """What the console says went wrong since the last call, and every address outside of the server asked for."""
+        self.run("0")
+        found = []
+        for event in self.events:
+            parameters = event["params"]
+            if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                found.append(json.dumps(parameters))
+            elif event["method"] == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
+                found.append(json.dumps(parameters["args"]))
+            elif event["method"] == "Network.requestWillBeSent":
+                address = urllib.parse.urlsplit(parameters["request"]["url"])
+                if address.scheme != "data" and address.hostname != "127.0.0.1":
+                    found.append(f"asked for {address.geturl()}")
+        self.events.clear()
+        return found
+
+
+def _tab_address(profile: Path) -> str | None:
+    """The WebSocket address of the browser's tab."""
+    file = profile / "DevToolsActivePort"
+    lines = file.read_text().splitlines() if file.exists() else []
+    if len(lines) < 2:
+        return None
+    with urllib.request.urlopen(f"http://127.0.0.1:{lines[0]}/json") as answer:
+        return next((tab["webSocketDebuggerUrl"] for tab in json.load(answer) if tab["type"] == "page"), None)
+
+
+def _open_websocket(address: str) -> socket.socket:
+    parts = urllib.parse.urlsplit(address)
+    opened = socket.create_connection((parts.hostname or "", parts.port or 0))
+    key = base64.b64encode(os.urandom(16)).decode()
+    opened.sendall(
+        f"GET {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+    )
+    return opened
+
+
+def _send_frame(opened: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    opened.sendall(b"\x81\xff" + struct.pack(">Q", len(data)) + bytes(4) + data)  # one text frame; the mask is zero
+
+
+def _receive_frame(stream: Any) -> dict[str, Any]:
+    data, last = b"", False
+    while not last:
+        first, second = stream.read(2)
+        size = second & 0x7F
+        if size >= 126:
+            size = int.from_bytes(stream.read(2 if size == 126 else 8))
+        data, last = data + stream.read(size), bool(first & 0x80)
+    return json.loads(data)
+
+
+def _wait_for(find: Any, what: str) -> Any:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if found := find():
+            return found
+        time.sleep(0.05)
+    pytest.fail(f"{what}: not within {PATIENCE:g} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def serving(port: int, *flags: str) -> Iterator[None]:
+    """`quire serve demo` in a process of its own, ready."""
+    command = [sys.executable, "-m", "quire", "serve", "demo", "--host", "127.0.0.1", "--port", str(port), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def healthy() -> bool:
+        assert process.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                return True
+        except OSError:
+            return False
+
+    try:
+        _wait_for(healthy, "the server")
+        yield
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server that all tests but one share."""
+    port = free_port()
+    with serving(port):
+        yield f"http://127.0.0.1:{port}/"
+
+
+@pytest.fixture(scope="module")
+def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    """The browser with a wide window, and without complaints."""
+    show(shared_browser, 1600, 1000)
+    shared_browser.call("Page.navigate", url="about:blank")
+    shared_browser.complaints()
+    return shared_browser
+
+
+@pytest.fixture
+def page(browser: Browser, server: str) -> Browser:
+    """The page, loaded and live."""
+    browser.call("Page.navigate", url=server)
+    browser.wait("document.readyState === 'complete' && $('status').dataset.state === 'live' && $('p-model').value")
+    return browser
+
+
+def show(browser: Browser, width: int, height: int) -> None:
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+
+def ask(page: Browser, text: str) -> None:
+    """Type a text, and send it by the keyboard."""
+    page.run("$('input').focus()")
+    page.call("Input.insertText", text=text)
+    page.press("Enter")
+
+
+def answer(page: Browser) -> str:
+    """The last answer's text, once it is complete."""
+    page.wait("!asking && document.querySelector('.turn:not(.busy)') !== null")
+    return page.run("[...document.querySelectorAll('.text')].at(-1).textContent")
+
+
+def test_the_page_is_quiet(page: Browser) -> None:
+    assert page.run("document.title") == "demo · Quire"
+    assert page.run("$('facts').textContent") == "demo, context of 512 tokens"
+    page.wait("!$('idle').hidden && $('num-free').textContent !== '0'")
+    assert page.run("$('num-used').textContent") == "0"
+    page.wait("seconds.length > 1")
+    assert page.complaints() == []
+
+
+def test_a_chat_answer_comes(page: Browser) -> None:
+    ask(page, "Tell me a story.")
+    first = answer(page)
+    assert first
+    assert "tokens/s" in page.run("document.querySelector('.foot').textContent")
+    assert "to the first" in page.run("document.querySelector('.foot').textContent")
+    ask(page, "<img src=x onerror='document.title=1'> And then?")
+    answer(page)
+    assert page.run("[...document.querySelectorAll('.said')].at(-1).textContent").startswith("<img src=x")
+    assert page.run("document.querySelectorAll('.log img').length") == 0
+    sent = page.run("turns.chat.at(-1).request.body.messages")
+    assert [message["role"] for message in sent] == ["user", "assistant", "user"]
+    assert sent[1]["content"] == first
+    assert page.complaints() == []
+
+
+def test_a_completion_streams_into_the_page(page: Browser) -> None:
+    page.run("$('tab-completion').click()")
+    page.run("""{
+        globalThis.parts = 0;
+        const note = (changes) => { for (const change of changes) parts += change.target.className === "text"; };
+        new MutationObserver(note).observe($("log-completion"), { childList: true, subtree: true });
+        $("p-seed").value = "1";
+    }""")
+    ask(page, "Once upon a time")
+    first = answer(page)
+    assert page.run("parts") > 1
+    assert page.run("turns.completion[0].figures.usage.completion_tokens") > 1
+    page.run("turns.completion[0].again.click()")
+    assert answer(page) == first  # regenerated with the same seed
+    assert page.run("document.querySelectorAll('#log-completion .turn').length") == 1
+    command = page.run("curl(turns.completion[0].request)")
+    assert command.startswith("curl -N 'http://127.0.0.1:")
+    assert '"seed": 1' in command
+    assert "Authorization" not in command
+    assert page.complaints() == []
+
+
+def test_escape_stops_an_answer(page: Browser) -> None:
+    page.run("$('tab-completion').click()")
+    page.run("""{
+        const escape = () => document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+        const stop = () => { if (turns.completion[0]?.answer) escape(); };
+        new MutationObserver(stop).observe($("log-completion"), { childList: true, subtree: true });
+        $("p-max_tokens").value = "480";
+    }""")
+    ask(page, "Once upon a time")
+    assert answer(page)
+    assert "stopped" in page.run("document.querySelector('.foot').textContent")
+    page.wait("latest.num_sequences === 0 && latest.blocks.num_used === 0")
+    assert page.complaints() == []
+
+
+def test_an_error_is_shown_in_words(page: Browser) -> None:
+    page.run("$('p-temperature').value = '3'")
+    ask(page, "Hello")
+    answer(page)
+    shown = page.run("document.querySelector('.error').textContent")
+    assert "temperature" in shown
+    assert "3" in shown
+    assert all('"status of 400' in text or "status of 400" in text for text in page.complaints())
+    page.run("$('p-temperature').value = ''; turns.chat[0].again.click()")
+    assert answer(page)
+    assert page.run("document.querySelector('.error')") is None
+
+
+def test_the_live_view_shows_what_runs(page: Browser, server: str) -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 480, "ignore_eos": True}).encode()
+        while not stop.is_set():
+            connection = http.client.HTTPConnection(urllib.parse.urlsplit(server).netloc)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            assert connection.getresponse().read()
+            connection.close()
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    try:
+        row = page.wait("""[...document.querySelectorAll("#requests tr.running")].map(
+            (row) => [...row.cells].map((cell) => cell.textContent))[0]""")
+        page.wait("latest.blocks.num_used > 0 && $('num-used').textContent !== '0'")
+        page.wait("Number(charts[0].values[0].textContent.replace(',', '')) > 0")
+        page.wait("charts[2].values[0].textContent !== '–'")
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+    assert row[1] == "running"
+    assert int(row[6]) > 0  # output tokens
+    page.wait("!$('idle').hidden && $('num-used').textContent === '0'")
+    assert "answers" in page.run("$('totals').textContent")
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_sticks_out_of_a_narrow_window(page: Browser, scheme: str) -> None:
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    show(page, 360, 740)
+    ask(page, "x" * 200)
+    answer(page)
+    for view in ("#playground", "#engine"):
+        page.run(f"location.hash = '{view}'; $('params').open = true; new Promise(requestAnimationFrame)")
+        assert page.run("document.documentElement.scrollWidth") == 360
+        beyond = """[...document.querySelectorAll("main *")].filter((node) => node.offsetParent
+            && !node.closest(".sr, thead") && node.getBoundingClientRect().right > innerWidth + 1)
+            .map((node) => node.outerHTML.slice(0, 80))"""
+        assert page.run(beyond) == []
+    assert page.run("$('blocks').width > 0 && getComputedStyle(document.body).colorScheme") is not None
+    assert page.complaints() == []
+
+
+def test_the_page_survives_its_server(browser: Browser) -> None:
+    port = free_port()
+    with serving(port, "--api-key", "sesame"):
+        browser.call("Page.navigate", url=f"http://user:sesame@127.0.0.1:{port}/")
+        browser.wait("typeof $ === 'function' && $('status').dataset.state === 'live' && $('p-model').value")
+        ask(browser, "Hello")
+        assert answer(browser)
+        assert "$QUIRE_API_KEY" in browser.run("curl(turns.chat[0].request)")
+    browser.wait("$('status').dataset.state === 'gone'")
+    ask(browser, "Hello again")
+    answer(browser)
+    assert "can't be reached" in browser.run("[...document.querySelectorAll('.error')].at(-1).textContent")
+    with serving(port, "--api-key", "sesame"):
+        browser.wait("$('status').dataset.state === 'live'")
+        browser.run("turns.chat.at(-1).again.click()")
+        assert answer(browser)

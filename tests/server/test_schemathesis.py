@@ -1,0 +1,115 @@
+"""Our own /openapi.json fuzzed by schemathesis, with data that follow it and data that don't.
+
+No answer is a 5xx, each is one that the description names, in its form, and nothing is left behind. QUIRE_NIGHTLY=1
+makes it long.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode, checks
+from serving import RunningServer
+
+pytestmark = pytest.mark.slow
+
+NUM_EXAMPLES = 2000 if os.environ.get("QUIRE_NIGHTLY") else 40  # for each operation and mode
+CHECKS = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+]
+FLAGS = ["--max-model-len", "64", "--max-num-seqs", "16"]  # few tokens, so that no example takes long
+MOST_CHOICES = 3
+VOCAB_SIZE = 4096
+POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+GETS = ["/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/version", "/load", "/metrics"]
+
+
+@pytest.fixture(scope="module")
+def fuzzed(server_of: Callable[..., RunningServer]) -> RunningServer:
+    return server_of(*FLAGS)
+
+
+@pytest.fixture(scope="module")
+def description(fuzzed: RunningServer) -> Any:
+    return schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json")
+
+
+def test_every_operation_is_fuzzed(description: Any) -> None:
+    operations = {(each.ok().method.upper(), each.ok().path) for each in description.get_all_operations()}
+    assert operations == {*(("POST", path) for path in POSTS), *(("GET", path) for path in GETS)}
+
+
+@pytest.mark.parametrize("kind", ["sensible", "positive", "negative"])
+@pytest.mark.parametrize("path", POSTS)
+def test_answers_are_as_described(fuzzed: RunningServer, description: Any, path: str, kind: str) -> None:
+    before = fuzzed.golden()
+    settings = hypothesis.settings(
+        max_examples=NUM_EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck), deadline=None
+    )
+    mode = GenerationMode.NEGATIVE if kind == "negative" else GenerationMode.POSITIVE
+
+    @hypothesis.given(case=description[path]["POST"].as_strategy(generation_mode=mode))
+    @settings
+    def run(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict):
+            for name in ("n", "best_of"):
+                if type(value := case.body.get(name)) is int:
+                    case.body[name] = min(value, MOST_CHOICES)
+            if kind == "sensible":
+                make_sensible(case.body)
+        case.call_and_validate(checks=CHECKS)
+
+    run()
+    fuzzed.wait_idle()
+    assert fuzzed.golden() == before
+
+
+def make_sensible(body: dict[str, Any]) -> None:
+    """Mend what no schema can say, so that most requests are served."""
+    for name in ("model", "priority", "chat_template", "reasoning_effort", "verbosity"):
+        body.pop(name, None)
+    if body.get("stream"):
+        body.pop("prompt_logprobs", None)
+        body["best_of"] = body.get("n")
+    else:
+        body.pop("stream_options", None)
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": repr(body["messages"])[:40]}]
+        body["logprobs"] = body.get("logprobs") or bool(body.get("top_logprobs"))
+        if body.get("continue_final_message"):
+            body["add_generation_prompt"] = False
+    for name in ("prompt", "tokens", "allowed_token_ids", "stop_token_ids"):
+        if name in body:
+            body[name] = _bounded(body[name])
+    for name, most in (("logprobs", 20), ("prompt_logprobs", 20), ("top_logprobs", 20), ("max_tokens", 9)):
+        if type(value := body.get(name)) is int:
+            body[name] = max(0, min(value, most))
+    body |= {"max_tokens": body.get("max_tokens") or 9, "max_completion_tokens": None}
+    body["min_tokens"] = min(body.get("min_tokens") or 0, body["max_tokens"])
+    body["truncate_prompt_tokens"] = min(body.get("truncate_prompt_tokens") or -1, 40)
+    body["temperature"] = max(0.5, body.get("temperature") or 0.0)
+    if body.get("best_of"):
+        body["best_of"] = max(body["best_of"], body.get("n") or 1)
+    if body.get("logit_bias"):
+        body["logit_bias"] = {str(i): bias for i, bias in enumerate(body["logit_bias"].values())}
+
+
+def _bounded(value: Any) -> Any:
+    """Token ids of the vocabulary, in a list or lists; to JSON's schema, 5.0 is an integer."""
+    if isinstance(value, list):
+        return [_bounded(item) for item in value]
+    return abs(int(value)) % VOCAB_SIZE if isinstance(value, int | float) else value
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_plain_answers_are_as_described(description: Any, path: str) -> None:
+    parameters = {"model": "demo"} if path.endswith("}") else {}
+    case = description[path]["GET"].Case(path_parameters=parameters)
+    case.call_and_validate(checks=[*CHECKS, checks.unsupported_method])
