@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -121,8 +122,8 @@ def test_signal_while_loading(tmp_path: Path, sockets: dict[str, str], number: i
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_idle(start_server: Starter, sockets: dict[str, str], number: int) -> None:
     """It leaves at once, though clients keep connections open."""
-    server = start_server(env=sockets)
-    server.golden()
+    server = start_server("--trust-request-chat-template", env=sockets)
+    server.chat("Hello", chat_template="{{ messages[0].content }}", max_tokens=1)
 
     async def scenario() -> float:
         kept = await Connection.open(server.port)
@@ -378,8 +379,10 @@ def test_wall_clock_jumps(start_server: Starter, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_server_is_killed(start_server: Starter, sockets: dict[str, str], busy: bool) -> None:
-    """Its engine leaves by itself, and takes the sockets along."""
-    server = start_server(env=sockets)
+    """Its engine leaves by itself, and takes the sockets along; so does the process that renders templates."""
+    server = start_server("--trust-request-chat-template", env=sockets)
+    server.chat("Hello", chat_template="{{ messages[0].content }}", max_tokens=1)
+    assert len(server.processes()) == 3
 
     async def scenario() -> None:
         if busy:
@@ -607,6 +610,26 @@ def test_idle_connections_are_no_burden(unharmed: RunningServer) -> None:
             connection.close()
 
     run(scenario(), 30)
+
+
+def test_files_run_out(start_server: Starter) -> None:
+    """More connections than files: those beyond wait, the log tells it once, and all is well when they are gone."""
+    server = start_server()
+    golden = server.golden()
+    limit = Footprint.of([server.process.pid]).num_files + 40
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+
+    async def scenario() -> None:
+        connections = [await Connection.open(server.port) for _ in range(100)]
+        await asyncio.sleep(2.5)
+        for connection in connections:
+            connection.close()
+        answer = await ask(server.port, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})
+        assert answer.status == 200
+
+    run(scenario(), 30)
+    assert server.log().count("no more files") == 1
+    assert server.golden() == golden
 
 
 def test_requests_sent_ahead_are_answered_in_order(unharmed: RunningServer) -> None:

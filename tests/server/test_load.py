@@ -189,7 +189,7 @@ class Mix:
             assert status == 200
             chunks = connection.chunks(headers)
             for _ in range(num_chunks):
-                await anext(chunks)
+                await anext(chunks, None)  # on a busy machine, a few hold all
             await chunks.aclose()
         self.rng.choice([connection.close, connection.reset])()
 
@@ -226,7 +226,7 @@ def test_mixed_load(start_server: Starter, num_requests: int) -> None:
     extra = gained["vllm:generation_tokens_total"] - mix.num_tokens
     assert 0 <= extra <= mix.most_tokens_of_aborted
     assert 0 <= gained["vllm:request_success_total"] - mix.num_sequences <= mix.num_aborted
-    assert stall < (0.05 if NIGHTLY else 2.0)
+    assert stall < (0.05 if num_requests == 10_000 else 2.0)
     assert server.golden() == golden
 
 
@@ -300,7 +300,7 @@ def test_slow_readers_hold_up_nobody(start_server: Starter, num_readers: int, nu
     mib_each = grown / 2**20 / num_readers
     report(alone_ms=alone * 1e3, beside_ms=beside * 1e3, ratio=beside / alone, mib_each=mib_each)
     assert mib_each < 1
-    assert beside < alone * 1.1 or not NIGHTLY
+    assert beside < alone * 1.1 or num_readers < 500
     assert server.golden() == golden
     server.wait_idle()
 
@@ -460,6 +460,6 @@ def test_soak_neither_grows_nor_leaks(start_server: Starter, seconds: float) -> 
     )
     assert most(late, "num_files") <= most(early, "num_files") + 8  # the connections of one moment differ
     assert most(late, "num_threads") <= most(early, "num_threads")
-    assert hourly < 0.01 or not NIGHTLY
+    assert hourly < 0.01 or seconds < 3600
     assert most(late, "resident_bytes") < most(early, "resident_bytes") * 1.02
     server.wait_idle()

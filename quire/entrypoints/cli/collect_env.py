@@ -3,12 +3,12 @@
 Keys are not shown, nor is the user's name in paths. What can't be found out is left out.
 """
 
-import importlib.metadata
 import os
 import platform
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import quire
@@ -71,11 +71,11 @@ def _installation() -> Rows:
 
 def _machine() -> Rows:
     yield "system", platform.platform()
-    if distribution := _value(Path("/etc/os-release"), "PRETTY_NAME", "="):
-        yield "distribution", distribution.strip('"')
-    cpuinfo = Path("/proc/cpuinfo")
-    yield "processor", _value(cpuinfo, "model name", ":") or platform.processor() or platform.machine()
-    flags = set((_value(cpuinfo, "flags", ":") or _value(cpuinfo, "Features", ":") or "").split())
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    cpu = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    yield "processor", cpu.get("model name") or platform.processor() or platform.machine()
+    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     yield "of its features", ", ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of note"
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "cores", f"{os.cpu_count()}, of which this process may use {usable}"
@@ -85,29 +85,9 @@ def _machine() -> Rows:
 
 def _packages() -> Rows:
     """Versions of what Quire depends on, as far as it is installed."""
-    try:
-        requirements = importlib.metadata.requires("quire") or []
-    except importlib.metadata.PackageNotFoundError:
-        yield "quire", "is not installed as a package"
-        requirements = ["torch", "numpy", "tokenizers"]
-    for name in dict.fromkeys(re.split(r"[^\w.-]", requirement)[0] for requirement in requirements):
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    from importlib.metadata import PackageNotFoundError, requires, version  # slow to import
 
-
-def _value(path: Path, name: str, separator: str) -> str | None:
-    """The value of the first line `name separator value` of a file."""
-    for line in _lines(path):
-        key, found, value = line.partition(separator)
-        if found and key.strip() == name:
-            return value.strip()
-    return None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    with suppress(PackageNotFoundError):
+        for name in dict.fromkeys(re.split(r"[^\w.-]", requirement)[0] for requirement in requires("quire") or ()):
+            with suppress(PackageNotFoundError):
+                yield name, version(name)

@@ -14,11 +14,7 @@ _Record = TypeVar("_Record")
 
 
 def read_text(path: str, flag: str = "") -> str:
-    """The text of a file, or of standard input ("-").
-
-    Raises:
-        ConfigError: it can't be read.
-    """
+    """The text of a file, or of standard input ("-"); a ConfigError says why it can't be read."""
     name = "standard input" if path == "-" else f"{flag} {path}"
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")

@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
@@ -100,11 +100,16 @@ def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, defa
 
 
 def add_option_flags(
-    group: argparse._ActionsContainer, options: type, defaults: Mapping[str, Any] | None = None
+    group: argparse._ActionsContainer,
+    options: type,
+    defaults: Mapping[str, Any] | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Add one flag for every field of a dataclass of options; `defaults` replaces some of its defaults here."""
+    """Add a flag for every field of a dataclass of options, or those of `only`; `defaults` replaces some defaults."""
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
+        if only is not None and field.name not in only:
+            continue
         own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         add_typed_flag(
             group, field.name, hints[field.name], (defaults or {}).get(field.name, own), field.metadata["help"]
@@ -117,11 +122,13 @@ def options_given(namespace: Namespace, options: type) -> dict[str, Any]:
     return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
-def add_engine_flags(parser: ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
+def add_engine_flags(
+    parser: ArgumentParser,
+    defaults: Mapping[str, Any] | None = None,
+    model_help: str = "model directory or hub id (default: the bundled 'demo')",
+) -> None:
     """Add MODEL and one flag for every field of `EngineArgs`; `defaults` replaces some of its defaults here."""
-    parser.add_argument(
-        "model_argument", nargs="?", metavar="MODEL", help="model directory or hub id (default: the bundled 'demo')"
-    )
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=model_help)
     add_option_flags(parser.add_argument_group("engine options"), EngineArgs, defaults)
     parser.set_defaults(**(defaults or {}))
 

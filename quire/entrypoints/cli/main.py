@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import quire
-from quire.entrypoints.cli import bench, bench_serve, chat, collect_env, complete, generate, run_batch, serve
+from quire.entrypoints.cli import bench, chat, collect_env, complete, generate, run_batch, serve
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
 
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
     latency_help, throughput_help = "time one batch of prompts, run again and again", "time many requests given at once"
     _add_leaf(measures, "latency", latency_help, bench.add_latency_flags, bench.run_latency)
     _add_leaf(measures, "throughput", throughput_help, bench.add_throughput_flags, bench.run_throughput)
-    _add_leaf(measures, "serve", "put load on a running server", bench_serve.add_flags, bench_serve.run)
+    _add_leaf(measures, "serve", "put load on a running server", bench.add_serve_flags, bench.run_serve)
     _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)
     _add_leaf(commands, "version", "show the version", None, _print_version)
     return parser

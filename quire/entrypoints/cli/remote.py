@@ -1,16 +1,16 @@
-"""A server behind a command: any OpenAI-compatible one, asked for one thing at a time.
+"""A server behind a command: any OpenAI-compatible one, asked for one thing at a time. Slow to import.
 
 `quire chat` and `quire complete` talk with it; `quire bench serve` asks it for facts, and sends its load by a client
 of its own.
 """
 
 import os
-import socket
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,26 +18,11 @@ import msgspec
 from quire.entrypoints.cli.load.events import EventReader, error_words
 from quire.errors import ConfigError, InvalidRequestError, QuireError
 
-if TYPE_CHECKING:
-    from http.client import HTTPConnection, HTTPResponse
-
-DEFAULT_URL = "http://localhost:8000/v1"
 CONNECT_SECONDS = 30.0
 
 
 class RemoteError(QuireError, RuntimeError):
     """The server can't be reached, or could not do what it was asked."""
-
-
-def add_server_flags(parser: ArgumentParser) -> None:
-    """The flags that say which server is asked (without defaults in the namespace), and the one that asks once."""
-    group = parser.add_argument_group("server")
-    help_text = f"the server (default: {DEFAULT_URL}); unix:/path for a Unix socket"
-    group.add_argument("--url", default=SUPPRESS, help=help_text)
-    group.add_argument("--model-name", default=SUPPRESS, metavar="NAME", help="default: the server's first model")
-    help_text = "default: $QUIRE_API_KEY, or else $OPENAI_API_KEY"
-    group.add_argument("--api-key", default=SUPPRESS, metavar="KEY", help=help_text)
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this once, print the answer and leave")
 
 
 @dataclass(frozen=True)
@@ -48,24 +33,17 @@ class Address:
     port: int
     path: str = "/v1"
     encrypted: bool = False
-    unix_socket: str | None = None
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Read `http://HOST:PORT/PATH`, the same with https, `HOST:PORT`, or `unix:/path/of/the/socket`.
-
-        Raises:
-            ConfigError: it is none of these.
-        """
-        if url.startswith("unix:/"):
-            return cls("localhost", 80, unix_socket=url.removeprefix("unix:"))
+        """Read `http://HOST:PORT/PATH`, the same with https, or `HOST:PORT`; a ConfigError is for anything else."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             parts, port = None, 0
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no server's address: write http://HOST:PORT/v1 or unix:/path/of/the/socket.")
+            raise ConfigError(f"{url!r} is no server's address: write http://HOST:PORT/v1.")
         return cls(parts.hostname, port, parts.path.rstrip("/") or "/v1", parts.scheme == "https")
 
 
@@ -81,12 +59,7 @@ class _ModelList(msgspec.Struct):
 
 
 class Server:
-    """A server, and the model that it is asked for: its first one where none is named.
-
-    Raises:
-        ConfigError: the address is malformed.
-        RemoteError: no server answers there, or it has no model.
-    """
+    """A server, and the model that it is asked for: its first one where none is named."""
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         self._url = url
@@ -99,14 +72,10 @@ class Server:
     def of_flags(cls, namespace: Namespace) -> "Server":
         """The server that the flags name."""
         given = vars(namespace)
-        return cls(given.get("url", DEFAULT_URL), given.get("api_key"), given.get("model_name"))
+        return cls(given.get("url", "http://localhost:8000/v1"), given.get("api_key"), given.get("model_name"))
 
     def models(self) -> list[Model]:
-        """The server's models, at least one.
-
-        Raises:
-            RemoteError: there is none, or no server answers.
-        """
+        """The server's models; where it lists none, that is a RemoteError."""
         try:
             models = msgspec.json.decode(self.get(f"{self.address.path}/models"), type=_ModelList).data
         except msgspec.DecodeError:
@@ -143,10 +112,8 @@ class Server:
             raise RemoteError("the server ended its answer in the middle.")
 
     @contextmanager
-    def _answer(self, method: str, path: str, body: bytes | None = None) -> "Iterator[HTTPResponse]":
+    def _answer(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
         """The server's answer, good as far as its status goes."""
-        from http.client import HTTPException  # slow to import
-
         try:
             connection = self._connect()
         except OSError:
@@ -156,29 +123,20 @@ class Server:
             connection.request(method, path, body, self.headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise self._refusal(response.status, error_words(response.read())[0])
+                message = error_words(response.read())[0]
+                if response.status == 400:
+                    raise InvalidRequestError(message)
+                wants = "wants another key (--api-key)" if response.status == 401 else f"answers {response.status}"
+                raise RemoteError(f"the server at {self._url} {wants}: {message}")
             yield response
         except (OSError, HTTPException):
             raise RemoteError("the server closed the connection before the answer was complete.") from None
         finally:
             connection.close()
 
-    def _connect(self) -> "HTTPConnection":
-        from http.client import HTTPConnection, HTTPSConnection
-
+    def _connect(self) -> HTTPConnection:
         kind = HTTPSConnection if self.address.encrypted else HTTPConnection
         connection = kind(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
-        if self.address.unix_socket is None:
-            connection.connect()
-        else:
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.connect(self.address.unix_socket)
+        connection.connect()
         connection.sock.settimeout(None)  # an answer takes as long as it takes
         return connection
-
-    def _refusal(self, status: int, message: str) -> QuireError:
-        if status == 400:
-            return InvalidRequestError(message)
-        if status == 401:
-            return RemoteError(f"the server at {self._url} wants another key (--api-key): {message}")
-        return RemoteError(f"the server at {self._url} answers {status}: {message}")

@@ -4,37 +4,29 @@ The server's own services do the work. A line that is wrong gets an error as its
 in the order of the requests, and memory holds a bounded number of them, however long the file is.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import os
 import sys
-import typing
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from quire.config.server import ServerArgs
-from quire.entrypoints.cli.flags import add_engine_flags, add_typed_flag, engine_args_from, options_given
+from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engine_args_from, options_given
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 
 if TYPE_CHECKING:
     from quire.entrypoints.server.state import ServerState
 
-_SERVER_OPTIONS = (
-    "served_model_name",
-    "chat_template",
-    "trust_request_chat_template",
-    "response_role",
-    "return_tokens_as_token_ids",
-    "engine",
-    "step_timeout",
-)
+_SERVER_OPTIONS = {"served_model_name", "chat_template", "trust_request_chat_template", "response_role", "engine"}
+_SERVER_OPTIONS |= {"return_tokens_as_token_ids", "step_timeout"}
 _LINES_PER_SEQUENCE = 4  # requests at once, in terms of max_num_seqs: a slow first one must not leave the engine idle
 
 
@@ -42,11 +34,7 @@ def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire run-batch`."""
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers, in the requests' order")
-    group = parser.add_argument_group("server options")
-    hints = typing.get_type_hints(ServerArgs)
-    for field in dataclasses.fields(ServerArgs):
-        if field.name in _SERVER_OPTIONS:
-            add_typed_flag(group, field.name, hints[field.name], field.default, field.metadata["help"])
+    add_option_flags(parser.add_argument_group("server options"), ServerArgs, only=_SERVER_OPTIONS)
     add_engine_flags(parser)
     parser.epilog = (
         'A request is {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": '
@@ -55,14 +43,12 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(namespace: Namespace) -> None:
-    """Answer all requests of the file.
-
-    Raises:
-        ConfigError: an option is wrong, or a file can't be read or written.
-        EngineDeadError: the engine died; the answers so far are in FILE.part.
-    """
+    """Answer all requests of the file; if the engine dies meanwhile, the answers so far are in FILE.part."""
     args, engine_args = ServerArgs(**options_given(namespace, ServerArgs)), engine_args_from(namespace)
-    with _open_input(namespace.input_file) as (source, num_requests), _open_output(namespace.output_file) as sink:
+    source, num_requests = _open_input(namespace.input_file)
+    with _open_output(namespace.output_file) as sink:
+        import asyncio
+
         from quire.engine.async_llm import AsyncLLM, AsyncOptions
         from quire.entrypoints.server.launch import read_chat_template
         from quire.entrypoints.server.state import ServerState
@@ -71,27 +57,29 @@ def run(namespace: Namespace) -> None:
         options = AsyncOptions(args.engine, log_level="warning", step_timeout=args.step_timeout)
         llm = AsyncLLM.from_engine_args(engine_args, options=options)
         try:
-            state = ServerState(llm, args, args.served_model_name or [engine_args.model])
+            batch = Batch(ServerState(llm, args, args.served_model_name or [engine_args.model]))
             window = _LINES_PER_SEQUENCE * engine_args.max_num_seqs
-            counts = asyncio.run(answer_all(Batch(state), source, sink, window, num_requests))
+            num_good, num_bad = asyncio.run(answer_all(batch, source, sink, window, num_requests))
         finally:
             llm.shutdown()
-    print(f"{counts[True]} requests answered, {counts[False]} refused or failed.", file=sys.stderr)
+    print(f"{num_good} requests answered, {num_bad} refused or failed.", file=sys.stderr)
 
 
 async def answer_all(
     batch: "Batch", source: BinaryIO, sink: BinaryIO, window: int, num_requests: int | None
-) -> dict[bool, int]:
-    """Answer the lines of `source` into `sink`, `window` of them at once; how many went well (True) or not."""
-    from tqdm import tqdm  # slow to import
+) -> tuple[int, int]:
+    """Answer the lines of `source` into `sink`, `window` of them at once; how many went well, and how many did not."""
+    import asyncio
 
-    counts = {True: 0, False: 0}
+    from tqdm import tqdm
+
+    statuses: list[bool] = []
     tasks: deque[asyncio.Task[Answer]] = deque()
 
     async def write_first() -> None:
         answer = await tasks[0]
         tasks.popleft()
-        counts[answer.response is not None and answer.response["status_code"] == 200] += 1
+        statuses.append(answer.response is not None and answer.response["status_code"] == 200)
         try:
             sink.write(msgspec.json.encode(answer) + b"\n")
             sink.flush()
@@ -102,8 +90,7 @@ async def answer_all(
 
     with tqdm(total=num_requests, desc="Requests", unit="req", disable=None) as bar:
         try:
-            # In a thread: standard input may make us wait while requests run.
-            while line := await asyncio.to_thread(source.readline):
+            while line := await _read_line(source):
                 if line.strip():
                     tasks.append(asyncio.create_task(batch.answer(line)))
                     tasks[-1].add_done_callback(lambda _: bar.update())
@@ -115,7 +102,28 @@ async def answer_all(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    return counts
+    return sum(statuses), len(statuses) - sum(statuses)
+
+
+async def _read_line(source: BinaryIO) -> bytes:
+    """The next line, while requests run: standard input may keep us waiting.
+
+    It is read in a daemon thread, for which neither the loop nor the process waits when Ctrl-C ends the batch.
+    """
+    import asyncio
+    from concurrent.futures import Future
+
+    line: Future[bytes] = Future()
+
+    def read() -> None:
+        try:
+            line.set_result(source.readline())
+        except (OSError, ValueError) as error:
+            line.set_exception(error)
+
+    line.set_running_or_notify_cancel()
+    Thread(target=read, daemon=True).start()
+    return await asyncio.wrap_future(line)
 
 
 class Request(msgspec.Struct):
@@ -151,11 +159,7 @@ class Batch:
         }
 
     async def answer(self, line: bytes) -> Answer:
-        """The answer to a line.
-
-        Raises:
-            EngineDeadError: the engine died.
-        """
+        """The answer to a line; EngineDeadError where the engine died."""
         from quire.entrypoints.server.body import decode_object
         from quire.entrypoints.server.errors import describe, error_body
 
@@ -189,20 +193,17 @@ class Batch:
         return await service.create(body, request_id)
 
 
-@contextlib.contextmanager
-def _open_input(name: str) -> Iterator[tuple[BinaryIO, int | None]]:
+def _open_input(name: str) -> tuple[BinaryIO, int | None]:
     """The requests, and how many they are where that can be known."""
-    if name == "-":
-        yield sys.stdin.buffer, None
-        return
+    if name == "-":  # not sys.stdin, whose lock a waiting reader would hold when the process ends
+        return open(0, "rb", closefd=False), None
     try:
-        file = open(name, "rb")  # noqa: SIM115  (closed below, apart from what may go wrong here)
+        file = open(name, "rb")  # noqa: SIM115  (it is read to the end, and then the process ends)
         num_requests = sum(1 for line in file if line.strip())
         file.seek(0)
     except OSError as error:
         raise ConfigError(f"--input-file {name}: {error.strerror}.") from None
-    with file:
-        yield file, num_requests
+    return file, num_requests
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ def load(namespace: Namespace) -> tuple["LLM", float]:
 def add_sampling_flags(parser: ArgumentParser, help_texts: Mapping[str, str] | None = None) -> None:
     """Flags for the sampling parameters that a person wants at a terminal; `--seed` is an engine flag already.
 
-    Args:
-        help_texts: further fields of `SamplingParams`, or another help text for one of the usual.
+    `help_texts` holds further fields of `SamplingParams`, or another help text for one of the usual.
     """
     group = parser.add_argument_group("sampling (defaults: the model's generation_config.json, then these)")
     hints = typing.get_type_hints(SamplingParams)
@@ -58,6 +57,17 @@ def add_sampling_flags(parser: ArgumentParser, help_texts: Mapping[str, str] | N
         default = None if name == "max_tokens" else defaults[name]
         add_typed_flag(group, name, hints[name], default, help_text)
     group.add_argument("--stop", action="append", default=SUPPRESS, metavar="TEXT", help="end before this text; repeat")
+
+
+def add_server_flags(parser: ArgumentParser) -> None:
+    """The flags that say which server is asked (without defaults in the namespace), and the one that asks once."""
+    group = parser.add_argument_group("server")
+    help_text = "the server (default: http://localhost:8000/v1)"
+    group.add_argument("--url", default=SUPPRESS, help=help_text)
+    group.add_argument("--model-name", default=SUPPRESS, metavar="NAME", help="default: the server's first model")
+    help_text = "default: $QUIRE_API_KEY, or else $OPENAI_API_KEY"
+    group.add_argument("--api-key", default=SUPPRESS, metavar="KEY", help=help_text)
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="ask this once, print the answer and leave")
 
 
 def sampling_given(namespace: Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The route, and `quire run-batch`, call `ChatService`. Knows the engine by `Async
 whether one mentions a variable.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -66,7 +67,9 @@ class ChatService:
         answer, outputs = await self._begin(body, request_id)
         async with aclosing(outputs):
             output = await anext(outputs)
-        return answer.whole(output)
+        if not body.logprobs and body.prompt_logprobs is None:
+            return answer.whole(output)
+        return await asyncio.to_thread(answer.whole, output)  # many entries for each token take long
 
     async def stream(self, body: ChatCompletionRequest, request_id: str) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""

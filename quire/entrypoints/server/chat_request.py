@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from quire.entrypoints.server.requests_common import GenerationRequest, refuse
+from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
 
+_Parts = Annotated[list[str | dict[str, Any]], FailFast(), Field(max_length=MAX_PARTS)]
 _TOOLS_LATER = "tool calls are not parsed yet: only 'none' is supported"
 
 
@@ -15,16 +16,19 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[str | dict[str, Any]] | None = Field(None, description="Text, or a list of text parts.")
+    content: str | _Parts | None = Field(None, description="Text, or a list of text parts.")
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_PARTS)]
 
 
 class ChatCompletionRequest(GenerationRequest):
     """A conversation to answer."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, description="To the end of the context by default.")
     max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
     logprobs: bool | None = None
@@ -35,8 +39,8 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool | None = Field(None, description="Go on with the last message.")
     chat_template: str | None = Field(None, description="Only where the server is told to trust requests' templates.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
-    documents: list[dict[str, Any]] | None = Field(None, description="For the template.")
-    tools: list[dict[str, Any]] | None = Field(None, description="For the template; calls are not parsed.")
+    documents: Objects | None = Field(None, description="For the template.")
+    tools: Objects | None = Field(None, description="For the template; calls are not parsed.")
     reasoning_effort: str | None = Field(None, description="For a template that has such a variable.")
     verbosity: str | None = Field(None, description="For a template that has such a variable.")
 

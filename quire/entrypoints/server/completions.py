@@ -70,9 +70,9 @@ class CompletionService:
         async with aclosing(self._run(answer.request_id, params, prompts, body.priority)) as batches:
             async for batch in batches:
                 outputs.update(batch)
-        if params.prompt_logprobs is None:
+        if params.logprobs is None and params.prompt_logprobs is None:
             return answer.whole(outputs)
-        return await asyncio.to_thread(answer.whole, outputs)  # entries for each token of a prompt take long
+        return await asyncio.to_thread(answer.whole, outputs)  # many entries for each token take long
 
     async def stream(self, body: CompletionRequest, request_id: str) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""

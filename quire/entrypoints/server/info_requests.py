@@ -16,12 +16,12 @@ class TokenizeRequest(BaseModel):
 
     model: StrictStr | None = None
     prompt: StrictStr = ""
-    messages: list[ChatMessage] = Field(default=[], min_length=1)
+    messages: Messages = []
     add_special_tokens: StrictBool | None = Field(None, description="True for a prompt, false for messages by default.")
     return_token_strs: StrictBool = Field(False, description="Show the vocabulary's spelling of each token, too.")
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -39,7 +39,7 @@ class DetokenizeRequest(BaseModel):
     """Token ids to decode."""
 
     model: StrictStr | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FailFast()]
 
 
 class DetokenizeResponse(BaseModel):

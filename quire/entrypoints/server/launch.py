@@ -7,6 +7,7 @@ listened on once the engine is ready. SIGTERM and Ctrl-C end it; so does the eng
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
 import logging
 import os
@@ -40,6 +41,7 @@ from quire.utils.logs import configure_logging
 logger = logging.getLogger("quire")
 
 _BACKLOG = 2048  # connections that wait to be accepted
+_ACCEPTED_AT_ONCE = 64
 _LOG_SECONDS = 10.0
 _FLUSH_SECONDS = 1.0  # for last words to reach the clients
 _DEAD_SECONDS = 2.0  # for /health to tell that the engine is dead
@@ -85,6 +87,7 @@ async def _run(state: ServerState, listener: socket.socket, context: ssl.SSLCont
     """Serve until a signal, or the engine's death, which is returned."""
     server = Server(state, context)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(LoopErrors())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     await server.serve(sockets=[listener])
@@ -110,7 +113,7 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            backlog=_BACKLOG,
+            backlog=_ACCEPTED_AT_ONCE,
             timeout_keep_alive=args.timeout_keep_alive,
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         )
@@ -148,6 +151,7 @@ class Server(uvicorn.Server):
         watchers = (self._watch_engine(), watch_stalls(llm.metrics), _log_throughput(llm))
         self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
         assert sockets, "serve() passes the socket"
+        sockets[0].listen(_BACKLOG)  # asyncio takes one number for two things
         logger.info("Quire is ready on %s", describe_address(sockets[0], self._state.args))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -182,6 +186,21 @@ class Server(uvicorn.Server):
         end = time.monotonic() + seconds
         while not done() and time.monotonic() < end and not self._hurried.is_set():
             await asyncio.sleep(0.02)
+
+
+class LoopErrors:
+    """The event loop's exception handler: a line now and again when files run out, where asyncio floods the log."""
+
+    def __init__(self) -> None:
+        self._next_line = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LOG_SECONDS
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            logger.error("a connection has to wait: no more files can be opened; raise their limit, now %d", limit)
 
 
 async def watch_stalls(metrics: ServingMetrics) -> None:

@@ -8,7 +8,7 @@ engine.
 import logging
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema
 
 logger = logging.getLogger("quire")
 
@@ -18,10 +18,14 @@ MAX_BAD_WORDS = 128
 MAX_WORD_CHARS = 1000  # of a stop string or a bad word
 MAX_BIASES = 1024
 MAX_TOKEN_IDS = 8192  # allowed_token_ids and stop_token_ids
+MAX_PARTS = 16384  # messages of a conversation, and parts of a message
+MAX_OBJECTS = 4096  # tools, documents, and tool calls of a message
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKEN_IDS)]
+# FailFast: millions of wrong items must not become millions of errors.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(max_length=MAX_TOKEN_IDS)]
+Objects = Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_OBJECTS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
 _StopSchema = Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None
 _TEXT_FORMAT = {"type": "text"}
@@ -54,7 +58,9 @@ def _read_stops(value: Any) -> list[str] | None:
     return stops
 
 
-def _check_bias_keys(value: object) -> object:
+def _check_biases(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_BIASES} are taken")
     for key in value if isinstance(value, dict) else ():
         if not (isinstance(key, str) and key.isdecimal() and len(key) <= 10):
             shown = repr(key) if len(repr(key)) <= 40 else repr(key)[:40] + "..."
@@ -98,7 +104,7 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=_INT64_MIN, le=2**64 - 1)
     stop: Annotated[list[str] | None, PlainValidator(_read_stops, json_schema_input_type=_StopSchema)] = None
-    logit_bias: Annotated[_Biases | None, BeforeValidator(_check_bias_keys)] = Field(
+    logit_bias: Annotated[_Biases | None, BeforeValidator(_check_biases)] = Field(
         None, description="Token id -> added to its logit, within [-100, 100]."
     )
 
@@ -110,7 +116,7 @@ class GenerationRequest(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     stop_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[Word], FailFast(), Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.entrypoints.cli import bench
 from quire.entrypoints.cli.main import main
-
-
-def test_percentile_interpolates() -> None:
-    assert bench.percentile([3.0, 1.0, 2.0, 4.0], 50) == 2.5
-    assert bench.percentile([1.0, 2.0], 99) == pytest.approx(1.99)
-    assert [bench.percentile([5.0], p) for p in (10, 50, 99)] == [5.0] * 3
 
 
 def test_bench_latency(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

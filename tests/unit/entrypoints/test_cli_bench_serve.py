@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ def tell_vocabulary(server: Any, size: int = 50) -> None:
 
 def test_random_token_ids(server: Any, bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tell_vocabulary(server)
-    flags = ["--num-prompts", "5", "--random-input-len", "6", "--random-output-len", "3", "--temperature", "0.5"]
-    figures = bench(*flags, "--save-detailed", "--metric-percentiles", "50,99.9", "--goodput", "ttft:60000")
+    flags = ["--num-prompts", "5", "--random-input-len", "6", "--random-output-len", "3"]
+    figures = bench(*flags, "--extra-body", '{"temperature": 0.5}', "--goodput", "ttft:60000")
     bodies = server.bodies(COMPLETIONS)
     assert len(bodies) == 5
     assert all(len(body["prompt"]) == 6 and max(body["prompt"]) < 50 for body in bodies)
@@ -48,9 +47,8 @@ def test_random_token_ids(server: Any, bench: Any, capsys: pytest.CaptureFixture
     assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (35, 15)  # the server's count
     assert figures["output_throughput"] == pytest.approx(15 / figures["duration"])
     assert figures["request_goodput"] == figures["request_throughput"]
-    assert [len(gaps) for gaps in figures["itls"]] == [2] * 5
     for metric in ("ttft", "tpot", "itl", "e2el"):
-        for statistic in ("mean", "median", "std", "p50", "p99.9"):
+        for statistic in ("mean", "median", "std", "p90", "p95", "p99"):
             assert figures[f"{statistic}_{metric}_ms"] >= 0
     out = capsys.readouterr().out
     assert "Time to first token (TTFT)" in out
@@ -73,37 +71,25 @@ def test_the_seed_decides_all(server: Any, bench: Any) -> None:
 
 
 def test_words_where_the_server_tells_no_vocabulary(server: Any, bench: Any) -> None:
-    """It is asked what words cost: here two tokens each, and ten more for the template."""
-
-    def answer(handler: Any, body: dict[str, Any]) -> None:
-        if body.get("stream"):
-            return handler.stream(server.answer, chat=True)
-        num_words = len(body["messages"][0]["content"].split())
-        return handler.send_json(200, {"usage": {"prompt_tokens": 10 + 2 * num_words}})
-
-    server.answers[CHAT] = answer
     bench("--backend", "openai-chat", "--num-prompts", "2", "--random-input-len", "50", "--model", "second")
-    streamed = [body for body in server.bodies(CHAT) if body.get("stream")]
-    assert [body["model"] for body in streamed] == ["second"] * 2
-    assert [len(body["messages"][0]["content"].split()) for body in streamed] == [20] * 2
+    bodies = server.bodies(CHAT)
+    assert [body["model"] for body in bodies] == ["second"] * 2
+    assert [len(body["messages"][0]["content"].split()) for body in bodies] == [50] * 2
 
 
 def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:
     tell_vocabulary(server)
-    figures = bench("--num-prompts", "12", "--max-concurrency", "3", "--num-warmups", "2", "--random-input-len", "4")
-    assert len(server.bodies(COMPLETIONS)) == 14
-    assert server.num_connections <= 4
-    assert 1 <= figures["max_concurrent_requests"] <= 3
+    figures = bench("--num-prompts", "12", "--max-concurrency", "3", "--random-input-len", "4")
+    assert len(server.bodies(COMPLETIONS)) == 12
+    assert server.num_connections <= 3 + 3  # those of the load, and one for each question before
     assert figures["num_prompts"] == 12
 
 
 def test_arrivals_follow_the_rate(server: Any, bench: Any) -> None:
     tell_vocabulary(server)
-    figures = bench("--num-prompts", "10", "--request-rate", "50", "--burstiness", "2", "--random-input-len", "4",
-                    "--save-detailed")  # fmt: skip
+    figures = bench("--num-prompts", "10", "--request-rate", "50", "--burstiness", "2", "--random-input-len", "4")
     assert figures["request_rate"] == 50
     assert figures["duration"] >= 10 / 50
-    assert figures["start_times"] == sorted(figures["start_times"])
 
 
 def test_a_trace(server: Any, bench: Any, tmp_path: Path) -> None:
@@ -113,12 +99,12 @@ def test_a_trace(server: Any, bench: Any, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, lines)))
     flags = ["--dataset-name", "trace", "--dataset-path", str(tmp_path / "trace"), "--num-prompts", "3"]
     flags += ["--max-concurrency", "1"]
-    figures = bench(*flags, "--trace-speedup", "2", "--save-detailed")
+    figures = bench(*flags)
     first, second, third = (body["prompt"] for body in server.bodies(COMPLETIONS))
     assert [len(prompt) for prompt in (first, second, third)] == [1000, 600, 20]
     assert first[:512] == second[:512]
     assert first[512:600] != second[512:600]
-    assert figures["start_times"][1] >= 0.05
+    assert figures["duration"] >= 0.1
     assert figures["request_rate"] == "trace"
     server.requests.clear()
     assert bench(*flags, "--trace-scale", "0.5", "--request-rate", "inf")["request_rate"] == "inf"
@@ -127,16 +113,13 @@ def test_a_trace(server: Any, bench: Any, tmp_path: Path) -> None:
 
 
 def test_prompts_of_the_users_own(server: Any, bench: Any, tmp_path: Path) -> None:
-    (tmp_path / "d").write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt": [4, 5]}\n')
-    flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "d"), "--max-concurrency", "1"]
-    bench(
-        *flags, "--random-output-len", "8", "--header", "X-A=1", "--api-key", "k", "--extra-body", '{"min_tokens": 1}'
-    )
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n\n{"prompt": [4, 5]}\n')
+    flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "d.jsonl"), "--max-concurrency", "1"]
+    bench(*flags, "--random-output-len", "8", "--api-key", "k", "--extra-body", '{"min_tokens": 1}')
     bodies = server.bodies(COMPLETIONS)
     assert [(b["prompt"], b["max_tokens"], b["min_tokens"]) for b in bodies] == [("a", 2, 1), ([4, 5], 8, 1)]
     assert "ignore_eos" not in bodies[0]
-    headers = server.requests[-1][1]
-    assert (headers["x-a"], headers["authorization"]) == ("1", "Bearer k")
+    assert {headers["authorization"] for _, headers, _ in server.requests} == {"Bearer k"}
     assert main(["bench", "serve", "--base-url", server.url, *flags, "--backend", "openai-chat"]) == 2
 
 
@@ -176,7 +159,7 @@ def test_failures_are_counted_by_kind(
     captured = capsys.readouterr()
     assert "2 x HTTP 503 overloaded: queue full" in captured.out
     assert captured.err.endswith("error: none of the 6 requests succeeded.\n")
-    assert "No values." in plot.read_text()
+    assert "Time to first token: none" in plot.read_text()
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
@@ -190,31 +173,26 @@ def test_tokens_are_chunks_where_the_server_does_not_count(server: Any, bench: A
             ]
         else:
             parts = [{"text": text} for text in ("a", "", "")]
-        if not body.get("stream"):
-            return handler.send_json(200, {})
         handler.start_stream()
         for part in parts[:-1]:
             handler.send_event({"choices": [part]})
         handler.send_event({"choices": [{**parts[-1], "finish_reason": "stop"}]})
-        return handler.send_chunk(b"")
+        handler.send_chunk(b"")
 
     server.answers[COMPLETIONS] = server.answers[CHAT] = answer
     figures = bench("--num-prompts", "1", "--random-input-len", "4", "--backend", backend)
     assert (figures["completed"], figures["total_output_tokens"]) == (1, 2)
 
 
-def test_files(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot(server: Any, bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tell_vocabulary(server)
-    monkeypatch.chdir(tmp_path)
-    run = ["bench", "serve", "--base-url", server.url, "--num-prompts", "2", "--random-input-len", "4"]
-    assert main([*run, "--save-result", "--plot", "plot.svg"]) == 0
-    (path,) = tmp_path.glob("*.json")
-    assert path.name.startswith("openai-infqps-first-20")
-    assert json.loads(path.read_text())["completed"] == 2
-    assert main([*run, "--plot", str(tmp_path)]) == 2
-    drawing = ElementTree.parse("plot.svg").getroot()
+    path = tmp_path / "plot.svg"
+    bench("--num-prompts", "2", "--random-input-len", "4", "--plot", str(path))
+    drawing = ElementTree.parse(path).getroot()
     classes = {element.get("class") for element in drawing.iter("{http://www.w3.org/2000/svg}path")}
-    assert {"first", "decode", "curve"} <= classes
+    assert {"first", "generating", "curve"} <= classes
+    bench("--num-prompts", "2", "--random-input-len", "4", "--plot", str(tmp_path), code=2)
+    assert f"--plot {tmp_path}: Is a directory." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -230,16 +208,11 @@ def test_files(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--dataset-name", "custom", "--dataset-path", "x", "--random-input-len", "4"], "random_input_len needs"),
         (["--trace-scale", "2"], "trace_scale needs dataset_name trace"),
         (["--burstiness", "2"], "burstiness needs a request_rate"),
-        (["--save-detailed"], "save_detailed needs"),
         (["--goodput", "speed:1"], "goodput must be ttft, tpot or e2el"),
         (["--goodput", "ttft:fast"], "goodput must be"),
-        (["--request-rate", "0"], "request_rate must be at least 1e-06, got 0.0"),
-        (["--request-rate", "nan"], "request_rate must be at least"),
-        (["--random-range-ratio", "1"], "random_range_ratio must be in [0, 1), got 1.0"),
-        (["--percentile-metrics", "ttft,x"], "there is no 'x'"),
-        (["--metric-percentiles", "101"], "must be numbers in [0, 100]"),
-        (["--metric-percentiles", "p"], "must be numbers in [0, 100]"),
-        (["--header", "x"], "must be NAME=VALUE"),
+        (["--request-rate", "0"], "request_rate must be from 1e-06 to inf, got 0.0"),
+        (["--request-rate", "nan"], "request_rate must be from"),
+        (["--random-range-ratio", "1.5"], "random_range_ratio must be from 0 to 1, got 1.5"),
         (["--base-url", "ftp://x"], "is no server's address"),
     ],
 )
@@ -253,9 +226,7 @@ def test_flags_that_make_no_sense(
 
 
 def test_no_server_and_a_server_that_refuses(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.perf_counter()
-    assert main(["bench", "serve", "--port", "1", "--ready-check-timeout-sec", "0.3"]) == 1
-    assert time.perf_counter() - start >= 0.3
+    assert main(["bench", "serve", "--port", "1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
     server.answers["/v1/models"] = lambda h, _: h.send_json(401, {"error": {"message": "a key is required"}})
     assert main(["bench", "serve", "--base-url", server.url]) == 1

@@ -1,45 +1,37 @@
 """The client of `quire chat` and `quire complete` against a fake server: addresses, keys, and all that goes wrong."""
 
-import json
-import socket
-import threading
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.entrypoints.cli.load.client import Address
 from quire.entrypoints.cli.load.events import error_words
 from quire.entrypoints.cli.main import main
-from quire.entrypoints.cli.remote import RemoteError, Server
+from quire.entrypoints.cli.remote import Address, RemoteError, Server
 from quire.errors import ConfigError, InvalidRequestError
 
 COMPLETIONS = "/v1/completions"
 
 
 def texts(server: Any, **flags: Any) -> list[str]:
-    return list(Server(Namespace(url=server.url, **flags)).texts("/completions", {"prompt": "x"}))
+    return list(Server.of_flags(Namespace(url=server.url, **flags)).texts("/completions", {"prompt": "x"}))
 
 
 @pytest.mark.parametrize(
     ("url", "address"),
     [
         ("http://localhost:8000/v1", Address("localhost", 8000, "/v1")),
-        ("localhost:8000", Address("localhost", 8000)),
+        ("localhost:8000", Address("localhost", 8000, "/v1")),
         ("https://example.org/llm/v1/", Address("example.org", 443, "/llm/v1", encrypted=True)),
-        ("http://[::1]:80", Address("::1", 80)),
-        ("unix:/run/quire.sock", Address("localhost", 0, unix_socket="/run/quire.sock")),
+        ("http://[::1]:80/", Address("::1", 80, "/v1")),
     ],
 )
 def test_addresses(url: str, address: Address) -> None:
     assert Address.parse(url) == address
 
 
-@pytest.mark.parametrize(
-    "url", ["", "unix:relative", "ftp://host", "http://", "http://host:port", "http://[::1", "http://h:70000"]
-)
+@pytest.mark.parametrize("url", ["", "ftp://host", "http://", "http://host:port", "http://[::1", "http://h:70000"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match="no server's address"):
         Address.parse(url)
@@ -147,30 +139,10 @@ def test_leaving_an_answer_closes_the_connection(server: Any) -> None:
             handler.send_event({"choices": [{"text": "a", "finish_reason": None}]})
 
     server.answers[COMPLETIONS] = endless
-    pieces = Server(Namespace(url=server.url)).texts("/completions", {})
+    pieces = Server(server.url).texts("/completions", {})
     assert next(pieces) == "a"
     pieces.close()
     assert server.broken.wait(5)
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            assert connection.recv(4096).startswith(b"GET /v1/models HTTP/1.1\r\n")
-            content = json.dumps({"data": [{"id": "m"}]}).encode()
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    assert Server(Namespace(url=f"unix:{path}")).model == "m"
-    thread.join()
-    listener.close()
 
 
 # ---- quire complete

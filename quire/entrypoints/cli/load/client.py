@@ -30,7 +30,6 @@ class Client:
         name = f"[{address.host}]" if ":" in address.host else address.host
         headers = {"Host": f"{name}:{address.port}", **headers}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._host = address.host  # its number, once that is known: no connection looks up the name again
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, body: bytes, sink: Sink) -> tuple[int, bytes]:
@@ -65,14 +64,11 @@ class Client:
     async def _connect(self) -> "_Connection":
         loop, address = asyncio.get_running_loop(), self._address
         async with asyncio.timeout(CONNECT_SECONDS):
-            if address.unix_socket is not None:
-                return (await loop.create_unix_connection(_Connection, address.unix_socket))[1]
             name = address.host if self._ssl is not None else None
-            transport, connection = await loop.create_connection(
-                _Connection, self._host, address.port, ssl=self._ssl, server_hostname=name
+            made = await loop.create_connection(
+                _Connection, address.host, address.port, ssl=self._ssl, server_hostname=name
             )
-        self._host = transport.get_extra_info("peername")[0]
-        return connection
+        return made[1]
 
 
 class _Connection(asyncio.Protocol):
@@ -82,7 +78,6 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
         self.answered = False  # a byte of the answer has come
         self._received = bytearray()  # and not yet parsed
-        self._closed = False
         self._now = 0.0  # when the newest bytes came
         self._done: asyncio.Future[tuple[int, bytes]] | None = None
 
@@ -107,27 +102,22 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
-        self.answered = True
-        self._received += data
-        self._resume()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._closed = True
-        self._resume()
-        if self._done is not None and not self._done.done():
-            error = BrokenConnectionError("the server closed the connection before the answer was complete")
-            self._done.set_exception(error)
-
-    def _resume(self) -> None:
         if self._done is None or self._done.done():
             return self.close()  # nobody asked
+        self.answered = True
+        self._received += data
         try:
             next(self._parser)
         except StopIteration as end:
             self._done.set_result(end.value)
-        except (ValueError, IndexError):
+        except (ValueError, LookupError):
             self._done.set_exception(BrokenConnectionError("the server's answer is not HTTP/1.1"))
             self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            error = BrokenConnectionError("the server closed the connection before the answer was complete")
+            self._done.set_exception(error)
 
     def _parse(self, sink: Sink) -> Parser[tuple[int, bytes]]:
         """The status, and the body if it does not go to `sink`."""
@@ -144,19 +134,13 @@ class _Connection(asyncio.Protocol):
             else:
                 body.extend(piece)
 
-        self.reusable = version == b"HTTP/1.1" and fields.get(b"connection") != b"close"
         if fields.get(b"transfer-encoding") == b"chunked":
             while size := int((yield from self._line()).partition(b";")[0], 16):
                 emit((yield from self._take(size + 2))[:-2])
             yield from self._line()
-        elif b"content-length" in fields:
-            emit((yield from self._take(int(fields[b"content-length"]))))
         else:
-            self.reusable = False
-            while not self._closed:
-                emit((yield from self._take(len(self._received))))
-                yield
-        self.reusable = self.reusable and not self._received
+            emit((yield from self._take(int(fields[b"content-length"]))))
+        self.reusable = version == b"HTTP/1.1" and fields.get(b"connection") != b"close" and not self._received
         return int(status), bytes(body)
 
     def _line(self) -> Parser[bytes]:

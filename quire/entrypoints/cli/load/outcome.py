@@ -1,15 +1,20 @@
-"""One request of a load test: sends it, and notes when its tokens came and how it ended.
+"""The requests of a load test: sends each at its time, and notes when its tokens came and how it ended.
 
 A chunk counts as one token in the times, whatever it carries; the number of tokens is the server's own word (`usage`)
-where it gives one. Must not know of other requests.
+where it gives one.
 """
 
+import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from tqdm import tqdm
+
 from quire.entrypoints.cli.load.client import Client
-from quire.entrypoints.cli.load.events import Choice, EventReader, Usage, error_words
+from quire.entrypoints.cli.load.events import EventReader, error_words
 
 
 @dataclass(slots=True)
@@ -20,23 +25,10 @@ class Outcome:
     start: float = 0.0
     end: float = 0.0
     token_times: list[float] = field(default_factory=list)
-    usage: Usage | None = None
+    num_prompt_tokens: int = 0  # by the server's count
+    num_output_tokens: int = 0  # by the server's count, or else the chunks
     error: str | None = None  # the kind, such as "HTTP 400 context_length_exceeded"; None where all went well
     error_message: str = ""
-
-    def fail(self, kind: str, message: str) -> None:
-        """Note what went wrong."""
-        self.error, self.error_message = kind, message
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, by the server's count."""
-        return self.usage.prompt_tokens if self.usage is not None else 0
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of the answer: the server's count, or else the chunks."""
-        return self.usage.completion_tokens if self.usage is not None else len(self.token_times)
 
     @property
     def ttft(self) -> float:
@@ -66,29 +58,48 @@ async def send(client: Client, path: str, body: bytes, arrival: float) -> Outcom
 
     def take(piece: bytes, now: float) -> None:
         for event in reader.feed(piece):
-            for choice in event.choices or ():
-                if _is_token(choice):
-                    outcome.token_times.append(now)
+            outcome.token_times.extend(now for choice in event.choices or () if choice.is_token)
             if event.usage is not None:
-                outcome.usage = event.usage
+                outcome.num_prompt_tokens = event.usage.prompt_tokens
+                outcome.num_output_tokens = event.usage.completion_tokens
 
     try:
-        status, answer = await client.request("POST", path, body, take)
+        status, answer = await client.post(path, body, take)
     except OSError as error:
-        outcome.fail(type(error).__name__, str(error))
+        outcome.error, outcome.error_message = type(error).__name__, str(error)
     else:
         if status != 200:
-            message, code = error_words(answer)
-            outcome.fail(f"HTTP {status} {code or ''}".strip(), message)
+            outcome.error_message, code = error_words(answer)
+            outcome.error = f"HTTP {status} {code or ''}".strip()
         elif reader.failure is not None:
-            outcome.fail(*reader.failure)
+            outcome.error, outcome.error_message = reader.failure
         elif not (reader.ended and outcome.token_times):
-            outcome.fail("no complete stream", "the answer ended without its last chunk")
+            outcome.error, outcome.error_message = "no complete stream", "the answer ended without its last chunk"
+    outcome.num_output_tokens = outcome.num_output_tokens or len(outcome.token_times)
     outcome.end = time.perf_counter()
     return outcome
 
 
-def _is_token(choice: Choice) -> bool:
-    """Whether a chunk stands for a token: not the mere role that some servers open with, nor a mere end."""
-    role_only = choice.delta is not None and choice.delta.role is not None
-    return bool(choice.piece) or (choice.finish_reason is None and not role_only)
+async def send_all(
+    client: Client, path: str, bodies: Sequence[bytes], arrivals: Sequence[float], limit: int | None
+) -> tuple[list[Outcome], bool]:
+    """Send every body at its time, `limit` at once, and wait; also says whether Ctrl-C ended it before."""
+    gate = asyncio.Semaphore(limit or len(bodies))
+    outcomes: list[Outcome] = []
+    start = time.perf_counter()
+
+    async def one(body: bytes, arrival: float) -> None:
+        async with gate:
+            outcomes.append(await send(client, path, body, arrival))
+        bar.update()
+
+    try:
+        with closing(client), tqdm(total=len(bodies), desc="Requests", unit="req", disable=None) as bar:
+            async with asyncio.TaskGroup() as group:
+                for body, seconds in zip(bodies, arrivals, strict=True):
+                    if (delay := start + seconds - time.perf_counter()) > 0:
+                        await asyncio.sleep(delay)
+                    group.create_task(one(body, start + seconds))
+    except asyncio.CancelledError:
+        return outcomes, True
+    return sorted(outcomes, key=lambda outcome: outcome.arrival), False

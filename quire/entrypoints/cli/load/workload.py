@@ -6,7 +6,6 @@ token. The same seed gives the same requests and arrivals. Must not know how req
 
 import csv
 import io
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +20,12 @@ from quire.errors import ConfigError
 
 _NUM_PROMPTS, _INPUT_LEN, _OUTPUT_LEN = 1000, 1024, 128
 _BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
-_WORDS = (
+_TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work night point home water room mother area money story "
     "fact month lot right study book eye job word business issue side kind head house service friend father power hour"
-).split()
+)
+_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True)
@@ -48,38 +48,29 @@ class Shape:
 
 
 def make_requests(args: LoadArgs, vocab_size: int | None, max_model_len: int | None) -> list[Request]:
-    """All requests of a run.
-
-    Args:
-        vocab_size: token ids there are; None asks for words.
-        max_model_len: the longest context, where the server tells it.
-
-    Raises:
-        ConfigError: the dataset is not understood, or random lengths are more than the model takes.
-    """
-    rng, output_len = np.random.default_rng(args.seed), args.random_output_len or _OUTPUT_LEN
+    """All requests of a run, of token ids below `vocab_size` or, where that is None, of words."""
+    path, output_len = args.dataset_path or "", args.random_output_len or _OUTPUT_LEN
     if args.dataset_name == "custom":
-        prompts = read_prompts(args.dataset_path or "", "--dataset-path", args.num_prompts, output_len)
-        times = arrival_times(len(prompts), args.rate, args.burstiness or 1.0, rng)
-        return [Request(prompt, n, time) for (prompt, n), time in zip(prompts, times, strict=True)]
-    if args.dataset_name == "trace":
-        shapes = read_trace(args.dataset_path or "", args.num_prompts, args.trace_speedup or 1.0, args.trace_scale or 1)
-        if args.request_rate is not None:
-            times = arrival_times(len(shapes), args.rate, args.burstiness or 1.0, rng)
-            shapes = [replace(shape, arrival=time) for shape, time in zip(shapes, times, strict=True)]
-        return fill(shapes, vocab_size, args)
-    times = arrival_times(args.num_prompts or _NUM_PROMPTS, args.rate, args.burstiness or 1.0, rng)
-    shapes = random_shapes(times, args.random_input_len or _INPUT_LEN, output_len, args.random_range_ratio or 0.0, rng)
-    longest = max(shape.input_len + shape.output_len for shape in shapes) + (args.random_prefix_len or 0)
-    if max_model_len is not None and longest > max_model_len:
-        raise ConfigError(
-            f"a prompt and its output of {longest} tokens do not fit in the server's max_model_len of {max_model_len}: "
-            "lower --random-input-len or --random-output-len."
-        )
-    return fill(shapes, vocab_size, args)
+        requests = [Request(*each) for each in read_prompts(path, "--dataset-path", args.num_prompts, output_len)]
+    elif args.dataset_name == "trace":
+        shapes = read_trace(path, args.num_prompts, args.trace_scale or 1.0)
+        requests = fill(shapes, vocab_size, args)
+    else:
+        shapes = random_shapes(args, output_len)
+        longest = max(shape.input_len + shape.output_len for shape in shapes) + (args.random_prefix_len or 0)
+        if max_model_len is not None and longest > max_model_len:
+            raise ConfigError(
+                f"a prompt and its output of {longest} tokens do not fit in the server's max_model_len of "
+                f"{max_model_len}: lower --random-input-len or --random-output-len."
+            )
+        requests = fill(shapes, vocab_size, args)
+    if args.keeps_trace_times:
+        return requests
+    times = arrival_times(len(requests), args.request_rate or math.inf, args.burstiness or 1.0, args.seed)
+    return [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
 
 
-def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds at which `count` requests arrive, `rate` a second: all at once where it is infinite.
 
     The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
@@ -87,20 +78,21 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
     """
     if math.isinf(rate):
         return [0.0] * count
-    times = np.cumsum(rng.gamma(burstiness, size=count))
+    times = np.cumsum(np.random.default_rng([seed, 1]).gamma(burstiness, size=count))
     return (times / max(times[-1], 1e-300) * (count / rate)).tolist()
 
 
-def random_shapes(
-    arrivals: Sequence[float], input_len: int, output_len: int, range_ratio: float, rng: np.random.Generator
-) -> list[Shape]:
-    """Shapes with lengths drawn evenly from `range_ratio` below to `range_ratio` above those given."""
+def random_shapes(args: LoadArgs, output_len: int) -> list[Shape]:
+    """Shapes with lengths drawn evenly from their share below to their share above those that the options name."""
+    count, ratio = args.num_prompts or _NUM_PROMPTS, args.random_range_ratio or 0.0
+    rng = np.random.default_rng(args.seed)
 
     def draw(length: int) -> list[int]:
-        lowest, highest = max(1, math.floor(length * (1 - range_ratio))), math.ceil(length * (1 + range_ratio))
-        return rng.integers(lowest, highest, len(arrivals), endpoint=True).tolist()
+        lowest, highest = max(1, math.floor(length * (1 - ratio))), math.ceil(length * (1 + ratio))
+        return rng.integers(lowest, highest, count, endpoint=True).tolist()
 
-    return [Shape(*shape) for shape in zip(arrivals, draw(input_len), draw(output_len), strict=True)]
+    input_lens, output_lens = draw(args.random_input_len or _INPUT_LEN), draw(output_len)
+    return [Shape(0.0, *lengths) for lengths in zip(input_lens, output_lens, strict=True)]
 
 
 def fill(shapes: Sequence[Shape], vocab_size: int | None, args: LoadArgs) -> list[Request]:
@@ -111,7 +103,9 @@ def fill(shapes: Sequence[Shape], vocab_size: int | None, args: LoadArgs) -> lis
     requests: list[Request] = []
     for shape in shapes:
         if shape.blocks:
-            blocks = (np.random.default_rng([args.seed, block]).integers(size, size=block_len) for block in shape.blocks)
+            blocks = (
+                np.random.default_rng([args.seed, block]).integers(size, size=block_len) for block in shape.blocks
+            )
             numbers = np.concatenate(list(blocks))[: shape.input_len].tolist()
         else:
             numbers = prefix + rng.integers(size, size=shape.input_len).tolist()
@@ -120,12 +114,10 @@ def fill(shapes: Sequence[Shape], vocab_size: int | None, args: LoadArgs) -> lis
     return requests
 
 
-def read_trace(path: str, count: int | None, speedup: float, scale: float) -> list[Shape]:
+def read_trace(path: str, count: int | None, scale: float) -> list[Shape]:
     """The first `count` requests of a trace: Azure's CSV or Mooncake's JSON lines, told apart by their first byte.
 
-    Args:
-        speedup: the requests come this many times as fast.
-        scale: all lengths are multiplied by it.
+    All lengths are multiplied by `scale`.
 
     Raises:
         ConfigError: the file can't be read, or holds no trace.
@@ -134,15 +126,11 @@ def read_trace(path: str, count: int | None, speedup: float, scale: float) -> li
     rows = sorted(_mooncake(text, path) if text.startswith("{") else _azure(text, path), key=lambda row: row.arrival)
     if not rows:
         raise ConfigError(f"--dataset-path {path} holds no request.")
-    return [
-        Shape(
-            (row.arrival - rows[0].arrival) / speedup,
-            max(1, round(row.input_len * scale)),
-            max(1, round(row.output_len * scale)),
-            row.blocks,
-        )
-        for row in itertools.islice(rows, count)
-    ]
+    shapes: list[Shape] = []
+    for row in rows[:count]:
+        input_len, output_len = (max(1, round(length * scale)) for length in (row.input_len, row.output_len))
+        shapes.append(Shape(row.arrival - rows[0].arrival, input_len, output_len, row.blocks))
+    return shapes
 
 
 def _azure(text: str, path: str) -> Iterator[Shape]:

@@ -1,0 +1,92 @@
+"""`quire bench serve`: sends load to any OpenAI-compatible server, and tells how long its tokens took.
+
+What has to be asked of the server is asked, and requests and arrivals are made ready, before the clock starts; while
+it runs, this process does as little as it can.
+"""
+
+import asyncio
+import contextlib
+import math
+import resource
+import time
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from quire.entrypoints.cli.files import write_figures, write_text
+from quire.entrypoints.cli.load import plot, report
+from quire.entrypoints.cli.load.client import Client
+from quire.entrypoints.cli.load.options import LoadArgs
+from quire.entrypoints.cli.load.outcome import send_all
+from quire.entrypoints.cli.load.workload import Request, make_requests
+from quire.entrypoints.cli.remote import RemoteError, Server
+from quire.errors import ConfigError, QuireError
+
+
+def run(args: LoadArgs) -> None:
+    """Send the load, then print and write the figures; where no request succeeded, that is a RemoteError."""
+    server = Server(args.base_url or f"http://{args.host}:{args.port}", args.api_key, args.model)
+    max_model_len = next((model.max_model_len for model in server.models() if model.id == server.model), None)
+    requests = make_requests(args, _vocab_size(args, server), max_model_len)
+    bodies = [_body(args, server.model, request) for request in requests]
+    _allow_many_connections()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    route = "/chat/completions" if args.backend == "openai-chat" else "/completions"
+    client, arrivals = Client(server.address, server.headers), [request.arrival for request in requests]
+    sending = send_all(client, server.address.path + route, bodies, arrivals, args.max_concurrency)
+    outcomes, interrupted = asyncio.run(sending)
+    duration = max((outcome.end for outcome in outcomes), default=time.perf_counter()) - start
+    cpu_seconds = time.process_time() - cpu_start
+    rate = args.request_rate or math.inf
+    facts = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": args.backend,
+        "model_id": server.model,
+        "dataset_name": args.dataset_name,
+        "num_prompts": len(outcomes),
+        "request_rate": "trace" if args.keeps_trace_times else "inf" if rate == math.inf else rate,
+        "burstiness": args.burstiness or 1.0,
+        "max_concurrency": args.max_concurrency,
+        "client_cpu_seconds": cpu_seconds,
+    }
+    figures = report.figures(outcomes, duration, args.bounds)
+    print(f"{report.table(figures)}\n\nThis client used {cpu_seconds / duration:.0%} of a processor core.")
+    write_figures(args.output_json, facts | figures)
+    if args.plot is not None:
+        write_text(args.plot, "--plot", plot.render(outcomes, figures, facts))
+    if interrupted:
+        raise KeyboardInterrupt
+    if not figures["completed"]:
+        raise RemoteError(f"none of the {len(outcomes)} requests succeeded.")
+
+
+def _vocab_size(args: LoadArgs, server: Server) -> int | None:
+    """How many token ids prompts can be made of; None where they have to be text."""
+    if args.backend == "openai-chat":
+        return None
+    try:
+        facts = msgspec.json.decode(server.get(server.address.path.removesuffix("/v1") + "/tokenizer_info"))
+        return max(1, int(facts["vocab_size"]))
+    except (QuireError, LookupError, TypeError, ValueError):
+        return None  # only some servers tell
+
+
+def _body(args: LoadArgs, model: str, request: Request) -> bytes:
+    question: dict[str, Any] = {"prompt": request.prompt}
+    if args.backend == "openai-chat":
+        if not isinstance(request.prompt, str):
+            raise ConfigError("--backend openai-chat takes prompts of text, not of token ids.")
+        question = {"messages": [{"role": "user", "content": request.prompt}]}
+    fields = {"model": model, **question, "max_tokens": request.max_tokens}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    if args.dataset_name != "custom":  # whose texts end where they end
+        fields["ignore_eos"] = True
+    return msgspec.json.encode(fields | (args.extra_body or {}))
+
+
+def _allow_many_connections() -> None:
+    """A request under way takes a file descriptor, of which a process has 1,024 as a rule."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
