@@ -31,10 +31,13 @@ def run(args: LoadArgs) -> None:
     requests = make_requests(args, _vocab_size(args, server), max_model_len)
     bodies = [_body(args, server.model, request) for request in requests]
     _allow_many_connections()
-    start, cpu_start = time.perf_counter(), time.process_time()
     route = "/chat/completions" if args.backend == "openai-chat" else "/completions"
     client, arrivals = Client(server.address, server.headers), [request.arrival for request in requests]
-    sending = send_all(client, server.address.path + route, bodies, arrivals, args.max_concurrency)
+    path, warmups = server.address.path + route, bodies[: args.num_warmups]
+    if warmups:
+        asyncio.run(send_all(client, path, warmups, [0.0] * len(warmups), args.max_concurrency))
+    start, cpu_start = time.perf_counter(), time.process_time()
+    sending = send_all(client, path, bodies, arrivals, args.max_concurrency)
     outcomes, interrupted = asyncio.run(sending)
     duration = max((outcome.end for outcome in outcomes), default=time.perf_counter()) - start
     cpu_seconds = time.process_time() - cpu_start
@@ -80,8 +83,10 @@ def _body(args: LoadArgs, model: str, request: Request) -> bytes:
         question = {"messages": [{"role": "user", "content": request.prompt}]}
     fields = {"model": model, **question, "max_tokens": request.max_tokens}
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    if args.dataset_name != "custom":  # whose texts end where they end
+    if args.dataset_name != "custom" if args.ignore_eos is None else args.ignore_eos:
         fields["ignore_eos"] = True
+    if args.temperature is not None:
+        fields["temperature"] = args.temperature
     return msgspec.json.encode(fields | (args.extra_body or {}))
 
 

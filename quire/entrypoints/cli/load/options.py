@@ -47,7 +47,12 @@ class LoadArgs:
     random_prefix_len: int | None = _option(None, "Tokens that all random prompts begin with.", datasets=_RANDOM)
     trace_scale: float | None = _option(None, "Multiply a trace's lengths by this.", 1e-6, datasets=_TRACE)
     seed: int = _option(0, "Of prompts and arrivals.")
-    extra_body: dict[str, Any] | None = _option(None, "Further fields of each request, such as temperature.")
+    ignore_eos: bool | None = _option(
+        None, "Generate past the end of sequence; so by default, except for custom prompts."
+    )
+    temperature: float | None = _option(None, "Of each request; the model's own by default.", 0, 2)
+    num_warmups: int = _option(0, "Requests before the clock starts.")
+    extra_body: dict[str, Any] | None = _option(None, "Further fields of each request.")
 
     request_rate: float | None = _option(
         None, "Requests a second; inf sends all at once. By default inf, or a trace's own times.", 1e-6, math.inf
