@@ -347,6 +347,7 @@ CASES = [
     Case(TOGETHER, "a constraint", chat(response_format=SCHEMA), 400, "response_format"),
     Case(TOGETHER, "cache_salt", completion(cache_salt=""), 400, "cache_salt"),
     Case(TOGETHER, "cache_salt in chat", chat(cache_salt=""), 400, "cache_salt"),
+    Case(TOGETHER, "request_id of two lines", completion(request_id="a\nb"), 400, "request_id"),
     Case(TOGETHER, "stream a text", completion(stream="yes"), 400, "stream"),
     Case(TOGETHER, "suffix", completion(suffix="the end"), 400, "suffix"),
     Case(TOGETHER, "beam search", completion(use_beam_search=True), 400, "use_beam_search"),
@@ -415,6 +416,26 @@ def check_error(answer: Answer) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [7] * MEGABYTE}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [7] * MEGABYTE}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "tools": [7] * MEGABYTE}),
+        ("/v1/completions", {"prompt": "x", "bad_words": [7] * MEGABYTE}),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): "x" for i in range(MEGABYTE // 8)}}),
+        ("/detokenize", {"tokens": ["x"] * MEGABYTE}),
+    ],
+    ids=["messages", "parts", "tools", "bad_words", "logit_bias", "tokens"],
+)
+def test_a_million_wrong_items_are_one_error(server: RunningServer, path: str, fields: dict[str, Any]) -> None:
+    """An error for each would hold up everybody for half a minute."""
+    body = json.dumps(fields).encode()
+    answer = server.request("POST", path, body, {"Content-Type": "application/json"}, timeout=10.0)
+    assert answer.status == 400
+    assert len(check_error(answer)["message"]) < 200
+
+
 # What is answered.
 
 
@@ -423,6 +444,12 @@ def test_unknown_fields_are_noted(guarded: RunningServer) -> None:
     assert answer.status == 200
     wait_until(lambda: "nobody_knows" in guarded.log(), 5.0)
     assert KEY not in guarded.log()
+
+
+def test_no_client_writes_lines_of_the_log(guarded: RunningServer) -> None:
+    assert exchange(guarded, raw("GET", "/x%0a%0dforged%1b[31m")).status == 401
+    wait_until(lambda: "/x%0A%0Dforged%1B%5B31m" in guarded.log(), 5.0)
+    assert not re.search("^forged", guarded.log(), re.MULTILINE)
 
 
 def test_max_completion_tokens_wins(server: RunningServer) -> None:

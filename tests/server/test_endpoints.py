@@ -568,6 +568,26 @@ def test_bounds_of_the_output(server: RunningServer) -> None:
     assert chat["usage"]["total_tokens"] == 512  # to the context's end
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"repetition_penalty": value} for value in (1e300, 1e30, 1e-30, 5e-324)),
+        *({name: 5e-324, "temperature": 2} for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty")),
+        *({"seed": seed, "temperature": 1} for seed in (-(2**63), 2**64 - 1, -1)),
+        {"temperature": 5e-324},
+        {"temperature": 1e-4},
+        {"top_k": 2**63 - 1, "temperature": 1},
+        {"logit_bias": {"5": 1e308, "6": -1e308}},
+        {"allowed_token_ids": list(range(4096))},
+    ],
+    ids=str,
+)
+def test_extreme_values_are_taken(server: RunningServer, fields: dict[str, Any]) -> None:
+    """What 32-bit floats can't hold once killed the engine."""
+    answer = server.complete("Once upon a time", max_tokens=3, ignore_eos=True, logprobs=2, **fields)
+    assert answer["usage"]["completion_tokens"] == 3
+
+
 def test_truncated_prompts(server: RunningServer) -> None:
     ids = list(range(5, 105))
     for keep, kept in ((3, ids[-3:]), (200, ids), (-1, ids)):

@@ -197,6 +197,8 @@ def test_shutdown_timeout_ends(start_server: Starter) -> None:
     server = start_server("--shutdown-timeout", "0.5")
 
     async def scenario() -> None:
+        idler = await Connection.open(server.port, receive_buffer=2048)  # whose answer has no place to go
+        idler.send("POST", "/v1/completions", long_request(logprobs=20))
         streams = await begin_all(server)
         server.signal(signal.SIGTERM)
         for stream in streams:
@@ -293,7 +295,7 @@ def test_engine_hangs(start_server: Starter, sockets: dict[str, str]) -> None:
 
 SABOTAGE = """
 import os, signal, sys, time
-if sys.orig_argv[-1] == "quire.engine.core_process":
+if sys.orig_argv[-1] in ("quire.engine.core_process", "thread"):
     from quire.engine.core import EngineCore
     step, count = EngineCore.step, 0
     def no_memory(plan):
@@ -316,21 +318,25 @@ def sabotaged(tmp_path: Path, text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("engine", "fault"),
     [
-        "core.executor.execute = lambda plan: 1 / 0",
-        "core.executor.execute = no_memory",
-        "core.scheduler.update = None",
-        "os._exit(0)",
-        "time.sleep(1000)",
+        ("process", "core.executor.execute = lambda plan: 1 / 0"),
+        ("process", "core.executor.execute = no_memory"),
+        ("process", "core.scheduler.update = None"),
+        ("process", "os._exit(0)"),
+        ("process", "time.sleep(1000)"),
+        ("thread", "core.executor.execute = no_memory"),
+        ("thread", "core.scheduler.update = None"),
+        ("thread", "time.sleep(1000)"),
     ],
 )
-def test_step_fails(start_server: Starter, tmp_path: Path, fault: str) -> None:
+def test_step_fails(start_server: Starter, tmp_path: Path, engine: str, fault: str) -> None:
     """A step raises, runs out of memory, breaks the scheduler, ends the process without an error, or never returns."""
-    server = start_server("--step-timeout", "2", env=sabotaged(tmp_path, SABOTAGE.replace("FAULT", fault)))
+    env = sabotaged(tmp_path, SABOTAGE.replace("FAULT", fault))
+    server = start_server("--step-timeout", "2", "--engine", engine, env=env)
     run(everyone_is_told(server, lambda: None, patience=2), 60)
     assert_gone(server, codes=(1,), seconds=20)
-    assert server.log().splitlines()[-1].startswith("error:")
+    assert "error: the engine is dead" in server.log()
 
 
 def test_one_request_fails_alone(start_server: Starter, tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
 
-_Parts = Annotated[list[str | dict[str, Any]], FailFast(), Field(max_length=MAX_PARTS)]
+_Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
 _TOOLS_LATER = "tool calls are not parsed yet: only 'none' is supported"
 
 
@@ -22,7 +22,7 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
-Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_PARTS)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 
 
 class ChatCompletionRequest(GenerationRequest):

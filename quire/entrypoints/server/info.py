@@ -23,6 +23,7 @@ from quire.entrypoints.server.info_requests import (
     TokenizerInfo,
     Version,
 )
+from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.metrics.prometheus import render
@@ -63,7 +64,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     length = state.llm.config.model.max_model_len
     # Millions of tokens: not validated once more.
     answer = TokenizeResponse.model_construct(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
-    return Response(msgspec.json.encode(dict(answer)), media_type="application/json")
+    return Response(encode(dict(answer)), media_type="application/json")
 
 
 async def _render(body: TokenizeRequest, state: ServerState) -> str:

@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StrictBool, StrictStr
 
-from quire.entrypoints.server.chat_request import ChatMessage
+from quire.entrypoints.server.chat_request import Messages
+from quire.entrypoints.server.requests_common import Objects
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 
@@ -39,7 +40,7 @@ class DetokenizeRequest(BaseModel):
     """Token ids to decode."""
 
     model: StrictStr | None = None
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):

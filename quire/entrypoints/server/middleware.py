@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -64,13 +65,19 @@ class Frame:
             if status:  # too late for an answer: the server closes the connection, and logs why
                 raise
             if not isinstance(error, QuireError | HTTPException):
-                logger.exception("%s %s failed", scope["method"], scope["path"])
+                logger.exception("%s %s failed", scope["method"], _quoted_path(scope))
             await error_response(error)(scope, receive, note_status)
         finally:
             self._state.num_in_flight -= counted
             if args.logs_requests:
-                seconds, client = time.perf_counter() - start, (scope.get("client") or ("-",))[0]
-                logger.debug("%s %s from %s: %d in %.3f s", scope["method"], scope["path"], client, status, seconds)
+                client, seconds = (scope.get("client") or ("-",))[0], time.perf_counter() - start
+                path = _quoted_path(scope)
+                logger.debug("%s %s from %s: %d in %.3f s", scope["method"], path, client, status, seconds)
+
+
+def _quoted_path(scope: Scope) -> str:
+    """For the log, where a line break would let a client write lines of its own."""
+    return quote(scope["path"])
 
 
 def _identify(scope: Scope) -> bytes:

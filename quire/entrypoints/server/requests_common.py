@@ -8,7 +8,7 @@ engine.
 import logging
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 logger = logging.getLogger("quire")
 
@@ -23,9 +23,9 @@ MAX_OBJECTS = 4096  # tools, documents, and tool calls of a message
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
-# FailFast: millions of wrong items must not become millions of errors.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), Field(max_length=MAX_TOKEN_IDS)]
-Objects = Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_OBJECTS)]
+# fail_fast: millions of wrong items must not become millions of errors.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
 _StopSchema = Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None
 _TEXT_FORMAT = {"type": "text"}
@@ -116,7 +116,7 @@ class GenerationRequest(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     stop_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Word], FailFast(), Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -135,7 +135,9 @@ class GenerationRequest(BaseModel):
 
     # How it is run and shown.
     priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX, description="Lower runs first.")
-    request_id: str | None = Field(None, min_length=1, max_length=200, description="Part of the answer's id.")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$", description="Part of the answer's id."
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Tokens in logprobs as 'token_id:ID'.")
 
