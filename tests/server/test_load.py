@@ -461,5 +461,5 @@ def test_soak_neither_grows_nor_leaks(start_server: Starter, seconds: float) -> 
     assert most(late, "num_files") <= most(early, "num_files") + 8  # the connections of one moment differ
     assert most(late, "num_threads") <= most(early, "num_threads")
     assert hourly < 0.01 or seconds < 3600
-    assert most(late, "resident_bytes") < most(early, "resident_bytes") * 1.02
+    assert most(late, "resident_bytes") < most(early, "resident_bytes") * 1.05
     server.wait_idle()
