@@ -6,6 +6,7 @@ any batch, at any row, and from the compiled sampler (native.py, where there is 
 sampled is reported in `errors`; the others go on. Called by the runner.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from ctypes import CDLL
@@ -24,6 +25,8 @@ from quire.sampling.processing import RowError, float32_array, process_logits
 from quire.sampling.random import random_bits, random_bits_of
 from quire.sampling.select import DrawTable, candidates, draw, weigh
 from quire.sampling.state import Floats, SamplingState
+
+logger = logging.getLogger(__name__)
 
 _SMALL_VOCAB = 8192  # up to here rows are weighed together: one row is too little work for a call of its own
 _GROUP_NUMEL = 2**18  # logits converted at once: 1 MiB, which stays in L2
@@ -53,12 +56,30 @@ class _Pending:
 def sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int]) -> SamplerOutput:
     """Choose the next token or tokens of each sequence. Appends nothing to the states.
 
+    Where that breaks, each row is sampled by itself, so that only one that breaks by itself fails.
+
     Args:
         logits: [R, V], any float type.
         states: one per row.
         num_samples: one per row. Where it is > 1, sample j is drawn as sequence `sequence_index` + j would.
     """
     assert logits.shape[0] == len(states) == len(num_samples)
+    try:
+        return _sample(logits, states, num_samples)
+    except Exception as error:
+        logger.exception("sampling %d rows broke", len(states))
+        if len(states) == 1:
+            return SamplerOutput([[]], [None], {0: f"{type(error).__name__} while its token was chosen"})
+    output = SamplerOutput([], [])
+    for row, state in enumerate(states):
+        one = sample(logits[row : row + 1], [state], num_samples[row : row + 1])
+        output.token_ids += one.token_ids
+        output.logprobs += one.logprobs
+        output.errors.update((row, message) for message in one.errors.values())
+    return output
+
+
+def _sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int]) -> SamplerOutput:
     logits = logits.cpu()
     output = SamplerOutput([[] for _ in states], [None] * len(states))
     rows: Sequence[int] = range(len(states))

@@ -4,6 +4,8 @@ The worker calls `execute`: bring the rows up to date, gather the inputs, run th
 tokens. It keeps rows and KV tensors and knows nothing of queues, policies or text.
 """
 
+import logging
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,8 +17,11 @@ from quire.protocol import NewSequence, PromptLogprobs, StepPlan, StepResult, To
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.state import SamplingState
+from quire.sampling_params import SamplingParams
 from quire.worker.input_batch import InputBatch, gather
 from quire.worker.rows import RowTable
+
+logger = logging.getLogger(__name__)
 
 # Rows of logits held at once for prompt logprobs: 128 rows of a 152k vocabulary are 78 MB in fp32.
 PROMPT_LOGPROBS_ROWS = 128
@@ -46,6 +51,7 @@ class ModelRunner:
         self.kv_caches = kv_caches
         self.table = table
         self.poison = poison
+        self._broken: dict[int, str] = {}  # sequences without a sampling state of their own, and why
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -62,6 +68,7 @@ class ModelRunner:
 
     def _update_rows(self, plan: StepPlan) -> None:
         for sequence_id in plan.removed_sequence_ids:
+            self._broken.pop(sequence_id, None)
             if sequence_id in self.table:
                 self.table.remove(sequence_id)
         for sequence in plan.new_sequences:
@@ -82,8 +89,17 @@ class ModelRunner:
                 self.backend.copy_blocks(cache, sources, destinations)
 
     def _new_state(self, sequence: NewSequence) -> SamplingState:
+        """Its sampling state; where that can't be made, a plain one in its place, and an error when it is sampled."""
+        try:
+            return self._make_state(sequence, sequence.sampling_params)
+        except Exception as error:
+            logger.exception("request %s: its sampling parameters can't be used", sequence.request_id)
+            self._broken[sequence.sequence_id] = f"{type(error).__name__} in its sampling parameters"
+            return self._make_state(sequence, SamplingParams())
+
+    def _make_state(self, sequence: NewSequence, params: SamplingParams) -> SamplingState:
         return SamplingState(
-            sequence.sampling_params,
+            params,
             sequence.prompt_token_ids,
             seed=sequence.seed,
             sequence_index=sequence.sequence_index,
@@ -112,8 +128,9 @@ class ModelRunner:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
         for i, s in enumerate(scheduled):
-            if i in output.errors:
-                errors[s.sequence_id] = output.errors[i]
+            error = self._broken.get(s.sequence_id) or output.errors.get(i)
+            if error is not None:
+                errors[s.sequence_id] = error
                 token_ids.extend([-1] * s.num_samples)
                 continue
             token_ids.extend(output.token_ids[i])

@@ -187,3 +187,23 @@ def test_cache_salt_keeps_prefixes_apart() -> None:
     assert [cached(None), cached(None), cached("a"), cached("a"), cached("b"), cached(None)] == [0, 32, 0, 32, 0, 32]
     assert engine.reset_prefix_cache()
     assert cached(None) == 0
+
+
+def test_a_request_whose_state_breaks_fails_alone(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.worker import model_runner
+
+    class Fragile(model_runner.SamplingState):
+        def __init__(self, params: SamplingParams, *args, **options) -> None:
+            if params.top_k == 13:
+                raise OverflowError("what nobody has thought of")
+            super().__init__(params, *args, **options)
+
+    engine.add_request("alone", PROMPT, params())
+    alone = drain(engine)["alone"][-1].outputs
+    monkeypatch.setattr(model_runner, "SamplingState", Fragile)
+    engine.add_request("good", PROMPT, params())
+    engine.add_request("bad", PROMPT, params(top_k=13))
+    found = drain(engine)
+    assert found["good"][-1].outputs == alone
+    assert found["bad"][-1].outputs[0].finish_reason == "error"
+    assert "OverflowError" in str(found["bad"][-1].outputs[0].stop_reason)

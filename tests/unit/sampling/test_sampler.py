@@ -212,6 +212,17 @@ def test_a_failing_row_fails_alone(processor, words, temperature: float) -> None
     assert output.logprobs == [alone[0].logprobs[0], None, alone[2].logprobs[0]]
 
 
+def test_a_row_that_breaks_the_sampler_fails_alone() -> None:
+    logits = make_logits(3)
+    good, bad = make_state(temperature=1.0), make_state(temperature=1.0)
+    bad.temperature = "hot"  # type: ignore[assignment]  # what nobody has thought of
+    output = sample(logits, [good, bad, good], [1, 2, 1])
+    assert list(output.errors) == [1]
+    assert "while its token was chosen" in output.errors[1]
+    alone = [sample(logits[[row]], [good], [1]).token_ids[0] for row in (0, 2)]
+    assert output.token_ids == [alone[0], [], alone[1]]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [dict(temperature=0), dict(temperature=1), dict(top_p=0.5), dict(logprobs=3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
