@@ -147,7 +147,7 @@ def test_a_signal_ends_it_in_good_order(number: int) -> None:
     assert serving.end(number)[0] == 0
     assert [pid for pid in engine if Path(f"/proc/{pid}").exists()] == []
     facts = "".join(serving.log)
-    for fact in ("loading demo", "dtype bfloat16", "KV cache:", "docs: /docs"):
+    for fact in ("loading demo", "model: demo, bfloat16", "KV cache:", "docs: /docs"):
         assert facts.count(fact) == 1
 
 
