@@ -167,6 +167,8 @@ def _how_it_ended(code: int) -> str:
 
 def main() -> int:
     """The child: load the model, serve, and leave when told to or when the parent is gone."""
+    # The front end, whose work is short, goes first: requests that trickle in cost the engine whole steps.
+    os.nice(5)
     # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
