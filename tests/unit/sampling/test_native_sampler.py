@@ -194,8 +194,9 @@ def test_ids_outside_the_logits_and_shapes_that_do_not_fit_are_refused() -> None
     penalised = make_states(2, 50, repetition_penalty=1.2)
     penalised[1].append(45)
     assert sample(torch.zeros(2, 50), penalised, [1, 1]).errors == {}
+    assert sample(torch.zeros(2, 40), penalised, [1, 1]).errors == {1: "IndexError while its token was chosen"}
     with pytest.raises(IndexError, match="vocabulary of 40"):
-        sample(torch.zeros(2, 40), penalised, [1, 1])
+        native.sample_rows(loaded_library(), torch.zeros(2, 40), penalised, [1, 1], [0, 1])
     with pytest.raises(IndexError, match="vocabulary of 40"):
         prompt_logprobs(torch.zeros(1, 40), [40], 2)
     states = make_states(2, 50)
