@@ -6,8 +6,6 @@ alone.
 
 import logging
 
-LEVELS = ("critical", "error", "warning", "info", "debug")
-
 
 def configure_logging(level: str) -> None:
     """Send Quire's log (logger "quire" and below) to standard error, from this level up."""

@@ -46,7 +46,7 @@ class Frame:
             await self._app(scope, receive, send)
             return
         args, status, start = self._state.args, 0, time.perf_counter()
-        headers = [(b"x-request-id", _identify(scope))] if args.enable_request_id_headers else []
+        headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
         counted = route_path(scope) not in _ENDLESS_PATHS
 
         async def note_status(message: Message) -> None:
@@ -80,8 +80,8 @@ def _quoted_path(scope: Scope) -> str:
     return quote(scope["path"])
 
 
-def _identify(scope: Scope) -> bytes:
-    """The request's id: its own, or a new one, which the routes then find in its place."""
+def identify(scope: Scope) -> bytes:
+    """The request's id: its own, or a new one, which whoever asks next finds in its place."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     if 0 < len(given) <= _LONGEST_ID:
         return given

@@ -10,9 +10,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 import quire
-from quire.errors import InvalidRequestError, OverloadedError, RequestFailedError
+from quire.errors import OverloadedError
 from quire.outputs import CompletionOutput, Logprob
-from quire.protocol import NO_TOKEN_LEFT
 
 SYSTEM_FINGERPRINT = f"quire-{quire.__version__}"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -142,13 +141,9 @@ encode = msgspec.json.Encoder().encode
 
 
 def check_ending(part: CompletionOutput) -> None:
-    """Raise for a sequence that did not come to its own end."""
+    """Raise for a sequence that was ended from outside; one that failed is AsyncLLM's to tell."""
     if part.finish_reason == "abort":
         raise OverloadedError("the request was ended before it was complete, as the server is stopping; send it again.")
-    if part.finish_reason == "error" and part.stop_reason == NO_TOKEN_LEFT:
-        raise InvalidRequestError(NO_TOKEN_LEFT)
-    if part.finish_reason == "error":
-        raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
 
 
 def token_name(token_id: int, text: str | None, as_id: bool) -> str:

@@ -6,7 +6,6 @@ step has for the connection, is one `send`. Knows nothing of what is in the even
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.entrypoints.server.errors import describe, error_body
+from quire.entrypoints.server.middleware import identify
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.responses import encode
 from quire.errors import QuireError
@@ -28,7 +28,6 @@ DONE = b"data: [DONE]\n\n"
 CONTENT_TYPES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or a stream of it.", "content": {"text/event-stream": {}}}
 }
-_LONGEST_ID = 200
 _Body = TypeVar("_Body", bound=GenerationRequest, contravariant=True)
 _Result = TypeVar("_Result")
 
@@ -42,8 +41,7 @@ class Service(Protocol[_Body]):
 
 async def respond(request: Request, service: Service[_Body], body: _Body) -> Response:
     """The response to a request, of the kind that its body asks for."""
-    given = request.headers.get("x-request-id", "")
-    request_id = given if 0 < len(given) <= _LONGEST_ID else uuid.uuid4().hex
+    request_id = identify(request.scope).decode("latin-1")
     if body.stream:
         return EventStream(service.stream(body, request_id))
     answer = await while_connected(request.receive, service.create(body, request_id))
