@@ -156,13 +156,12 @@ class _Answer:
     def __init__(
         self, request_id: str, model: str, body: ChatCompletionRequest, state: ServerState, num_choices: int
     ) -> None:
-        options = body.stream_options
         self._head = (f"chatcmpl-{request_id}", int(time.time()), model)
         self._body = body
         self._choices = [_Choice() for _ in range(num_choices)]
         self._num_unfinished = num_choices
-        self._final_usage = bool(options and options.include_usage)
-        self._running_usage = bool(options and options.continuous_usage_stats)
+        self._final_usage = body.wants_final_usage
+        self._running_usage = body.wants_running_usage
         # Does a piece without text tell anything?
         self._telling = body.logprobs or body.return_token_ids or self._running_usage
         self._as_ids = body.shows_token_ids(state.args.return_tokens_as_token_ids)

@@ -127,11 +127,8 @@ class _Choice:
         self, index: int, body: CompletionRequest, tokenizer: Tokenizer | None, as_ids: bool, echo: str
     ) -> None:
         self._index, self._body, self._tokenizer, self._as_ids, self._echo = index, body, tokenizer, as_ids, echo
-        options = body.stream_options
         # Does a piece without text tell anything?
-        self._telling = (
-            body.logprobs is not None or body.return_token_ids or (options and options.continuous_usage_stats)
-        )
+        self._telling = body.logprobs is not None or body.return_token_ids or body.wants_running_usage
         self._begun = False
         self._offset = 0  # characters of the choice's text before the next token
         self.num_tokens = 0
@@ -208,14 +205,13 @@ class _Answer:
     def __init__(
         self, request_id: str, model: str, body: CompletionRequest, choices: list[_Choice], num_choices: int
     ) -> None:
-        options = body.stream_options
         self.request_id = request_id
         self.num_unfinished = len(choices)
         self._head = (f"cmpl-{request_id}", int(time.time()), model)
         self._choices, self._num_choices = choices, num_choices
         self._outputs: dict[int, RequestOutput] = {}  # place of the prompt -> its latest output
-        self._final_usage = bool(options and options.include_usage)
-        self._running_usage = bool(options and options.continuous_usage_stats)
+        self._final_usage = body.wants_final_usage
+        self._running_usage = body.wants_running_usage
 
     def take(self, place: int, output: RequestOutput) -> list[CompletionChoice]:
         """What is new, or all there is, of one prompt's choices."""

@@ -167,6 +167,16 @@ class GenerationRequest(BaseModel):
     kv_transfer_params: Annotated[None, _ELSEWHERE] = None
     moderation: Annotated[None, _ELSEWHERE] = None
 
+    @property
+    def wants_final_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def shows_token_ids(self, default: bool) -> bool:
         """Whether logprobs name tokens by id, where that is the server's `default`."""
         return default if self.return_tokens_as_token_ids is None else self.return_tokens_as_token_ids
