@@ -12,9 +12,9 @@ import torch
 
 from quire.ops.native.library import current_level, set_num_threads
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import Program, Recorder
+from quire.ops.native.program import Program, ProgramBuilder
 from quire.ops.native.structs import Type
-from quire.worker.memory import huge_pages
+from quire.worker.pages import huge_pages
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 TOTAL_BYTES = 1 << 30  # of all copies together
@@ -47,8 +47,8 @@ def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
 
 def recorded(matrix: PackedMatrix) -> Program:
     """One product as a program."""
-    recorder = Recorder(torch.bfloat16)
-    return recorder.finish(recorder.linear(recorder.input(matrix.cols), matrix, None))
+    builder = ProgramBuilder(torch.bfloat16)
+    return builder.finish(builder.linear(builder.input(matrix.cols), matrix, None))
 
 
 def main() -> None:

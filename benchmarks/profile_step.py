@@ -11,7 +11,7 @@ import time
 
 from quire import LLM, SamplingParams
 from quire.executor.inprocess import InProcessExecutor
-from quire.models.recorded import RecordedModel
+from quire.models.compiled import CompiledModel
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     executor = llm.llm_engine.core.executor
     assert isinstance(executor, InProcessExecutor)
     model = executor.worker.runner.model
-    assert isinstance(model, RecordedModel), "the profile is of the native kernels"
+    assert isinstance(model, CompiledModel), "the profile is of the native kernels"
     rng = random.Random(0)
     vocab = min(model.vocab_size, 100_000)
     for i in range(args.batch):

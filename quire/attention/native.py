@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.ops.native.library import current_level
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, Recorder, StepData
+from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder, StepData
 from quire.ops.native.structs import TYPE_OF
 
 DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
@@ -87,9 +87,9 @@ def _write_and_attend(
 
     `level` is the one in use, which the program is recorded for.
     """
-    recorder = Recorder(dtype)
+    builder = ProgramBuilder(dtype)
     num_heads = heads.num_heads + (2 * heads.num_kv_heads if write else 0)
-    rows = recorder.input(num_heads * heads.head_dim)
+    rows = builder.input(num_heads * heads.head_dim)
     if write:
-        recorder.prepare(rows, heads, Preparation(), layer=0)
-    return recorder.finish(recorder.attend(rows, heads, layer=0, scale=scale, window=window))
+        builder.prepare(rows, heads, Preparation(), layer=0)
+    return builder.finish(builder.attend(rows, heads, layer=0, scale=scale, window=window))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.attention.backend import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.ops.reference_attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
 
 SHARED_FROM = 5  # query tiles from which a sequence is a group of its own: its tiles then share each gathered key tile

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from quire.attention.backend import AttentionBackend
+from quire.attention.base import AttentionBackend
 from quire.attention.native import NativeBackend
 from quire.attention.reference import ReferenceBackend
 from quire.errors import ConfigError

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from quire.config.engine_args import EngineConfig
-from quire.engine.chat_template import ChatTemplate
 from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
-from quire.engine.template_process import TemplateProcess
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
+from quire.text.render_child import TemplateProcess
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
 
 _SHORT = 2000  # characters or ids of a prompt that are handled on the event loop: less work than going to a thread
 _Result = TypeVar("_Result")

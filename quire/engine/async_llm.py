@@ -14,7 +14,23 @@ from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_inputs import AsyncInputs
-from quire.engine.core_messages import (
+from quire.engine.clients.process import ProcessClient
+from quire.engine.clients.thread import ThreadClient
+from quire.engine.input_processor import PromptType
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_stream import OutputStream
+from quire.engine.tokenizer import Tokenizer, config_tokenizer
+from quire.errors import (
+    EngineDeadError,
+    EngineStoppedError,
+    InvalidRequestError,
+    NotYetSupportedError,
+    OverloadedError,
+    RequestFailedError,
+)
+from quire.metrics.serving import ServingMetrics
+from quire.outputs import RequestOutput
+from quire.protocol.core import (
     Abort,
     Add,
     Call,
@@ -28,24 +44,8 @@ from quire.engine.core_messages import (
     Refused,
     Reply,
 )
-from quire.engine.core_process import ProcessClient
-from quire.engine.core_thread import ThreadClient
-from quire.engine.input_processor import PromptType
-from quire.engine.output_processor import OutputProcessor
-from quire.engine.output_stream import OutputStream
-from quire.engine.tokenizer import Tokenizer, config_tokenizer
-from quire.errors import (
-    EngineDeadError,
-    EngineStoppedError,
-    InvalidRequestError,
-    NotYetSupportedError,
-    OverloadedError,
-    RequestFailedError,
-)
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineSnapshot, EngineStats
-from quire.outputs import RequestOutput
-from quire.protocol import NO_TOKEN_LEFT
+from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.step import NO_TOKEN_LEFT
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("quire")

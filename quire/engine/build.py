@@ -11,10 +11,10 @@ from quire.config.engine_args import EngineConfig
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
 from quire.executor.inprocess import InProcessExecutor
+from quire.kvcache.capacity import plan_kv_blocks
 from quire.kvcache.manager import KVManager
 from quire.models.registry import check_architecture
 from quire.scheduler.scheduler import Scheduler
-from quire.worker.memory import plan_kv_blocks
 
 logger = logging.getLogger("quire")
 

@@ -7,7 +7,7 @@ bars live above it, tensors below.
 from quire.config.engine_args import EngineConfig
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
-from quire.protocol import NewRequest, SequenceOutput, StepPlan, StepResult
+from quire.protocol.step import NewRequest, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.scheduler import Scheduler
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypedDict
 import msgspec
 
 from quire.config.engine_args import EngineConfig
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidRequestError
-from quire.protocol import NewRequest
+from quire.protocol.step import NewRequest
 from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict, total=False):

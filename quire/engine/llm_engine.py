@@ -13,14 +13,15 @@ from quire.engine.build import build_core
 from quire.engine.core import EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.tokenizer import Tokenizer, config_tokenizer
+from quire.engine.tokenizer import config_tokenizer
 from quire.errors import NotYetSupportedError
 from quire.executor.base import Executor
-from quire.metrics.stats import EngineStats
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
-from quire.protocol import SequenceOutput
+from quire.protocol.stats import EngineStats
+from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 
 class LLMEngine:

@@ -8,12 +8,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.input_processor import ProcessedInput
-from quire.engine.tokenizer import Tokenizer
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.protocol import PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.protocol.step import PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 

@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.engine.chat_template import ChatTemplate
 from quire.engine.input_processor import PromptType, TextPrompt, TokensPrompt
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.metrics.stats import EngineStats
 from quire.outputs import RequestOutput
+from quire.protocol.stats import EngineStats
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
 
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from quire.protocol import StepPlan, StepResult
-from quire.worker.memory import MemoryReport
+from quire.protocol.cache import MemoryReport
+from quire.protocol.step import StepPlan, StepResult
 
 
 class Executor(ABC):

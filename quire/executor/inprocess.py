@@ -5,8 +5,8 @@ from typing import Any
 
 from quire.config.engine_args import EngineConfig
 from quire.executor.base import Executor
-from quire.protocol import StepPlan, StepResult
-from quire.worker.memory import MemoryReport
+from quire.protocol.cache import MemoryReport
+from quire.protocol.step import StepPlan, StepResult
 from quire.worker.worker import Worker
 
 

@@ -7,9 +7,9 @@ step computed. The manager sees token ids to name prefixes by, and never a tenso
 from typing import NamedTuple
 
 from quire.config.cache import CacheConfig
-from quire.kvcache.block_pool import BlockPool
-from quire.kvcache.prefix_cache import BlockHasher, root_hash
-from quire.protocol import BlockCopy
+from quire.kvcache.pool import BlockPool
+from quire.kvcache.prefix import BlockHasher, root_hash
+from quire.protocol.step import BlockCopy
 
 
 class BlockTable:

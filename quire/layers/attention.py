@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.attention.backend import AttentionBackend
+from quire.attention.base import AttentionBackend
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
@@ -109,5 +109,5 @@ class SelfAttention(nn.Module):
         )
         shape = HeadShape(heads.num_heads, heads.num_kv_heads, heads.head_dim)
         layer, window = attention.layer_index, attention.sliding_window
-        qkv = qkv.recorder.prepare(qkv, shape, prepare, layer=layer)
-        return qkv.recorder.attend(qkv, shape, layer=layer, scale=attention.scale, window=window)
+        qkv = qkv.builder.prepare(qkv, shape, prepare, layer=layer)
+        return qkv.builder.attend(qkv, shape, layer=layer, scale=attention.scale, window=window)

@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 
 from quire.metrics.histogram import Histogram, quantile
-from quire.metrics.stats import EngineStats
+from quire.protocol.stats import EngineStats
 
 NUM_SECONDS = 300
 _MAX_CELLS = 4_096

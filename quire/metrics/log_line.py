@@ -2,8 +2,8 @@
 
 import time
 
-from quire.metrics.recorder import Logged, ServingMetrics
-from quire.metrics.stats import EngineStats
+from quire.metrics.serving import Logged, ServingMetrics
+from quire.protocol.stats import EngineStats
 
 # The scheduler's reasons, in words that follow a number of requests.
 _WAITING_FOR = {

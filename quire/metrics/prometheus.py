@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineStats
+from quire.metrics.serving import ServingMetrics
+from quire.protocol.stats import EngineStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.attention.backend import AttentionBackend
+from quire.attention.base import AttentionBackend
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import TiedHead, VocabEmbedding

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quire.attention.backend import AttentionBackend
+from quire.attention.base import AttentionBackend
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models import gpt2, llama, mistral, opt, qwen2, qwen3

@@ -1,6 +1,6 @@
 """The operations that layers are made of: one name each, whatever carries it out.
 
-Given tensors, plain torch computes (`quire.ops.reference`, the meaning of each operation). Given the recorder's values
+Given tensors, plain torch computes (`quire.ops.reference`, the meaning of each operation). Given the builder's values
 in place of tensors, the operation appends itself to a program of native kernels (`quire.ops.native.program`). Layers
 call these and don't see the difference. Nothing here knows models, batches or caches beyond what it is given.
 """
@@ -35,7 +35,7 @@ __all__ = [
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `quire.ops.reference.rms_norm`."""
     if isinstance(x, Value):
-        return recorded(x.recorder.norm(x, weight, None, eps, subtract_mean=False))
+        return recorded(x.builder.norm(x, weight, None, eps, subtract_mean=False))
     return reference.rms_norm(x, weight, eps)
 
 
@@ -50,7 +50,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """See `quire.ops.reference.layer_norm`."""
     if isinstance(x, Value):
-        return recorded(x.recorder.norm(x, weight, bias, eps, subtract_mean=True))
+        return recorded(x.builder.norm(x, weight, bias, eps, subtract_mean=True))
     return reference.layer_norm(x, weight, bias, eps)
 
 
@@ -91,4 +91,4 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def _activate(x: Tensor, function: Callable[[Tensor], Tensor], epilogue: Epilogue) -> Tensor:
-    return recorded(x.recorder.activation(x, epilogue)) if isinstance(x, Value) else function(x)
+    return recorded(x.builder.activation(x, epilogue)) if isinstance(x, Value) else function(x)

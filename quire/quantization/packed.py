@@ -50,11 +50,11 @@ class Packed(QuantizationMethod):
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         assert isinstance(x, Value), "packed weights are multiplied by recorded programs only"
         out_dtype = torch.float32 if wide else None
-        return recorded(x.recorder.linear(x, self.matrix(weights, shape), weights.get("bias"), out_dtype))
+        return recorded(x.builder.linear(x, self.matrix(weights, shape), weights.get("bias"), out_dtype))
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
         assert isinstance(ids, StepIndex), "packed weights are looked up by recorded programs only"
-        return recorded(ids.recorder.embedding(ids, self.matrix(weights, shape)))
+        return recorded(ids.builder.embedding(ids, self.matrix(weights, shape)))
 
     @staticmethod
     def matrix(weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:

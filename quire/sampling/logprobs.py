@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from quire.protocol import TokenLogprobs
+from quire.protocol.step import TokenLogprobs
 from quire.sampling import native
 from quire.sampling.processing import float32_array
 from quire.sampling.select import WEIGHT_BITS, leading_ids, weigh

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native import library as compiled
-from quire.protocol import TokenLogprobs
+from quire.protocol.step import TokenLogprobs
 from quire.sampling.select import WEIGHT_BITS, power_scales
 from quire.sampling.state import Ids, SamplingState
 
@@ -62,7 +62,7 @@ class _Args(ctypes.Structure):
     ]
 
 
-class _Draft:
+class _LiveRow:
     """A record that changes; `completing` is what it points to."""
 
     __slots__ = ("completing", "data")
@@ -171,22 +171,22 @@ def given_logprobs(native: ctypes.CDLL, logits: Tensor, token_ids: Sequence[int]
 
 def _current(state: SamplingState) -> bytes | bytearray:
     """The record of a row, new or brought up to date."""
-    draft: _Draft | None = state.draft
-    if draft is None:
+    live: _LiveRow | None = state.live_row
+    if live is None:
         record = _pack(state)
         if state.counts is None and not state.bad_sequences and state.position >= state.min_tokens:
             state.record = record
             return record
-        draft = state.draft = _Draft(record)
+        live = state.live_row = _LiveRow(record)
     if state.counts is not None:
         ids, counts = state.counts.addresses
-        _SEEN.pack_into(draft.data, _SEEN_AT, ids, state.counts.num, counts)
+        _SEEN.pack_into(live.data, _SEEN_AT, ids, state.counts.num, counts)
     if state.bad_sequences:
-        draft.completing = np.array(state.completing_ids(), np.int64)
-        _LIST.pack_into(draft.data, _COMPLETING_AT, draft.completing.ctypes.data, len(draft.completing))
+        live.completing = np.array(state.completing_ids(), np.int64)
+        _LIST.pack_into(live.data, _COMPLETING_AT, live.completing.ctypes.data, len(live.completing))
     if state.stop_token_ids is not None and state.position >= state.min_tokens:
-        _LIST.pack_into(draft.data, _STOP_AT, 0, 0)
-    return draft.data
+        _LIST.pack_into(live.data, _STOP_AT, 0, 0)
+    return live.data
 
 
 def _pack(state: SamplingState) -> bytes:

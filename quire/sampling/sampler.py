@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.protocol import NO_TOKEN_LEFT, TokenLogprobs
+from quire.protocol.step import NO_TOKEN_LEFT, TokenLogprobs
 from quire.sampling import native
 from quire.sampling.logprobs import row_logprobs
 from quire.sampling.processing import RowError, float32_array, process_logits

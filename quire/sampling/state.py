@@ -119,7 +119,7 @@ class SamplingState:
         )
         # The native sampler's copy of all this (native.py): for good, or to be brought up to date at every step.
         self.record: bytes | None = None
-        self.draft: Any = None
+        self.live_row: Any = None
         for token_id in output_token_ids:
             self.append(token_id)
 

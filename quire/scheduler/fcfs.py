@@ -3,7 +3,7 @@
 Registered in `quire.scheduler.policy`.
 """
 
-from quire.protocol import NewRequest
+from quire.protocol.step import NewRequest
 
 
 class FirstComeFirstServed:

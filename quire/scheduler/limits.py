@@ -6,7 +6,7 @@ The scheduler asks before it takes a request, so that nothing waits for what can
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
-from quire.protocol import NewRequest
+from quire.protocol.step import NewRequest
 
 
 def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManager) -> None:

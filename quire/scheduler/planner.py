@@ -7,8 +7,8 @@ nothing of results, and of requests only what their policy makes of them.
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
 from quire.kvcache.manager import NO_MATCH, KVManager, PrefixMatch
-from quire.protocol import StepPlan
-from quire.scheduler.draft import PlanDraft
+from quire.protocol.step import StepPlan
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.policy import POLICIES
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceStatus
@@ -49,17 +49,17 @@ class Planner:
 
     def plan(self, step_id: int) -> StepPlan:
         """The next step. Schedules something whenever there is any sequence."""
-        draft = PlanDraft(self._config.max_num_batched_tokens)
+        builder = PlanBuilder(self._config.max_num_batched_tokens)
         self._reason = None
         if self._config.enable_chunked_prefill:
-            self._continue_running(draft)
-            self._admit_waiting(draft)
+            self._continue_running(builder)
+            self._admit_waiting(builder)
         else:
-            self._admit_waiting(draft)
-            if not draft.scheduled:
-                self._continue_running(draft)
+            self._admit_waiting(builder)
+            if not builder.scheduled:
+                self._continue_running(builder)
         removed, self._removed = self._removed, []
-        return draft.plan(step_id, removed, self._kv.end_plan())
+        return builder.plan(step_id, removed, self._kv.end_plan())
 
     def start(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which has got its blocks, to those that run."""
@@ -106,7 +106,7 @@ class Planner:
         }
         return f"{reason}: {numbers[reason]}"
 
-    def _continue_running(self, draft: PlanDraft) -> None:
+    def _continue_running(self, builder: PlanBuilder) -> None:
         """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them."""
         running, append = self.running.items, self._kv.append
         behind: list[Sequence] = []
@@ -120,26 +120,26 @@ class Planner:
                 continue
             while (blocks := append(sequence.table, start, start + 1)) is None:
                 # The last of the queue is not in the plan yet: it is behind, still to be looked at, or this one itself.
-                self._preempt(running[-1], draft)
+                self._preempt(running[-1], builder)
                 self._reason = "blocks"  # and so nobody is admitted: that would take what was just made free
                 if sequence.status is not SequenceStatus.RUNNING:
                     break
             else:
-                draft.add(sequence, 1, blocks)
+                builder.add(sequence, 1, blocks)
         for sequence in behind:
             # None of them was preempted above, and their blocks were all allocated at admission.
-            if draft.budget:
+            if builder.budget:
                 num_left = sequence.num_tokens - sequence.num_computed_tokens
-                draft.add(sequence, self._chunk(num_left, draft.budget), [])
+                builder.add(sequence, self._chunk(num_left, builder.budget), [])
 
-    def _admit_waiting(self, draft: PlanDraft) -> None:
+    def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order until there is a reason not to."""
         while self.waiting.items and self._reason is None:
-            self._reason = self._try_admit(self.waiting.items[0], draft)
+            self._reason = self._try_admit(self.waiting.items[0], builder)
 
-    def _try_admit(self, sequence: Sequence, draft: PlanDraft) -> str | None:
+    def _try_admit(self, sequence: Sequence, builder: PlanBuilder) -> str | None:
         """Admit the first waiting sequence, with blocks for all its tokens, or say why not."""
-        if not draft.budget:
+        if not builder.budget:
             return "budget"
         if len(self.running) >= self.max_running and not self._outranked_by(sequence):
             return "capacity"
@@ -149,10 +149,10 @@ class Planner:
             return "prefix"
         num_cached = len(match.block_ids) * self._kv.block_size
         num_left = sequence.num_tokens - num_cached
-        num_new = self._chunk(num_left, draft.budget)
+        num_new = self._chunk(num_left, builder.budget)
         if num_new < num_left and not self._config.enable_chunked_prefill:
             return "budget"
-        if not self._make_room(sequence, match, draft):
+        if not self._make_room(sequence, match, builder):
             return "blocks"
         self._kv.allocate(table, match)
         sequence.num_computed_tokens = num_cached
@@ -161,14 +161,14 @@ class Planner:
             group.num_cached_tokens = num_cached
             self.prefix_cache_hits += num_cached
             self.prefix_cache_queries += sequence.num_tokens
-        draft.add(sequence, num_new, [])
+        builder.add(sequence, num_new, [])
         return None
 
     def _chunk(self, num_left: int, budget: int) -> int:
         """Tokens of one sequence that go in this step."""
         return min(num_left, budget, self._config.long_prefill_token_threshold or num_left)
 
-    def _make_room(self, sequence: Sequence, match: PrefixMatch, draft: PlanDraft) -> bool:
+    def _make_room(self, sequence: Sequence, match: PrefixMatch, builder: PlanBuilder) -> bool:
         """Whether place and blocks for a waiting sequence are there; preempts worse ones if the policy says so."""
         num_spare = self._num_spare_blocks if self.running.items else 0
         num_short = self._kv.shortage(sequence.table, match) + num_spare
@@ -180,7 +180,7 @@ class Planner:
         while len(self.running) >= self.max_running or self._kv.shortage(sequence.table, match) > 0:
             if not outranked:
                 return False
-            self._preempt(outranked.pop(), draft)
+            self._preempt(outranked.pop(), builder)
         return True
 
     def _outranked_by(self, sequence: Sequence) -> list[Sequence]:
@@ -191,9 +191,9 @@ class Planner:
             first -= 1
         return running[first:]
 
-    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Back to the waiting, without blocks; all its tokens, outputs included, will be computed again."""
-        draft.drop(sequence)
+        builder.drop(sequence)
         self._withdraw(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_computed_tokens = 0

@@ -6,7 +6,7 @@ The scheduler asks a policy for each request's place once, when the request is a
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from quire.protocol import NewRequest
+from quire.protocol.step import NewRequest
 from quire.scheduler.fcfs import FirstComeFirstServed
 from quire.scheduler.priority import Priority
 

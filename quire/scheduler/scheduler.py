@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
-from quire.protocol import NewRequest, PromptLogprobs, SequenceOutput, StepPlan, StepResult, TokenLogprobs
+from quire.protocol.step import NewRequest, PromptLogprobs, SequenceOutput, StepPlan, StepResult, TokenLogprobs
 from quire.scheduler.limits import check_request_fits
 from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from quire.kvcache.manager import BlockTable
-from quire.protocol import NewRequest, NewSequence
+from quire.protocol.step import NewRequest, NewSequence
 
 
 class SequenceStatus(Enum):

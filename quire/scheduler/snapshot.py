@@ -5,7 +5,7 @@ The engine core takes one when the live view asks. It changes nothing.
 
 import time
 
-from quire.metrics.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.protocol.stats import EngineSnapshot, EngineStats, SequenceSnapshot
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 

@@ -7,7 +7,7 @@ that nothing of one request is left for another. It knows nothing of the schedul
 
 import numpy as np
 
-from quire.protocol import BlockCopy, NewSequence, ScheduledSequence
+from quire.protocol.step import BlockCopy, NewSequence, ScheduledSequence
 from quire.sampling.state import SamplingState
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.worker.memory import huge_pages
+from quire.worker.pages import huge_pages
 
 logger = logging.getLogger(__name__)
 

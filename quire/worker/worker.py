@@ -13,15 +13,16 @@ import torch
 from quire.attention.registry import select_backend
 from quire.config.engine_args import EngineConfig
 from quire.errors import ConfigError
-from quire.models.recorded import RecordedModel
+from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
 from quire.ops.native.library import TORCH, choose_level, prefault, set_level, set_num_threads
-from quire.protocol import StepPlan, StepResult
+from quire.protocol.cache import MemoryReport
+from quire.protocol.step import StepPlan, StepResult
 from quire.quantization.registry import select_formats
-from quire.utils.memory import available_memory_bytes
-from quire.worker.memory import MemoryReport, huge_pages, keep_freed_memory
-from quire.worker.model_runner import ModelRunner
+from quire.utils.host_memory import available_memory_bytes
+from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.rows import RowTable
+from quire.worker.runner import ModelRunner
 from quire.worker.weight_loader import LoadReport, load_model_weights
 from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
 
@@ -117,9 +118,9 @@ class Worker:
         shape, dtype = self._cache_shape(num_blocks), self._backend.kv_cache_dtype(self._model.dtype)
         caches = [huge_pages(shape, dtype) for _ in range(self._model.num_layers)]
         table = RowTable(self._config.scheduler.max_num_seqs, max_model_len, self._config.args.block_size)
-        model: CausalLM | RecordedModel = self._model
+        model: CausalLM | CompiledModel = self._model
         if self.kernels != TORCH:
-            model = RecordedModel(self._model)
+            model = CompiledModel(self._model)
             model.reserve(min(self._config.scheduler.max_num_batched_tokens, TOUCHED_ACTIVATIONS))
             # The pool hands out its first blocks first.
             touched = min(num_blocks, TOUCHED_TOKENS // self._config.args.block_size)

@@ -21,7 +21,7 @@ BY_TEXT = {"tokenizer_backend": None, "tokenized_requests": False}
 AT_ONCE = {"num_concurrent": 4, "batch_size": 4}
 
 
-class Recorder(LocalCompletionsAPI):
+class ProgramBuilder(LocalCompletionsAPI):
     """Keeps what it was asked, in tokens, and what it answered."""
 
     def __init__(self, **options: Any) -> None:
@@ -35,13 +35,13 @@ class Recorder(LocalCompletionsAPI):
         return results
 
 
-def evaluate(model: Recorder, *tasks: str) -> Any:
+def evaluate(model: ProgramBuilder, *tasks: str) -> Any:
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     names = [f"quire_{task}" for task in tasks]
     return lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, bootstrap_iters=0)
 
 
-def check_scores(model: Recorder) -> None:
+def check_scores(model: ProgramBuilder) -> None:
     requests = [[context, continuation] for context, continuation, _, _ in model.scores]
     command = [harness.PYTHON, str(Path(__file__).with_name("offline_logprobs.py"))]
     output = subprocess.run(command, input=json.dumps(requests), stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -53,7 +53,7 @@ def check_scores(model: Recorder) -> None:
 
 
 def loglikelihoods() -> None:
-    model = Recorder(**BY_TOKENS)
+    model = ProgramBuilder(**BY_TOKENS)
     results = evaluate(model, "choice", "rolling")["results"]
     assert results["quire_choice"]["acc,none"] >= 0.8, results
     assert results["quire_rolling"]["bits_per_byte,none"] > 0
@@ -61,7 +61,7 @@ def loglikelihoods() -> None:
 
 
 def loglikelihoods_at_once_by_the_servers_tokenizer() -> None:
-    model = Recorder(**AT_ONCE)
+    model = ProgramBuilder(**AT_ONCE)
     assert model.tokenizer_backend == "remote"
     evaluate(model, "choice", "rolling")
     check_scores(model)
@@ -69,13 +69,13 @@ def loglikelihoods_at_once_by_the_servers_tokenizer() -> None:
 
 def generations() -> None:
     by_tokens, by_text, at_once = (
-        generated(Recorder(**options)) for options in (BY_TOKENS, BY_TEXT, {**BY_TOKENS, **AT_ONCE})
+        generated(ProgramBuilder(**options)) for options in (BY_TOKENS, BY_TEXT, {**BY_TOKENS, **AT_ONCE})
     )
     assert by_tokens == by_text == at_once
     assert all(text and "." not in text and "\n" not in text for text in by_tokens), by_tokens
 
 
-def generated(model: Recorder) -> list[str]:
+def generated(model: ProgramBuilder) -> list[str]:
     samples = evaluate(model, "generate")["samples"]["quire_generate"]
     return [sample["resps"][0][0] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, RequestOutputKind, SamplingParams
-from quire.engine.core_process import ProcessClient
+from quire.engine.clients.process import ProcessClient
 from quire.errors import (
     ConfigError,
     EngineDeadError,
@@ -183,7 +183,7 @@ def test_a_refused_request_says_why_and_harms_nobody(engine: Engine) -> None:
 def test_a_chat_template_from_a_stranger_is_killed_when_it_hangs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.template_process.SECONDS", 1.5)
+    monkeypatch.setattr("quire.text.render_child.SECONDS", 1.5)
     hang = (
         "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
         "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"

@@ -190,7 +190,7 @@ def test_cache_salt_keeps_prefixes_apart() -> None:
 
 
 def test_a_request_whose_state_breaks_fails_alone(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.worker import model_runner
+    from quire.worker import runner as model_runner
 
     class Fragile(model_runner.SamplingState):
         def __init__(self, params: SamplingParams, *args, **options) -> None:

@@ -14,9 +14,9 @@ import transformers.utils.chat_template_utils as theirs_module
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from quire.engine import template_sandbox
-from quire.engine.chat_template import ChatTemplate, iterates_content
 from quire.errors import InvalidRequestError
+from quire.text import sandbox as template_sandbox
+from quire.text.template import ChatTemplate, iterates_content
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat_templates"
 REAL = sorted(path.name for path in SHARED.glob("*.jinja"))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.text_stream import clean_up_spaces
-from quire.engine.tokenizer import Tokenizer, load_tokenizer
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.streams import clean_up_spaces
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "tokenizers"
 REAL = ["gpt2", "llama-2", "llama-3", "mistral-v3", "qwen3"]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
-from quire.models.recorded import RecordedModel
+from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM, build_model
 from quire.ops.native.library import TORCH
 from quire.quantization.packed import Packed
@@ -175,7 +175,7 @@ class Ours:
     """Our model of a saved one, loaded."""
 
     model: CausalLM
-    run: CausalLM | RecordedModel  # the model itself, or its recording
+    run: CausalLM | CompiledModel  # the model itself, or its recording
     backend: AttentionBackend[Any]
 
 
@@ -188,7 +188,7 @@ def build_ours(directory: Path, dtype: str = "float32", kernels: str = TORCH, **
     loaded = model.load_weights(checkpoint(directory))
     assert loaded == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights
-    return Ours(model, RecordedModel(model) if native else model, backend)
+    return Ours(model, CompiledModel(model) if native else model, backend)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

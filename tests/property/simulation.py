@@ -22,7 +22,7 @@ from quire.config.cache import CacheConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
-from quire.protocol import (
+from quire.protocol.step import (
     NewRequest,
     NewSequence,
     PromptLogprobs,

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.pool import BlockPool
 
 NUM_BLOCKS = 6
 HASHES = st.integers(0, 4).map(lambda number: bytes([number]) * 32)

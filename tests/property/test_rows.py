@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from quire import SamplingParams
-from quire.protocol import BlockCopy, NewSequence, ScheduledSequence, StepPlan
+from quire.protocol.step import BlockCopy, NewSequence, ScheduledSequence, StepPlan
 from quire.sampling.state import SamplingState
-from quire.worker.input_batch import gather
+from quire.worker.gather import gather
 from quire.worker.rows import RowTable
 
 NUM_ROWS, MAX_LEN, BLOCK_SIZE, VOCAB = 4, 24, 4, 50

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from simulation import STOP_TOKENS, USER_STOP_TOKEN, World, make_world
 
-from quire.protocol import NewRequest
+from quire.protocol.step import NewRequest
 from quire.sampling_params import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)  # few different ones, so that prefixes are shared

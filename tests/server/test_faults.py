@@ -70,7 +70,7 @@ async def begin_all(server: RunningServer, count: int = NUM_STREAMS, **fields: A
 def engine_of(server: RunningServer) -> int:
     """The process id of its engine."""
     for pid in server.processes():
-        if b"core_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"clients.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("there is no engine process")
 
@@ -295,7 +295,7 @@ def test_engine_hangs(start_server: Starter, sockets: dict[str, str]) -> None:
 
 SABOTAGE = """
 import os, signal, sys, time
-if sys.orig_argv[-1] in ("quire.engine.core_process", "thread"):
+if sys.orig_argv[-1] in ("quire.engine.clients.process", "thread"):
     from quire.engine.core import EngineCore
     step, count = EngineCore.step, 0
     def no_memory(plan):
@@ -343,7 +343,7 @@ def test_one_request_fails_alone(start_server: Starter, tmp_path: Path) -> None:
     """What the engine can't compute for one request, or can't even take, is that request's error."""
     text = """
     import sys
-    if sys.orig_argv[-1] == "quire.engine.core_process":
+    if sys.orig_argv[-1] == "quire.engine.clients.process":
         from quire.scheduler.scheduler import Scheduler
         add = Scheduler.add
         def broken(self, request):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import quire
 from quire.errors import ConfigError
-from quire.utils.memory import available_memory_bytes
+from quire.utils.host_memory import available_memory_bytes
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "sve")
 _VARIABLES = re.compile(

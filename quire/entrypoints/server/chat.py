@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from quire.engine.chat_template import ChatTemplate
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.responses import (
@@ -37,6 +36,7 @@ from quire.entrypoints.server.sse import CONTENT_TYPES, DONE, event, respond
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.text.template import ChatTemplate
 
 router = APIRouter(route_class=JsonRoute)
 

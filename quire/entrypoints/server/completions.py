@@ -15,7 +15,6 @@ from msgspec import UNSET
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.input_processor import TokensPrompt
-from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.responses import (
@@ -35,6 +34,7 @@ from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Response
 from starlette.responses import PlainTextResponse
 
 import quire
-from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.info_requests import (
     DetokenizeRequest,
@@ -27,6 +26,7 @@ from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.metrics.prometheus import render
+from quire.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
 State = Annotated[ServerState, Depends(get_state)]

@@ -28,14 +28,14 @@ import quire
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
-from quire.engine.chat_template import ChatTemplate
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.connection import connection_class
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.metrics.log_line import throughput_line
-from quire.metrics.recorder import ServingMetrics
+from quire.metrics.serving import ServingMetrics
+from quire.text.template import ChatTemplate
 from quire.utils.logs import configure_logging
 
 logger = logging.getLogger("quire")

@@ -23,7 +23,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.state import get_state
 from quire.errors import EngineDeadError
 from quire.metrics.live import BlockMap, Second
-from quire.metrics.stats import EngineStats, SequenceSnapshot
+from quire.protocol.stats import EngineStats, SequenceSnapshot
 
 logger = logging.getLogger("quire")
 router = APIRouter(include_in_schema=False)

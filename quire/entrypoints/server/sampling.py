@@ -12,12 +12,12 @@ import msgspec
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.input_processor import TokensPrompt
-from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.errors import InvalidRequestError
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 # Fields that mean the same here and there.
 _SAME = sorted(GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__))

@@ -1,9 +1,9 @@
 """Programs: a model's forward pass as a list of kernel calls, recorded once and then run in one call a step.
 
 Recording runs the model's own `forward` with `Value`s in place of tensors: each operation of `quire.ops` appends
-itself to the `Recorder` that the value belongs to. Neighbours are fused where a kernel does both (a product with the
-activation or the residual sum after it). `Recorder.finish` assigns the buffers and makes the `Program`, which the
-worker runs. As a CUDA graph would, it leaves Python out of the step; sizes are free, though.
+itself to the `ProgramBuilder` that the value belongs to. Neighbours are fused where a kernel does both (a product with
+the activation or the residual sum after it). `ProgramBuilder.finish` assigns the buffers and makes the `Program`, which
+the worker runs. As a CUDA graph would, it leaves Python out of the step; sizes are free, though.
 """
 
 import ctypes
@@ -36,25 +36,25 @@ MAX_HEAD_DIM = 512  # as kMaxHeadDim in csrc/elementwise.h
 class StepIndex:
     """In place of the tensor of token ids, or of positions plus an offset."""
 
-    recorder: "Recorder"
+    builder: "ProgramBuilder"
     by_position: bool
     offset: int = 0
 
     def __add__(self, offset: int) -> "StepIndex":
-        return StepIndex(self.recorder, self.by_position, self.offset + offset)
+        return StepIndex(self.builder, self.by_position, self.offset + offset)
 
 
 class Value:
     """In place of an activation [T, width], T being the step's number of tokens."""
 
-    def __init__(self, recorder: "Recorder", width: int, type: Type) -> None:
-        self.recorder = recorder
+    def __init__(self, builder: "ProgramBuilder", width: int, type: Type) -> None:
+        self.builder = builder
         self.width = width
         self.type = type
         self.fused = False  # no longer computed: only what followed it is
 
     def __add__(self, other: "Value") -> "Value":
-        return self.recorder.add(self, other)
+        return self.builder.add(self, other)
 
 
 def recorded(value: Value | StepIndex) -> Tensor:
@@ -96,7 +96,7 @@ class _Step:
     other: Value | None = None
 
 
-class Recorder:
+class ProgramBuilder:
     """Collects the instructions of one program.
 
     Args:
@@ -271,7 +271,7 @@ def _values(step: _Step) -> list[Value]:
 
 @dataclass(frozen=True)
 class StepData:
-    """A step as the kernels see it; contiguous int64 tensors, shaped as in `quire.attention.backend.AttentionBatch`."""
+    """A step as the kernels see it; contiguous int64 tensors, shaped as in `quire.attention.base.AttentionBatch`."""
 
     ids: Tensor
     positions: Tensor
@@ -304,7 +304,7 @@ class Caches:
 
 
 class Program:
-    """A recorded program. Made by `Recorder.finish`; runs on the level that was in use then."""
+    """A recorded program. Made by `ProgramBuilder.finish`; runs on the level that was in use then."""
 
     def __init__(
         self,

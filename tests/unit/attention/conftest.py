@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.attention.backend import AttentionBackend
+from quire.attention.base import AttentionBackend
 from quire.attention.registry import select_backend
 from quire.ops.native.library import TORCH, current_level, levels, set_level
 

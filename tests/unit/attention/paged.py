@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch
 
 
 @dataclass

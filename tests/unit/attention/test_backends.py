@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged import alone, attend, dense, make_sequences, mixed, poisoned_cache, variants, whole
 
-from quire.attention.backend import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.native import NativeBackend
 from quire.attention.reference import ReferenceBackend
 from quire.attention.registry import select_backend

@@ -7,10 +7,10 @@ from paged import Sequence, alone, attend, dense, make_sequences, mixed, poisone
 from torch import Tensor
 
 from quire import ops
-from quire.attention.backend import AttentionBatch
+from quire.attention.base import AttentionBatch
 from quire.attention.native import NativeBackend, step_data
 from quire.ops.native.library import set_num_threads
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, Recorder
+from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder
 from quire.ops.native.structs import TYPE_OF
 
 INT8 = NativeBackend(int8=True)
@@ -113,11 +113,11 @@ class Layer:
         self.heads, self.dtype = HeadShape(4, 2, head_dim), dtype
 
     def program(self) -> Program:
-        recorder = Recorder(self.dtype)
-        qkv = recorder.input(8 * self.heads.head_dim)
+        builder = ProgramBuilder(self.dtype)
+        qkv = builder.input(8 * self.heads.head_dim)
         preparation = Preparation(*self.norms, 1e-5, self.table)
-        prepared = recorder.prepare(qkv, self.heads, preparation, layer=0)
-        return recorder.finish(recorder.attend(prepared, self.heads, layer=0, scale=0.3, window=30))
+        prepared = builder.prepare(qkv, self.heads, preparation, layer=0)
+        return builder.finish(builder.attend(prepared, self.heads, layer=0, scale=0.3, window=30))
 
     def expected(self, sequence: Sequence) -> Tensor:
         query, key, value = (x.float() for x in (sequence.query, sequence.key, sequence.value))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from paged import alone, attend, dense, make_sequences, mixed, whole
 
-from quire.attention.backend import AttentionBatch
+from quire.attention.base import AttentionBatch
 from quire.attention.reference import ReferenceBackend
 
 BACKEND = ReferenceBackend()

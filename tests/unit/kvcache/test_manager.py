@@ -7,7 +7,7 @@ import pytest
 from quire.config.cache import CacheConfig
 from quire.errors import ConfigError
 from quire.kvcache.manager import NO_MATCH, BlockTable, KVManager
-from quire.protocol import BlockCopy
+from quire.protocol.step import BlockCopy
 
 SIZE = 4
 ids = itertools.count()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBackend
+from quire.attention.base import AttentionBackend
 from quire.errors import ModelLoadError
 from quire.layers.attention import Attention, HeadLayout, SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding

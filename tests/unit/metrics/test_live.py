@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from quire.metrics.live import NUM_SECONDS, BlockMap
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineStats
+from quire.metrics.serving import ServingMetrics
+from quire.protocol.stats import EngineStats
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Gives a recorder the engine's figures at a time."""
 
     def give(metrics: ServingMetrics, now: float, running: int, queries: int = 0, hits: int = 0) -> None:
-        monkeypatch.setattr("quire.metrics.recorder.time.monotonic", lambda: now)
+        monkeypatch.setattr("quire.metrics.serving.time.monotonic", lambda: now)
         metrics.on_engine_stats(EngineStats(running, 0, running / 10, 0, queries, hits, {}))
 
     return give

@@ -3,8 +3,8 @@
 import pytest
 
 from quire.metrics.log_line import throughput_line
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineStats
+from quire.metrics.serving import ServingMetrics
+from quire.protocol.stats import EngineStats
 
 
 def stats(running: int = 0, queries: int = 0, hits: int = 0, **reasons: int) -> EngineStats:

@@ -8,8 +8,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.prometheus import render
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineStats
+from quire.metrics.serving import ServingMetrics
+from quire.protocol.stats import EngineStats
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
 # Those of vLLM that its dashboard and the autoscalers read.
@@ -88,7 +88,7 @@ def test_the_process(families: dict[str, Metric]) -> None:
 
 def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
     code = (
-        "import sys, quire.metrics.recorder, quire.metrics.log_line, quire.metrics.live\n"
+        "import sys, quire.metrics.serving, quire.metrics.log_line, quire.metrics.live\n"
         "print({'torch', 'prometheus_client', 'fastapi'} & {name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

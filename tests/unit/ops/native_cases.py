@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.ops.native.library import loaded_library, set_num_threads
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import Program, Recorder, StepData, Value
+from quire.ops.native.program import Program, ProgramBuilder, StepData, Value
 from quire.ops.native.structs import Epilogue, Type
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,9 +66,9 @@ def run(program: Program, inputs: list[Tensor], width: int, dtype: torch.dtype, 
 
 def elementwise(function: Callable[[Value], Value], x: Tensor) -> Tensor:
     """What `function`, recorded, makes of the rows of x."""
-    recorder = Recorder(x.dtype)
-    value = function(recorder.input(x.shape[1]))
-    return run(recorder.finish(value), [x], value.width, x.dtype)
+    builder = ProgramBuilder(x.dtype)
+    value = function(builder.input(x.shape[1]))
+    return run(builder.finish(value), [x], value.width, x.dtype)
 
 
 class Product:
@@ -84,16 +84,16 @@ class Product:
         residual: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        recorder = Recorder(dtype)
-        x = recorder.input(matrix.cols)
-        others = [recorder.input(matrix.rows)] if residual else []
-        value = recorder.linear(x, matrix, bias, out_dtype)
+        builder = ProgramBuilder(dtype)
+        x = builder.input(matrix.cols)
+        others = [builder.input(matrix.rows)] if residual else []
+        value = builder.linear(x, matrix, bias, out_dtype)
         if function is not Epilogue.NONE:
-            value = recorder.activation(value, function)
+            value = builder.activation(value, function)
         for other in others:
-            value = recorder.add(value, other)
+            value = builder.add(value, other)
         self.width, self.dtype = value.width, out_dtype or dtype
-        self.program = recorder.finish(value)
+        self.program = builder.finish(value)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         return run(self.program, list(inputs), self.width, self.dtype)

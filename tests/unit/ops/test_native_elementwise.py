@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.attention.native import NativeBackend
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, Recorder, StepData
+from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder, StepData
 from quire.ops.native.structs import TYPE_OF, Type
 
 SIZES = [1, 2, 7, 40, 100, 128, 257, 1000]
@@ -21,7 +21,7 @@ ROWS = [1, 2, 7, 8, 9, 33, 70]
 class Case(NamedTuple):
     """An operation on rows of x."""
 
-    operation: Callable[[Any], Any]  # of tensors, and of a recorder's values
+    operation: Callable[[Any], Any]  # of tensors, and of a builder's values
     exact: Callable[[Tensor], Tensor]  # the same in fp64
     error: float = 1e-6  # in fp32, of results of magnitude 1
 
@@ -95,15 +95,15 @@ def test_sum_and_its_norm(level: str, norm: str, dtype: torch.dtype, size: int) 
     """The residual stream: both the norm of the sum, and the sum."""
     x, residual, weight = (draw(19, size, dtype=dtype, seed=seed) for seed in range(3))
     weight = weight[0].clone()
-    recorder = Recorder(dtype)
-    pair: Any = recorder.input(size), recorder.input(size)
+    builder = ProgramBuilder(dtype)
+    pair: Any = builder.input(size), builder.input(size)
     if norm == "rms":
         normed, total = ops.add_rms_norm(*pair, weight, 1e-5)
         expected = rms((x + residual).double(), weight)
     else:
         normed, total = ops.add_layer_norm(*pair, weight, None, 1e-5)
         expected = F.layer_norm((x + residual).double(), (size,), weight.double(), None, 1e-5)
-    found = run(recorder.finish(normed + total), [x, residual], size, dtype)
+    found = run(builder.finish(normed + total), [x, residual], size, dtype)
     exact = expected + (x + residual).double()
     assert_near(found, exact, 1e-5 + expected.abs() * EPSILON[dtype], roundings=2)
 
@@ -143,9 +143,9 @@ def test_embedding(level: str, dtype: torch.dtype, type: Type, size: int) -> Non
     positions = torch.arange(41) + 4
 
     def lookup(by_position: bool, offset: int = 0) -> Tensor:
-        recorder = Recorder(dtype)
-        index = (recorder.positions if by_position else recorder.ids) + offset
-        program = recorder.finish(recorder.embedding(index, table))
+        builder = ProgramBuilder(dtype)
+        index = (builder.positions if by_position else builder.ids) + offset
+        program = builder.finish(builder.embedding(index, table))
         return run(program, [], size, dtype, step_of(ids, positions))
 
     rows = table.unpack().to(dtype)
@@ -168,10 +168,10 @@ def test_queries_are_normed_and_rotated_in_place(
     cos_sin = at_page_end(torch.cat((angles[:, : rotary_dim // 2].cos(), angles[:, rotary_dim // 2 :].sin()), 1))
     weight = draw(head_dim, dtype=dtype, seed=1)
     q_norm, k_norm = (weight, weight * 2) if norms else (None, None)
-    recorder = Recorder(dtype)
-    qkv = recorder.input(5 * head_dim)
-    prepared = recorder.prepare(qkv, heads, Preparation(q_norm, k_norm, 1e-5, cos_sin), layer=0)
-    program = recorder.finish(recorder.attend(prepared, heads, layer=0, scale=1.0, window=None))
+    builder = ProgramBuilder(dtype)
+    qkv = builder.input(5 * head_dim)
+    prepared = builder.prepare(qkv, heads, Preparation(q_norm, k_norm, 1e-5, cos_sin), layer=0)
+    program = builder.finish(builder.attend(prepared, heads, layer=0, scale=1.0, window=None))
     positions = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:num_tokens]
     x = draw(num_tokens, 5 * head_dim, dtype=dtype)
     found = prepare(program, x, positions, head_dim)

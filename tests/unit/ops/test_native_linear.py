@@ -18,7 +18,7 @@ from native_cases import (
 )
 from torch import Tensor
 
-from quire.ops.native.program import Recorder
+from quire.ops.native.program import ProgramBuilder
 from quire.ops.native.structs import Epilogue, Type
 
 
@@ -150,13 +150,13 @@ def test_magnitudes_far_apart(level: str) -> None:
 
 
 def test_widths_must_agree(level: str) -> None:
-    recorder, matrix = Recorder(torch.float32), packed(draw(5, 8), Type.F32)
+    builder, matrix = ProgramBuilder(torch.float32), packed(draw(5, 8), Type.F32)
     with pytest.raises(ValueError, match=r"a matrix \[5, 8\] can't multiply rows of 9"):
-        recorder.linear(recorder.input(9), matrix, None)
+        builder.linear(builder.input(9), matrix, None)
 
 
 @pytest.mark.parametrize("bias", [draw(6), draw(5).bfloat16(), draw(10)[::2]], ids=["size", "type", "stride"])
 def test_a_bias_must_fit(level: str, bias: Tensor) -> None:
-    recorder, matrix = Recorder(torch.float32), packed(draw(5, 8), Type.F32)
+    builder, matrix = ProgramBuilder(torch.float32), packed(draw(5, 8), Type.F32)
     with pytest.raises(ValueError, match=r"expected 5 contiguous torch\.float32"):
-        recorder.linear(recorder.input(8), matrix, bias)
+        builder.linear(builder.input(8), matrix, bias)

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire import ops
 from quire.attention.native import NativeBackend
 from quire.ops.native.library import library, set_level
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, Recorder, StepData, StepIndex, Value
+from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder, StepData, StepIndex, Value
 from quire.ops.native.structs import Epilogue, Type
 
 F32 = torch.float32
@@ -28,22 +28,22 @@ def test_a_fused_product_is_the_product_and_then_the_rest(level: str) -> None:
     matrix, x, residual = packed(draw(64, 45), Type.F32), draw(40, 45), draw(40, 64, seed=1)
     plain = Product(matrix, F32)(x)
     for function in (Epilogue.GELU, Epilogue.GELU_TANH, Epilogue.RELU, Epilogue.SILU_MUL):
-        alone = elementwise(lambda v, function=function: v.recorder.activation(v, function), plain)
+        alone = elementwise(lambda v, function=function: v.builder.activation(v, function), plain)
         assert torch.equal(Product(matrix, F32, function=function)(x), alone), function
     assert torch.equal(Product(matrix, F32, residual=True)(x, residual), plain + residual)
 
 
 def test_a_value_is_gone_once_it_is_fused(level: str) -> None:
-    recorder, matrix = Recorder(F32), packed(draw(8, 8), Type.F32)
-    x = recorder.input(8)
-    product = recorder.linear(x, matrix, None)
-    recorder.activation(product, Epilogue.RELU)
+    builder, matrix = ProgramBuilder(F32), packed(draw(8, 8), Type.F32)
+    x = builder.input(8)
+    product = builder.linear(x, matrix, None)
+    builder.activation(product, Epilogue.RELU)
     with pytest.raises(AssertionError, match="used after it was fused"):
-        recorder.norm(product, None, None, 1e-5, subtract_mean=True)
-    product = recorder.linear(x, matrix, None)
-    recorder.add(product, x)
+        builder.norm(product, None, None, 1e-5, subtract_mean=True)
+    product = builder.linear(x, matrix, None)
+    builder.add(product, x)
     with pytest.raises(AssertionError, match="used after it was fused"):
-        recorder.add(x, product)
+        builder.add(x, product)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,16 +51,16 @@ def test_a_value_is_gone_once_it_is_fused(level: str) -> None:
 def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, seed: int) -> None:
     """Random programs, whose values outlive each other in every order, against the same in fp64."""
     rng = random.Random(seed)
-    recorder = Recorder(dtype)
+    builder = ProgramBuilder(dtype)
     inputs = [draw(11, 24, dtype=dtype, seed=i) for i in range(2)]
-    values: list[Any] = [recorder.input(24) for _ in inputs]
+    values: list[Any] = [builder.input(24) for _ in inputs]
     exact = [x.double() for x in inputs]
     for i in range(25):
         a, b = rng.randrange(len(values)), rng.randrange(len(values))
         kind = rng.choice(["linear", "gelu", "norm", "add", "add"])
         if kind == "linear":  # the product itself may be fused to what follows, so only the sum is kept
             matrix = packed(draw(24, 24, seed=i) * 0.2, Type.BF16)
-            values.append(recorder.linear(values[a], matrix, None) + values[b])
+            values.append(builder.linear(values[a], matrix, None) + values[b])
             exact.append(exact[a] @ matrix.unpack().double().t() + exact[b])
         elif kind == "add":
             values.append(values[a] + values[b])
@@ -74,7 +74,7 @@ def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, 
             exact.append(fp64[kind](exact[a]))
     out = torch.full((11, 24), torch.nan, dtype=dtype)
     before = [x.clone() for x in inputs]
-    recorder.finish(values[-1]).run([*inputs, out])
+    builder.finish(values[-1]).run([*inputs, out])
     scale = max(x.abs().max().item() for x in exact)
     assert_near(out, exact[-1], scale * EPSILON[dtype] * 25, roundings=4)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True)), "an input was written to"
@@ -171,8 +171,8 @@ def test_a_forked_child_can_compute(busy: bool) -> None:
 
 
 def adding_program() -> Program:
-    recorder = Recorder(F32)
-    return recorder.finish(recorder.input(6) + recorder.input(6))
+    builder = ProgramBuilder(F32)
+    return builder.finish(builder.input(6) + builder.input(6))
 
 
 GOOD = torch.zeros(4, 6)
@@ -214,15 +214,15 @@ def step(**changes: Any) -> StepData:
 
 def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, Tensor, Tensor, list[Tensor]]:
     """A program of as many layers, the tensors to run it with, and caches."""
-    recorder, heads = Recorder(dtype), HeadShape(4, 2, 8)
-    x = qkv = recorder.input(64)
+    builder, heads = ProgramBuilder(dtype), HeadShape(4, 2, 8)
+    x = qkv = builder.input(64)
     for layer in range(num_layers):
-        qkv = recorder.prepare(qkv, heads, Preparation(), layer=layer)
-        attended = recorder.attend(qkv, heads, layer=layer, scale=1.0, window=None)
+        qkv = builder.prepare(qkv, heads, Preparation(), layer=layer)
+        attended = builder.attend(qkv, heads, layer=layer, scale=1.0, window=None)
     shape = NativeBackend().kv_cache_shape(4, 16, 2, 8)
     caches = [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]
     assert x is qkv
-    return recorder.finish(attended), torch.ones(4, 64, dtype=dtype), torch.zeros(4, 32, dtype=dtype), caches
+    return builder.finish(attended), torch.ones(4, 64, dtype=dtype), torch.zeros(4, 32, dtype=dtype), caches
 
 
 @pytest.mark.parametrize(
@@ -287,13 +287,13 @@ def test_no_rows_no_step(level: str) -> None:
         ),
     ],
 )
-def test_recording_is_checked(level: str, record: Callable[[Recorder, Value], object], message: str) -> None:
-    recorder = Recorder(F32)
+def test_recording_is_checked(level: str, record: Callable[[ProgramBuilder, Value], object], message: str) -> None:
+    builder = ProgramBuilder(F32)
     with pytest.raises(ValueError, match=message):
-        record(recorder, recorder.input(64))
+        record(builder, builder.input(64))
 
 
 def test_plain_tables_cannot_be_looked_up_by_a_program(level: str) -> None:
-    ids: Any = StepIndex(Recorder(F32), by_position=False)
+    ids: Any = StepIndex(ProgramBuilder(F32), by_position=False)
     with pytest.raises(AssertionError, match="packed tables only"):
         ops.embedding(ids, torch.ones(3, 4))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear
-from quire.ops.native.program import Recorder, StepIndex
+from quire.ops.native.program import ProgramBuilder, StepIndex
 from quire.quantization.base import MatrixShape, QuantizationMethod
 from quire.quantization.packed import Packed
 from quire.quantization.registry import select_formats
@@ -39,8 +39,8 @@ def filled_linear(method: QuantizationMethod, dtype: torch.dtype, order: list[st
 
 def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """What a layer computes as a program."""
-    recorder = Recorder(inputs[0].dtype)
-    program = recorder.finish(function(*(recorder.input(x.shape[1]) for x in inputs)))
+    builder = ProgramBuilder(inputs[0].dtype)
+    program = builder.finish(function(*(builder.input(x.shape[1]) for x in inputs)))
     out = torch.empty(inputs[0].shape[0], width, dtype=dtype)
     program.run([*inputs, out])
     return out
@@ -117,9 +117,9 @@ def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> N
     native, plain = (LearnedPositions(9, 40, m, F32, offset=2) for m in (Packed(bits, zeros), twin))
     for layer in (native, plain):
         layer.load("weight", draw(11, 40))
-    index: Any = StepIndex(Recorder(F32), by_position=True)
+    index: Any = StepIndex(ProgramBuilder(F32), by_position=True)
     value: Any = native(index)
-    [step] = value.recorder._steps
+    [step] = value.builder._steps
     assert (step.struct.offset, step.struct.by_position) == (2, 1)
     rows = Packed.matrix(native.weights, native.shape).unpack()
     assert torch.equal(plain(torch.arange(9)), rows[2:])

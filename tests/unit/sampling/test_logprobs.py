@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.protocol import TokenLogprobs
+from quire.protocol.step import TokenLogprobs
 from quire.sampling import SamplingState, prompt_logprobs, sample
 from quire.sampling_params import SamplingParams
 

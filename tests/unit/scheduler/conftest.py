@@ -8,7 +8,7 @@ import pytest
 from quire.config.cache import CacheConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
-from quire.protocol import NewRequest, SequenceOutput, StepPlan, StepResult
+from quire.protocol.step import NewRequest, SequenceOutput, StepPlan, StepResult
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.protocol import StepResult, TokenLogprobs
+from quire.protocol.step import StepResult, TokenLogprobs
 
 
 def numbered(name: str, sample: int) -> int:

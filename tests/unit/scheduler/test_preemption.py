@@ -68,7 +68,7 @@ def test_the_cache_may_help_a_preempted_sequence(driver) -> None:
 
 
 def test_prompt_logprobs_are_delivered_once(driver) -> None:
-    from quire.protocol import PromptLogprobs, TokenLogprobs
+    from quire.protocol.step import PromptLogprobs, TokenLogprobs
 
     def part(start: int, stop: int) -> PromptLogprobs:
         entries = [TokenLogprobs([position], [0.0], [1]) for position in range(start, stop)]

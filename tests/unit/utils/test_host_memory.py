@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.utils.memory import available_memory_bytes, process_rss_bytes
+from quire.utils.host_memory import available_memory_bytes, process_rss_bytes
 
 MIB = 2**20
 

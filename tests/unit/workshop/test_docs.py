@@ -69,7 +69,7 @@ def test_documents_name_what_exists() -> None:
 
 
 def test_a_wrong_name_is_noticed(tmp_path: Path) -> None:
-    text = "`quire.errors.QuireError` `quire.errors.NoSuchError` `quire.nowhere` `quire.protocol.StepPlan.step_id`\n"
+    text = "`quire.errors.QuireError` `quire.errors.NoSuchError` `quire.nowhere` `quire.protocol.step.StepPlan`\n"
     text += "`quire/errors.py` `quire/nowhere.py` `x.y` `quire generate` `quire.errors.ConfigError()`"
     assert unknown_symbols(text) == ["quire.errors.NoSuchError", "quire.nowhere", "quire/nowhere.py"]
     (tmp_path / "page.md").write_text("[a](page.md#x) [b](gone.md) [c](https://example.com/d.md)")

@@ -9,12 +9,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.config.server import ServerArgs
-from quire.engine.tokenizer import Tokenizer, load_tokenizer
 from quire.errors import EngineDeadError
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineSnapshot, EngineStats
+from quire.metrics.serving import ServingMetrics
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.protocol.stats import EngineSnapshot, EngineStats
 from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.utils.hub import resolve_model_path
 
 

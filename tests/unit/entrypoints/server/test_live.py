@@ -15,8 +15,8 @@ from quire.entrypoints.server import live
 from quire.entrypoints.server.live import LiveFeed
 from quire.entrypoints.server.state import get_state
 from quire.errors import EngineDeadError
-from quire.metrics.recorder import ServingMetrics
-from quire.metrics.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.metrics.serving import ServingMetrics
+from quire.protocol.stats import EngineSnapshot, EngineStats, SequenceSnapshot
 
 
 class FakeLLM:

@@ -14,14 +14,14 @@ from fastapi.testclient import TestClient
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
-from quire.engine.core_messages import Abort, Add, Dead, Finish, News, Ready
-from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.chat import ChatService
 from quire.entrypoints.server.completions import CompletionService
 from quire.entrypoints.server.state import ServerState
-from quire.metrics.stats import EngineStats
-from quire.protocol import NewRequest, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
+from quire.protocol.stats import EngineStats
+from quire.protocol.step import NewRequest, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.text.tokenizer import Tokenizer
 
 STATS = EngineStats(0, 0, 0.0, 0, 0, 0, {})
 MAX_LEN = 128

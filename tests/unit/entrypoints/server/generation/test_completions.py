@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.protocol import NO_TOKEN_LEFT
+from quire.protocol.step import NO_TOKEN_LEFT
+from quire.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 TEXT = "Once upon a time there was a café."

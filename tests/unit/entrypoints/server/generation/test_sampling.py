@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.sampling import chat_params, completion_params
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

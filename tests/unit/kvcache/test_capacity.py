@@ -1,7 +1,6 @@
 """The size of the KV cache, from numbers to numbers."""
 
 import json
-import platform
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ import pytest
 from quire import EngineArgs
 from quire.config.engine_args import EngineConfig
 from quire.errors import ConfigError
-from quire.worker.memory import CPU_SHARE, KVPlan, MemoryReport, keep_freed_memory, plan_kv_blocks
+from quire.kvcache.capacity import CPU_SHARE, plan_kv_blocks
+from quire.protocol.cache import KVPlan, MemoryReport
 
 BLOCK = 1 << 20
 
@@ -70,7 +70,3 @@ def test_no_memory_at_all(model_dir) -> None:
     config = resolve(model_dir)
     with pytest.raises(ConfigError, match="no memory for the KV cache: -3 MiB"):
         plan_kv_blocks(config, report(available=5 * BLOCK, activations=5 * BLOCK))
-
-
-def test_freed_memory_is_kept_where_the_c_library_can() -> None:
-    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.chat_template import RESERVED_NAMES, ChatTemplate, iterates_content
-from quire.engine.template_sandbox import Sandbox
-from quire.engine.tokenizer import load_tokenizer
 from quire.errors import InvalidRequestError
+from quire.text.sandbox import Sandbox
+from quire.text.template import RESERVED_NAMES, ChatTemplate, iterates_content
+from quire.text.tokenizer import load_tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "tokenizers"
 PLAIN = (

@@ -1,7 +1,7 @@
 """The engine core's own loop: take what commands there are, step, report.
 
-Runs in the engine's process or thread until a `Stop` comes; `core_process` and `core_thread` give it its two ends. One
-request's failure is that request's; only a failed step ends the loop.
+Runs in the engine's process or thread until a `Stop` comes; `clients.process` and `clients.thread` give it its two
+ends. One request's failure is that request's; only a failed step ends the loop.
 """
 
 import logging
@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire.engine.core import EngineCore
-from quire.engine.core_messages import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
 from quire.errors import EngineDeadError, InvalidRequestError
-from quire.metrics.stats import EngineSnapshot, EngineStats
-from quire.protocol import SequenceOutput
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
+from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.step import SequenceOutput
 from quire.scheduler.snapshot import take_snapshot
 
 logger = logging.getLogger("quire")

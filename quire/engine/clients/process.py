@@ -25,8 +25,8 @@ import zmq
 
 from quire import errors
 from quire.config.engine_args import EngineArgs
-from quire.engine.core_messages import Beat, Command, Dead, Event, Failed, Ready, Stop
 from quire.errors import EngineDeadError, ModelLoadError, QuireError
+from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
 from quire.utils.child import child_environment
 from quire.utils.logs import configure_logging
 
@@ -149,7 +149,7 @@ class ProcessClient:
 
 def _spawn(birth: Birth) -> subprocess.Popen:
     # -P: the working directory is no place to import from.
-    command = [sys.executable, "-P", "-m", "quire.engine.core_process"]
+    command = [sys.executable, "-P", "-m", "quire.engine.clients.process"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment())
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it is gone already: the caller sees its exit
@@ -196,7 +196,7 @@ def main() -> int:
 
     try:
         from quire.engine.build import build_core  # torch comes in here: the watch above must not wait for it
-        from quire.engine.core_loop import CoreLoop
+        from quire.engine.loop import CoreLoop
 
         loop = CoreLoop(build_core(birth.args.resolve(), show_progress=sys.stderr.isatty()), receive, send)
     except QuireError as error:

@@ -4,11 +4,11 @@
 never been in. It knows nothing of why a sequence was chosen.
 """
 
-from quire.protocol import BlockCopy, NewSequence, ScheduledSequence, StepPlan
+from quire.protocol.step import BlockCopy, NewSequence, ScheduledSequence, StepPlan
 from quire.scheduler.sequence import Sequence
 
 
-class PlanDraft:
+class PlanBuilder:
     """The parts of a plan, and the tokens that may still be added to it."""
 
     __slots__ = ("budget", "new_sequences", "scheduled")

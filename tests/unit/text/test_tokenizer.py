@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.tokenizer import Tokenizer, load_tokenizer
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "tokenizers"
 
@@ -266,7 +266,7 @@ def test_threads_share_one(name: str, mode: str) -> None:
 
 def test_imports_nothing_heavy() -> None:
     code = (
-        "import sys, quire.engine.tokenizer, quire.engine.detokenizer, quire.engine.chat_template;"
+        "import sys, quire.text.tokenizer, quire.text.detokenizer, quire.text.template;"
         "print([m for m in ('torch', 'transformers', 'sentencepiece', 'numpy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

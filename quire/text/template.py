@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import jinja2
 from jinja2 import nodes
 
-from quire.engine.template_sandbox import Sandbox, TemplateLimitError
 from quire.errors import InvalidRequestError
+from quire.text.sandbox import Sandbox, TemplateLimitError
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBackend
-from quire.models.recorded import RecordedModel
+from quire.attention.base import AttentionBackend
+from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
-from quire.protocol import NewSequence, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.protocol.step import NewSequence, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
-from quire.worker.input_batch import InputBatch, gather
+from quire.worker.gather import InputBatch, gather
 from quire.worker.rows import RowTable
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM | RecordedModel,
+        model: CausalLM | CompiledModel,
         backend: AttentionBackend,
         kv_caches: list[Tensor],
         table: RowTable,

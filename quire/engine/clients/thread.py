@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from quire.config.engine_args import EngineConfig
-from quire.engine.core_messages import Command, Dead, Event, Ready, Stop
+from quire.protocol.core import Command, Dead, Event, Ready, Stop
 
 logger = logging.getLogger("quire")
 CLOSE_SECONDS = 2.5
@@ -28,7 +28,7 @@ class ThreadClient:
     def __init__(self, config: EngineConfig) -> None:
         # torch comes in with these: a front end whose engine is elsewhere does without.
         from quire.engine.build import build_core
-        from quire.engine.core_loop import CoreLoop
+        from quire.engine.loop import CoreLoop
 
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver: Callable[[Event], None] = lambda event: None

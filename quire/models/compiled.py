@@ -1,7 +1,7 @@
 """A model recorded as two programs of native kernels, body and head: called as the model itself, one native call each.
 
 The worker makes one from a loaded model whose weights are packed. The model's own `forward` says what is computed: it
-runs once, with the recorder's values in place of tensors.
+runs once, with the builder's values in place of tensors.
 """
 
 from typing import Any
@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionBatch
+from quire.attention.base import AttentionBatch
 from quire.attention.native import step_data
 from quire.models.causal_lm import CausalLM
-from quire.ops.native.program import Caches, Recorder, recorded
+from quire.ops.native.program import Caches, ProgramBuilder, recorded
 from quire.ops.native.structs import TYPE_OF
 
 
-class RecordedModel:
+class CompiledModel:
     """Token ids -> hidden states -> logits, as `CausalLM`, on the level of kernels in use when it is made."""
 
     def __init__(self, model: CausalLM) -> None:
         self.vocab_size = model.vocab_size
         self._dtype = model.dtype
-        recorder = Recorder(model.dtype)
-        hidden: Any = model(recorded(recorder.ids), recorded(recorder.positions), [], None)
+        builder = ProgramBuilder(model.dtype)
+        hidden: Any = model(recorded(builder.ids), recorded(builder.positions), [], None)
         self._width = hidden.width
-        self._body = recorder.finish(hidden)
-        recorder = Recorder(model.dtype)
-        logits: Any = model.compute_logits(recorded(recorder.input(self._width)))
-        self._head = recorder.finish(logits)
+        self._body = builder.finish(hidden)
+        builder = ProgramBuilder(model.dtype)
+        logits: Any = model.compute_logits(recorded(builder.input(self._width)))
+        self._head = builder.finish(logits)
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for steps of that many tokens."""

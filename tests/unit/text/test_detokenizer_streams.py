@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from quire.engine.text_stream import _BYTE_OF, StreamFactory, clean_up_spaces
-from quire.engine.tokenizer_backend import FastBackend
+from quire.text.backend import FastBackend
+from quire.text.streams import _BYTE_OF, StreamFactory, clean_up_spaces
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 WORDS = [

@@ -14,9 +14,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.engine.text_stream import StreamFactory
-from quire.engine.tokenizer_config import TokenizerConfig
 from quire.errors import ModelLoadError
+from quire.text.files import TokenizerConfig
+from quire.text.streams import StreamFactory
 
 # A protobuf message appended to another is merged into it: normalizer_spec (field 3) {add_dummy_prefix (3): false}.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"

@@ -3,7 +3,7 @@
 import struct
 from hashlib import sha256
 
-from quire.kvcache.prefix_cache import BlockHasher, root_hash
+from quire.kvcache.prefix import BlockHasher, root_hash
 
 
 def test_a_block_is_hashed_over_its_parent_and_its_tokens_as_little_endian_int32() -> None:

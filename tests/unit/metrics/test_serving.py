@@ -7,7 +7,7 @@ import pytest
 
 from quire.metrics.histogram import Histogram
 from quire.metrics.live import NUM_SECONDS
-from quire.metrics.recorder import ServingMetrics
+from quire.metrics.serving import ServingMetrics
 
 
 def histogram(metrics: ServingMetrics, name: str) -> Histogram:

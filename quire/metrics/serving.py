@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from quire.metrics.histogram import Histogram, geometric, one_two_five
 from quire.metrics.live import History
-from quire.metrics.stats import EngineStats
+from quire.protocol.stats import EngineStats
 
 # vLLM's bounds, so that its dashboards show what they show there.
 _FIRST_TOKEN_SECONDS = [

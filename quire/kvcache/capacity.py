@@ -1,70 +1,15 @@
 """How many KV blocks fit: from a measured memory report to a number, with the refusals that belong to it.
 
 The engine calls `plan_kv_blocks` once at start-up, between loading the weights and building the scheduler. It knows
-the options and the report's numbers and nothing of tensors. The worker calls `keep_freed_memory` before it computes,
-and takes what is large and read in streams from `huge_pages`.
+the options and the report's numbers and nothing of tensors.
 """
-
-import contextlib
-import ctypes
-import math
-import mmap
-from dataclasses import dataclass
-
-import torch
 
 from quire.config.engine_args import EngineConfig
 from quire.errors import ConfigError
+from quire.protocol.cache import KVPlan, MemoryReport
 
 CPU_SHARE = 0.4  # of the memory that is free after loading: a CPU's memory serves the rest of the machine too
 MIB = 1 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_REUSED_BYTES = 32 * MIB  # the largest threshold that every glibc takes
-_KEPT_BYTES = 1024 * MIB
-_HUGE_PAGE = 2 * MIB
-
-
-def keep_freed_memory() -> bool:
-    """Let malloc reuse what a step's tensors leave behind; returns whether this C library can (glibc).
-
-    By default glibc maps every large tensor anew and returns it to the system when it is freed, so that each step pays
-    for the first touch of its pages again: 2.4 ms for each MiB on the reference machine.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
-
-
-def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed tensor in huge pages, where the system has any: streams through it run faster. Untouched until used."""
-    num_bytes = dtype.itemsize * math.prod(shape)
-    if num_bytes < _HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
-    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(region, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
-    return whole[start : start + num_bytes].view(dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What a worker measured once its weights were loaded, in bytes."""
-
-    available_bytes: int  # free for the KV cache and activations together
-    activation_bytes: int  # upper estimate of a step's transient tensors
-    block_bytes: int  # one KV block, keys and values of all layers
-
-
-@dataclass(frozen=True)
-class KVPlan:
-    """The size of the KV cache, and the longest context that fits in it."""
-
-    num_blocks: int
-    max_model_len: int  # tokens
 
 
 def plan_kv_blocks(config: EngineConfig, report: MemoryReport) -> KVPlan:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.tokenizer import Tokenizer, load_tokenizer
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "tokenizers"
 NAMES = ["byte_bpe", "gpt2_files", "sp_bpe", "unigram"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.backend import AttentionBatch
-from quire.protocol import StepPlan
+from quire.attention.base import AttentionBatch
+from quire.protocol.step import StepPlan
 from quire.worker.rows import RowTable
 
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quire.engine import template_sandbox
-from quire.engine.chat_template import ChatTemplate
 from quire.errors import InvalidRequestError
+from quire.text import sandbox as template_sandbox
+from quire.text.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 DOUBLING = "{{% set ns = namespace(x={0}) %}}{{% for i in range(60) %}}{{% set ns.x = {1} %}}{{% endfor %}}{2}"

@@ -7,7 +7,7 @@ once. It knows nothing of requests, logprobs or token-level stops.
 
 from collections.abc import Sequence
 
-from quire.engine.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:

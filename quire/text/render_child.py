@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.chat_template import ChatTemplate
 from quire.errors import InvalidRequestError
+from quire.text.template import ChatTemplate
 from quire.utils.child import child_environment
 
 SECONDS = 6.0  # a little more than the sandbox itself allows
@@ -61,7 +61,7 @@ class TemplateProcess:
     def _ask(self, line: bytes) -> _Answer | None:
         """The child's answer; None, and no child, when there was none in time."""
         if self._child is None or self._child.poll() is not None:
-            command = [sys.executable, "-P", "-m", "quire.engine.template_process"]
+            command = [sys.executable, "-P", "-m", "quire.text.render_child"]
             pipe = subprocess.PIPE
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=child_environment())
         child = self._child

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.pool import BlockPool
 
 A, B = b"a" * 32, b"b" * 32
 

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from quire.metrics.stats import EngineSnapshot, EngineStats
-from quire.protocol import NewRequest, SequenceOutput
+from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.step import NewRequest, SequenceOutput
 
 CallName = Literal["snapshot", "reset_prefix_cache", "check_integrity"]
 

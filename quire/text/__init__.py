@@ -1,0 +1,1 @@
+"""Tokens and text: tokenizers, incremental decoding, chat templates. Imports no torch; knows no engine."""

@@ -1,0 +1,300 @@
+"""Text to token ids and back, as transformers' AutoTokenizer would, without transformers.
+
+`load_tokenizer` makes one per model from tokenizer.json, vocab.json with merges.txt, or SentencePiece's
+tokenizer.model. Input and output processors share it between threads: nothing changes after loading. It knows nothing
+of requests.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
+from quire.text.backend import FastBackend, load_sentencepiece
+from quire.text.files import TokenizerConfig, read_tokenizer_config
+from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
+from quire.text.template import ChatTemplate
+
+logger = logging.getLogger("quire")
+
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        name_or_path: where it was loaded from, as given.
+        is_fast: built on the `tokenizers` library (else SentencePiece).
+        chat_template: the model's template, several by name, or None.
+        special_tokens_map: "bos_token" etc. -> token, as far as set.
+        all_special_tokens: the named special tokens and the extra ones.
+        model_max_length: the tokenizer's own idea of the context length, if it has one.
+    """
+
+    def __init__(self, backend: Backend, config: TokenizerConfig, name_or_path: str) -> None:
+        self._backend = backend
+        self.name_or_path = name_or_path
+        self.is_fast = isinstance(backend, FastBackend)
+        self.chat_template = config.chat_template
+        self.special_tokens_map = {name: token.content for name, token in config.named_tokens.items()}
+        extra = (token.content for token in config.extra_special_tokens)
+        self.all_special_tokens = list(dict.fromkeys((*self.special_tokens_map.values(), *extra)))
+        self.model_max_length: int | None = config.settings.get("model_max_length")
+        # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
+        self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
+        self._streams = StreamFactory(backend, self._clean_up)
+        self._texts: dict[int, str] = {}  # of single tokens, as far as met
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written in it become their ids.
+
+        Raises:
+            InvalidRequestError: the text holds a lone surrogate, so is no Unicode text.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens)
+        except (TypeError, UnicodeEncodeError):
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"the text to encode is a {type(text).__name__}, not a string.") from None
+            raise InvalidRequestError(
+                "the text holds a lone surrogate (U+D800 to U+DFFF), which no text can; drop it.", "prompt"
+            ) from None
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Ids that the vocabulary lacks (a padded embedding's) have no text.
+
+        Raises:
+            InvalidRequestError: an id is negative, over 32 bits, or no integer.
+        """
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        try:
+            text = self._backend.decode(ids, skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise InvalidRequestError("token ids to decode must be integers from 0 to 2**32 - 1.") from None
+        return clean_up_spaces(text) if self._clean_up else text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special or not; kept, as log-probabilities name the same tokens again."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def new_stream(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool
+    ) -> TextStream:
+        """A stream of the text that follows a prompt; see `IncrementalDetokenizer`."""
+        return self._streams.new(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
+        """The vocabulary's own spelling of ids; None for an id that it lacks."""
+        if isinstance(ids, int):
+            return self._backend.id_to_token(ids) if ids >= 0 else None
+        return [self.convert_ids_to_tokens(i) for i in ids]
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
+        """Ids of tokens in the vocabulary's spelling; the unknown token's id, or None, for others."""
+        if isinstance(tokens, str):
+            index = self._backend.token_to_id(tokens)
+            unknown = self.special_tokens_map.get("unk_token")
+            return self._backend.token_to_id(unknown) if index is None and unknown is not None else index
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **chat_template_kwargs: Any,
+    ) -> Any:
+        """A conversation as the model's prompt: token ids, or text if not `tokenize`. Further names go to the template.
+
+        Raises:
+            InvalidRequestError: see `ChatTemplate.render`.
+        """
+        text = ChatTemplate.for_tokenizer(self, chat_template).render(
+            conversation,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def get_vocab(self) -> dict[str, int]:
+        """token -> id, with the added tokens."""
+        return self._backend.get_vocab()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the base vocabulary; `len(tokenizer)` counts the added ones too."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of `all_special_tokens`."""
+        return [i for i in self.convert_tokens_to_ids(self.all_special_tokens) if i is not None]
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text."""
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text."""
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of `bos_token`."""
+        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of `eos_token`."""
+        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
+
+
+def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
+    """Load the tokenizer of a model directory.
+
+    Args:
+        mode: "auto" takes tokenizer.json, else vocab.json with merges.txt, else tokenizer.model; "slow" takes
+            tokenizer.model, through the sentencepiece library; "mistral" is for Mistral's own formats.
+
+    Raises:
+        ModelLoadError: a file is missing or broken, or a library is.
+        NotYetSupportedError: mode "mistral" without a tokenizer.json.
+        ConfigError: an unknown mode.
+    """
+    directory = Path(path)
+    if mode not in ("auto", "slow", "mistral"):
+        raise ConfigError(f"tokenizer_mode={mode!r} is unknown; use 'auto', 'slow' or 'mistral'.")
+    has_json = (directory / "tokenizer.json").is_file()
+    if mode == "mistral":
+        if not has_json:
+            raise NotYetSupportedError(
+                "tokenizer_mode='mistral' can't read tekken.json or tokenizer.model.v* files yet; add the model's "
+                "tokenizer.json, and use tokenizer_mode='auto'."
+            )
+        logger.warning("tokenizer_mode='mistral' reads tokenizer.json for now, as 'auto' does.")
+    config = read_tokenizer_config(directory)
+    backend: Backend
+    if has_json and mode != "slow":
+        backend = _load_tokenizer_json(directory / "tokenizer.json", config)
+    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file() and mode != "slow":
+        backend = _load_vocab_and_merges(directory, config)
+    elif (directory / "tokenizer.model").is_file():
+        backend, config = load_sentencepiece(directory / "tokenizer.model", config)
+    elif not directory.is_dir():
+        raise ModelLoadError(f"there is no tokenizer directory {directory.name!r}; give a model directory.")
+    else:
+        wanted = "tokenizer.model" if mode == "slow" else "tokenizer.json, vocab.json with merges.txt, tokenizer.model"
+        raise ModelLoadError(
+            f"the model directory has no tokenizer file ({wanted}); add one, name another directory by tokenizer=, or "
+            "set skip_tokenizer_init=True and pass token ids."
+        )
+    return Tokenizer(backend, config, str(path))
+
+
+def _load_tokenizer_json(file: Path, config: TokenizerConfig) -> FastBackend:
+    try:
+        fast = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelLoadError(f"tokenizer.json can't be read ({error}); download the file again.") from None
+    _rebuild(fast, config)
+    return _finish(fast, config)
+
+
+def _load_vocab_and_merges(directory: Path, config: TokenizerConfig) -> FastBackend:
+    """GPT-2's two files, as old OPT and GPT-2 checkpoints have them."""
+    try:
+        model = models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
+    except Exception as error:
+        raise ModelLoadError(f"vocab.json or merges.txt can't be read ({error}); download them again.") from None
+    fast = tokenizers.Tokenizer(model)
+    settings = config.settings
+    name = config.tokenizer_class or "GPT2Tokenizer"
+    _rebuild(fast, config, name)
+    backend = _finish(fast, config)
+    named = config.named_tokens
+    bos = [named["bos_token"].content] if settings.get("add_bos_token") and "bos_token" in named else []
+    eos = [named["eos_token"].content] if settings.get("add_eos_token") and "eos_token" in named else []
+    if bos or eos:
+        fast.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=[*bos, "$A", *eos], special_tokens=[(t, fast.token_to_id(t)) for t in {*bos, *eos}]
+        )
+    return backend
+
+
+def _finish(fast: tokenizers.Tokenizer, config: TokenizerConfig) -> FastBackend:
+    """Add the tokens that the configuration names, and let nothing pad or cut."""
+    fast.no_padding()
+    fast.no_truncation()
+    fast.encode_special_tokens = bool(config.settings.get("split_special_tokens"))
+    present = fast.get_added_tokens_decoder()
+    unchanged = {token.content: token.__getstate__() for token in present.values()}
+    known = present | config.added_tokens
+    named = {token.content for token in config.named_tokens.values()}
+    tokens = [known[index] for index in sorted(known)]
+    contents = {token.content for token in tokens}
+    tokens += [t for t in (*config.named_tokens.values(), *config.extra_special_tokens) if t.content not in contents]
+    for token in tokens:
+        token.special = token.special or token.content in named
+    # A token that is there already takes on the flags given last.
+    fast.add_tokens([token for token in tokens if unchanged.get(token.content) != token.__getstate__()])
+    return FastBackend(fast)
+
+
+def _rebuild(fast: tokenizers.Tokenizer, config: TokenizerConfig, name: str | None = None) -> None:
+    """Give the tokenizer the pipeline of its class, as the constructors of transformers 5 do."""
+    name = name or config.tokenizer_class
+    model, settings = fast.model, config.settings
+    if not name or not isinstance(model, models.BPE):
+        return
+    add_prefix_space = settings.get("add_prefix_space")
+    is_llama = name == "LlamaTokenizer"
+    model.unk_token, model.byte_fallback, model.fuse_unk, model.ignore_merges = None, is_llama, is_llama, False  # type: ignore[assignment]
+    normalizer: Any = None
+    if is_llama:
+        scheme = "always" if settings.get("legacy") else "first"
+        scheme = scheme if add_prefix_space in (None, True) else "never"
+        pre: Any = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+        steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        decoder: Any = decoders.Sequence(steps if scheme == "never" else [*steps, decoders.Strip(" ", 1, 0)])
+    else:
+        pre = pre_tokenizers.ByteLevel(add_prefix_space=bool(add_prefix_space), use_regex=name == "GPT2Tokenizer")
+        decoder = decoders.ByteLevel()
+        if name == "Qwen2Tokenizer":
+            normalizer = normalizers.NFC()
+            split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), behavior="isolated")
+            pre = pre_tokenizers.Sequence([split, pre])
+    fast.normalizer, fast.pre_tokenizer, fast.decoder = normalizer, pre, decoder
