@@ -23,8 +23,8 @@ from quire.utils.host_memory import available_memory_bytes
 from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.rows import RowTable
 from quire.worker.runner import ModelRunner
-from quire.worker.weight_loader import LoadReport, load_model_weights
-from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
+from quire.worker.weights.load import LoadReport, load_model_weights
+from quire.worker.weights.store import StaleStoreError, WeightStore, store_path
 
 # A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
 # a second thread, and milliseconds less than waiting for one on a busy machine.

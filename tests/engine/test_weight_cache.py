@@ -24,7 +24,7 @@ PROMPTS = [[5, 9, 2, 77], [3] * 20, list(range(100, 150))]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> Path:
     """Where the files are to appear, for checkpoints of any size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("quire.worker.weight_store.MIN_BYTES", 0)
+    monkeypatch.setattr("quire.worker.weights.store.MIN_BYTES", 0)
     return tmp_path / "cache" / "quire" / "packed"
 
 
@@ -124,7 +124,7 @@ def test_starts_that_write_nothing(cache: Path, model: Path, options: dict[str, 
 
 
 def test_a_small_checkpoint_is_packed_every_time(cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.worker.weight_store.MIN_BYTES", 10**9)
+    monkeypatch.setattr("quire.worker.weights.store.MIN_BYTES", 10**9)
     start(model)
     assert not cache.parent.exists()
 

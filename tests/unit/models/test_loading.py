@@ -16,7 +16,7 @@ from quire.layers.linear import Linear
 from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
 from quire.quantization.base import QuantizationMethod
 from quire.quantization.packed import Packed
-from quire.worker.weight_loader import load_model_weights
+from quire.worker.weights.load import load_model_weights
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,9 +15,9 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, ModelLoadError
-from quire.worker import weight_loader
-from quire.worker.safetensors_header import read_header
-from quire.worker.weight_loader import LoadReport, load_model_weights
+from quire.worker.weights import safetensors
+from quire.worker.weights.load import LoadReport, load_model_weights
+from quire.worker.weights.safetensors import read_header
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -142,11 +142,11 @@ def test_extra_tensors_are_left_to_the_model(tmp_path: Path) -> None:
 
 
 def test_windows_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_loader, "_WINDOW_BYTES", 200)  # tensors of 512, 24 and 192 bytes
+    monkeypatch.setattr(safetensors, "_WINDOW_BYTES", 200)  # tensors of 512, 24 and 192 bytes
     save_file(good_tensors(), tmp_path / "model.safetensors")
     opened: list[Path] = []
-    real = weight_loader.safe_open
-    monkeypatch.setattr(weight_loader, "safe_open", lambda path, **kw: opened.append(path) or real(path, **kw))
+    real = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda path, **kw: opened.append(path) or real(path, **kw))
     assert_loaded(load(tmp_path)[0])
     assert len(opened) == 2
 

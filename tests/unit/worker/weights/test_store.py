@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker import weight_store
-from quire.worker.weight_store import StaleStoreError, WeightStore, store_path
+from quire.worker.weights import store as weight_store
+from quire.worker.weights.store import StaleStoreError, WeightStore, store_path
 
 BROKEN = [b"[" * 100_000, b"5", b"{}", b"null"]
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
