@@ -108,7 +108,7 @@ struct ActivationArgs {  // out = activation(x); with silu_mul out has half as m
     Type type;
 };
 
-struct EmbeddingArgs {  // out[t] = table[indices[t] + offset]
+struct EmbeddingArgs {  // out[t] = table[indices[t] + offset]; zeros where the table has no such row
     Matrix table;
     const int64_t* indices;
     int64_t offset;

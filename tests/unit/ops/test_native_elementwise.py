@@ -156,6 +156,26 @@ def test_embedding(level: str, dtype: torch.dtype, type: Type, size: int) -> Non
         assert torch.equal(lookup(False), rows[ids])
 
 
+@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: Type) -> None:
+    """Never foreign memory, on whichever side of the table: here an unreadable page follows it."""
+    table = packed(draw(50, 40), type)
+    ids = torch.tensor([50, 3, -1, 49, 2**31 - 1, -(2**31), 64095])
+    builder = ProgramBuilder(dtype)
+    by_id = builder.finish(builder.embedding(builder.ids, table))
+    builder = ProgramBuilder(dtype)
+    by_position = builder.finish(builder.embedding(builder.positions + 2, table))
+    rows = table.unpack().to(dtype)
+    found = run(by_id, [], 40, dtype, step_of(ids, ids))
+    assert torch.equal(found[[1, 3]], rows[[3, 49]])
+    assert not found[[0, 2, 4, 5, 6]].any()
+    positions = torch.tensor([48, 47, 8001])
+    found = run(by_position, [], 40, dtype, step_of(positions, positions))
+    assert torch.equal(found[1], rows[49])
+    assert not found[[0, 2]].any()
+
+
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (80, 6), (128, 128), (256, 64)])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
