@@ -94,20 +94,24 @@ inline bf16 quantize_i4(const float* x, int32_t* codes) {
     // The value of largest magnitude gets the code -8, which has no positive twin: its sign decides the scale's.
     float extreme = 0;
     for (int c = 0; c < 32; c++)
-        if (x[c] * x[c] > extreme * extreme) extreme = x[c];
+        if (__builtin_fabsf(x[c]) > __builtin_fabsf(extreme)) extreme = x[c];
     bf16 best_scale = 0;
     float best_error = __builtin_inff();
     for (int candidate = 0; candidate < 9; candidate++) {
         bf16 scale = to_bf16(extreme / -(8.0f - 0.25f * float(candidate - 2)));  // -8.5 .. -6.5
         float s = to_float(scale), inverse = s != 0 ? 1.0f / s : 0.0f;
-        vf error = vf{};
+        // Squares rounded one by one and halves added onto halves, whatever the lanes: the same sum on every level and in
+        // the twin. (q * s is exact, so a fused difference rounds as the other does.)
+        alignas(64) float squares[32];
         for (int c = 0; c < 32; c += kLanes) {
             vf v = load(x + c);
             vf q = min(max(round_product(v, inverse), splat(-8.0f)), splat(7.0f));
             vf d = v - q * s;
-            error += d * d;
+            store(squares + c, plain(d * d));
         }
-        float total = hsum(error);
+        for (int width = 16; width; width /= 2)
+            for (int c = 0; c < width; c++) squares[c] += squares[c + width];
+        const float total = squares[0];
         if (total < best_error) best_error = total, best_scale = scale;
     }
     if (best_error == __builtin_inff()) best_scale = 0x7fc0;  // NaN or infinity among them: a broken weight shows

@@ -88,10 +88,18 @@ def quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
         scale = (extreme / divisor).to(torch.bfloat16).float()
         inverse = torch.where(scale != 0, 1.0 / scale, torch.zeros_like(scale))
         codes = (padded * inverse).round().clamp(-8, 7)
-        error = (padded - codes * scale).square().sum(2, keepdim=True)
+        error = _sum((padded - codes * scale).square())
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
         best_codes = torch.where(better, codes, best_codes)
     best_scale[best_error.isinf()] = torch.nan  # NaN or infinity among the weights shows
     return best_codes.flatten(1)[:, :num_columns].to(torch.int8), best_scale.squeeze(2)
+
+
+def _sum(squares: Tensor) -> Tensor:
+    """Over the last dimension, GROUP wide: halves onto halves, as csrc/pack.h, for the same codes to the last bit."""
+    while squares.shape[-1] > 1:
+        low, high = squares.chunk(2, dim=-1)
+        squares = low + high
+    return squares

@@ -30,11 +30,7 @@ def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, 
     assert torch.equal(packed(dense, Type.BF16).unpack(), dense.bfloat16().float())
     codes, scales = quantize_int8(dense.float())
     assert torch.equal(packed(dense, Type.I8).unpack(), codes * scales)
-    found, expected = packed(dense, Type.I4).unpack(), expanded(*quantize_int4(dense.float()))
-    # Two scales may be equally good but for the order of summation; either is right.
-    assert (found != expected).float().mean() < 0.002
-    error = (found - dense.float()).square().sum()
-    assert error <= (expected - dense.float()).square().sum() * (1 + 1e-4) + 1e-12
+    assert torch.equal(packed(dense, Type.I4).unpack(), expanded(*quantize_int4(dense.float())))
 
 
 def test_quantization_is_as_good_as_its_bits(level: str) -> None:
@@ -71,6 +67,8 @@ def test_every_level_packs_alike(level: str, type: Type) -> None:
     from quire.ops.native.library import set_level
 
     dense = draw(40, 100)
+    if type is Type.I4:  # many groups in which two scales are equally good but for the order of summation
+        dense = torch.randint(-20, 21, (20_000, 320), generator=torch.Generator().manual_seed(0)) * 0.1
     here = packed(dense, type)
     set_level("portable")
     there = packed(dense, type)
