@@ -9,6 +9,7 @@
 namespace quire {
 
 enum class Op : int32_t { embedding = 0, norm = 1, linear = 2, prepare = 3, attention = 4, add = 5, activation = 6 };
+constexpr int kNumOps = 7;
 
 struct Instruction {
     Op op;
@@ -70,7 +71,7 @@ private:
     const Kernels& kernels_;  // of the level it was made for: a KV cache's layout belongs to one
     int64_t reserved_rows_ = 0;
     bool timed_ = false;
-    double seconds_[8] = {};
+    double seconds_[kNumOps] = {};
 };
 
 }  // namespace quire
