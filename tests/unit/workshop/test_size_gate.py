@@ -6,6 +6,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+BUDGET = """
+package = 1000
+engine = 900
+outside_engine = ["text"]
+[rooms]
+base = 500
+text = 50
+ops = 40
+"ops/fast" = 30
+"""
 _spec = importlib.util.spec_from_file_location("size_gate", ROOT / "tools" / "size_gate.py")
 assert _spec is not None
 assert _spec.loader is not None
@@ -14,11 +24,12 @@ _spec.loader.exec_module(size_gate)
 
 
 def checkout(root: Path, source: str, exceptions: str = "") -> Path:
-    """A checkout with one module."""
+    """A checkout with one module, in the room "base"."""
     (root / "quire").mkdir()
     (root / "tools").mkdir()
     (root / "quire" / "module.py").write_text(source)
     (root / "tools" / "size_exceptions.toml").write_text(exceptions)
+    (root / "tools" / "size_budget.toml").write_text(BUDGET)
     return root
 
 
@@ -34,7 +45,25 @@ def test_this_checkout_passes() -> None:
 
 def test_counts_code_lines_only() -> None:
     source = '"""Doc\n\nmore."""\n\n# note\nx = [\n    1,\n\n    2,  # two\n    # three\n]\n'
-    assert size_gate.code_lines(source) == 2 + 4
+    assert size_gate.code_lines(source) == {6, 7, 9, 11}
+
+
+def test_docstrings_are_not_counted() -> None:
+    source = '''"""Module."""
+class A:
+    """One.
+
+    Two."""
+    x = """text"""
+    def f(self):
+        """Doc."""
+        "no docstring"
+        return 1
+async def g(): """All on one line."""
+'''
+    assert size_gate.code_lines(source) == {2, 6, 7, 9, 10}
+    long = "def f():\n" + '    """' + "doc\n" * 500 + '    """\n' + "    # note\n\n" * 100 + "    x = 1\n" * 59
+    assert list(size_gate.functions(long, size_gate.code_lines(long))) == [("f", 60)]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +97,56 @@ def test_an_exception_wants_a_reason(tmp_path: Path) -> None:
         size_gate.check(checkout(tmp_path, "x = 1\n" * 401, '"quire/module.py" = " "\n'))
 
 
-def test_the_package_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(size_gate, "MAX_PACKAGE_LINES", 10)
-    assert size_gate.check(checkout(tmp_path, "x = 1\n" * 9))[0] == []
-    (tmp_path / "quire" / "another.py").write_text("y = 1\n")
-    (found,), report = size_gate.check(tmp_path)
-    assert "10 lines of code" in found
-    assert report.startswith("10 of 10")
+def add(root: Path, name: str, num_lines: int) -> None:
+    path = root / "quire" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x = 1\n" * num_lines)
+
+
+def test_a_room_over_its_budget(tmp_path: Path) -> None:
+    root = checkout(tmp_path, "x = 1\n")
+    add(root, "ops/a.py", 39)
+    add(root, "ops/deep/b.py", 1)
+    add(root, "ops/fast/c.py", 30)
+    assert size_gate.check(root)[0] == []
+    assert ("ops/fast", 30, 30) in size_gate.rooms(root)
+    add(root, "ops/fast/d.py", 1)
+    (found,), _ = size_gate.check(root)
+    assert "quire/ops/fast: 31 lines of code, more than its budget of 30" in found
+    add(root, "ops/deep/e.py", 1)
+    assert len(size_gate.check(root)[0]) == 2
+
+
+def test_a_room_without_a_budget(tmp_path: Path) -> None:
+    root = checkout(tmp_path, "x = 1\n")
+    add(root, "attic/a.py", 1)
+    (found,), _ = size_gate.check(root)
+    assert "quire/attic has no budget" in found
+
+
+def test_the_engine_proper_and_the_whole(tmp_path: Path) -> None:
+    root = checkout(tmp_path, "x = 1\n")
+    text = (root / "tools" / "size_budget.toml").read_text()
+    (root / "tools" / "size_budget.toml").write_text(text.replace("= 1000", "= 60").replace("= 900", "= 21"))
+    add(root, "ops/a.py", 19)
+    add(root, "text/a.py", 39)
+    problems, report = size_gate.check(root)
+    assert problems == []
+    assert report.startswith("59 of 60 lines of code in 3 files; engine proper: 20 of 21")
+    add(root, "text/b.py", 1)
+    (found,), _ = size_gate.check(root)
+    assert "the package has 60 lines" in found
+    add(root, "ops/b.py", 1)
+    assert [p for p in size_gate.check(root)[0] if "engine proper has 21 lines" in p]
+
+
+def test_the_rooms_fit_in_the_house() -> None:
+    """The budgets of this checkout's rooms add up to no more than its headlines."""
+    budget = size_gate.Budget(**size_gate._read(ROOT, "size_budget.toml"))
+    assert sum(budget.rooms.values()) <= budget.package
+    assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
+    assert budget.engine <= 15_000
+    assert budget.package <= 30_000
 
 
 def test_a_wrong_root_does_not_pass(tmp_path: Path) -> None:
