@@ -99,7 +99,7 @@ LENGTHS = "prompt longer than the context; prompt + max_tokens over it"
 LIMITS = 'max_tokens 0 (without echo), -1, "x"; both max_tokens and max_completion_tokens'
 SAMPLING = "temperature -1, 3, NaN, Infinity; top_p 0 or 1.1; top_k -2; min_p 2; penalties out of range"
 CHOICES = "n 0 or over the cap; greedy with n > 1"
-STOPS = "5 stop strings; an empty one; a 1 MB one"
+STOPS = "65 stop strings; an empty one; a 1 MB one"
 LOGPROBS = "logprobs 21; top_logprobs without logprobs"
 BIASES = 'logit_bias with key "abc", an id out of vocabulary, NaN'
 TOGETHER = 'stream_options without stream; two structured constraints; cache_salt ""'
@@ -321,7 +321,7 @@ CASES = [
     Case(CHOICES, "best_of below n", completion(n=3, best_of=2), 400, "best_of"),
     Case(CHOICES, "best_of 129", completion(best_of=129), 400, "best_of"),
     Case(CHOICES, "best_of streamed", completion(best_of=2, stream=True), 400, "best_of"),
-    Case(STOPS, "5", completion(stop=["a", "b", "c", "d", "e"]), 400, "stop", message="4"),
+    Case(STOPS, "65", completion(stop=["a"] * 65), 400, "stop", message="64"),
     Case(STOPS, "empty in a list", completion(stop=["a", ""]), 400, "stop"),
     Case(STOPS, "empty", completion(stop=""), 400, "stop"),
     Case(STOPS, "1 MB", completion(stop="x" * MEGABYTE), 400, "stop"),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 logger = logging.getLogger("quire")
 
 MAX_CHOICES = 128  # n and best_of over HTTP
-MAX_STOPS = 4
+MAX_STOPS = 64  # lm-evaluation-harness sends all that a task has; OpenAI itself takes 4
 MAX_BAD_WORDS = 128
 MAX_WORD_CHARS = 1000  # of a stop string or a bad word
 MAX_BIASES = 1024

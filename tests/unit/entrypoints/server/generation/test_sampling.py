@@ -27,7 +27,7 @@ SAME: dict[str, list[Any]] = {
     "frequency_penalty": [2, -0.5],
     "repetition_penalty": [1.3],
     "seed": [0, 7, 2**64 - 1],
-    "stop": [["a", "b"], []],
+    "stop": [["a", "b"], [], ["x"] * 64],
     "stop_token_ids": [[5, 6]],
     "bad_words": [["bad", "worse"]],
     "allowed_token_ids": [[5, 6]],
