@@ -1,7 +1,7 @@
 """How a process of Quire's writes its log: one line an event, with the time, on standard error.
 
 The server and the engine's process call `configure_logging` once at start-up; a library user's own logging is left
-alone.
+alone. What comes from a stranger is logged `quoted`.
 """
 
 import logging
@@ -15,3 +15,8 @@ def configure_logging(level: str) -> None:
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def quoted(text: str, longest: int = 200) -> str:
+    """A stranger's text for a log: in quotes, in ASCII, and cut, so that it can't write lines or control a terminal."""
+    return ascii(text) if len(text) <= longest else ascii(text[:longest]) + "..."

@@ -84,7 +84,7 @@ class ChatService:
     ) -> "tuple[_Answer, AsyncGenerator[RequestOutput, None]]":
         """Check everything before anything is queued."""
         request_id = body.request_id or request_id
-        body.note_unknown_fields(request_id)
+        self._state.unknown_fields.note(body)
         model = self._state.check_model(body.model)
         params = chat_params(body, self._llm)
         prompt = await fitted_prompt(self._llm, await self._render(body), body)

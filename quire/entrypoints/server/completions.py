@@ -91,7 +91,7 @@ class CompletionService:
     ) -> "tuple[_Answer, SamplingParams, list[TokensPrompt]]":
         """Check everything before anything is queued."""
         request_id = body.request_id or request_id
-        body.note_unknown_fields(request_id)
+        self._state.unknown_fields.note(body)
         model = self._state.check_model(body.model)
         if body.echo and self._llm.tokenizer is None:
             raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")

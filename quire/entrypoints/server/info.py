@@ -24,6 +24,7 @@ from quire.entrypoints.server.info_requests import (
 )
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.state import ServerState, get_state
+from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.metrics.prometheus import render
 from quire.text.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
 async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     state.check_model(body.model)
+    state.unknown_fields.note(body)
     tokenizer = _tokenizer(state)
     if ("messages" in body.model_fields_set) == ("prompt" in body.model_fields_set):
         raise InvalidRequestError("give either prompt or messages.", "prompt")
@@ -64,7 +66,9 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     length = state.llm.config.model.max_model_len
     # Millions of tokens: not validated once more.
     answer = TokenizeResponse.model_construct(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
-    return Response(encode(dict(answer)), media_type="application/json")
+    response = Response(encode(dict(answer)), media_type="application/json")
+    warn_client(response, body)
+    return response
 
 
 async def _render(body: TokenizeRequest, state: ServerState) -> str:
@@ -82,9 +86,11 @@ async def _render(body: TokenizeRequest, state: ServerState) -> str:
 
 
 @router.post("/detokenize", tags=["tokenizer"])
-async def detokenize(body: DetokenizeRequest, state: State) -> DetokenizeResponse:
+async def detokenize(body: DetokenizeRequest, state: State, response: Response) -> DetokenizeResponse:
     """The text of token ids, special tokens included."""
     state.check_model(body.model)
+    state.unknown_fields.note(body)
+    warn_client(response, body)
     size = state.llm.config.model.vocab_size
     if (largest := max(body.tokens, default=0)) >= size:
         raise InvalidRequestError(f"token id {largest} is out of the vocabulary, 0 to {size - 1}.", "tokens")

@@ -13,7 +13,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 class TokenizeRequest(BaseModel):
     """A text, or a conversation, to encode: `prompt` or `messages`."""
 
-    model_config = {"json_schema_extra": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}}
+    model_config = {
+        "json_schema_extra": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+        "extra": "allow",
+    }
 
     model: StrictStr | None = None
     prompt: StrictStr = ""
@@ -38,6 +41,8 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(BaseModel):
     """Token ids to decode."""
+
+    model_config = {"extra": "allow"}
 
     model: StrictStr | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -5,12 +5,9 @@ float for an integer. Rules between fields, and those that depend on the model, 
 engine.
 """
 
-import logging
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
-
-logger = logging.getLogger("quire")
 
 MAX_CHOICES = 128  # n and best_of over HTTP
 MAX_STOPS = 64  # lm-evaluation-harness sends all that a task has; OpenAI itself takes 4
@@ -78,7 +75,7 @@ _ELSEWHERE = refuse("not supported by this server; leave it out")
 class StreamOptions(BaseModel):
     """What a stream tells besides its text."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
     continuous_usage_stats: bool | None = Field(None, description="The usage so far on every chunk.")
@@ -88,7 +85,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """Fields of both kinds of requests. A client's further fields are taken, and noted at debug level."""
+    """Fields of both kinds of requests. A client's further fields are kept, for `unknown_fields` to tell about."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -157,6 +154,8 @@ class GenerationRequest(BaseModel):
     response_format: Annotated[None, _TEXT_ONLY] = None
     structured_outputs: Annotated[None, _STRUCTURED] = None
     structural_tag: Annotated[None, _STRUCTURED] = None
+    json_schema: Annotated[None, _STRUCTURED] = None
+    grammar: Annotated[None, _STRUCTURED] = None
     guided_json: Annotated[None, _STRUCTURED] = None
     guided_regex: Annotated[None, _STRUCTURED] = None
     guided_choice: Annotated[None, _STRUCTURED] = None
@@ -164,6 +163,8 @@ class GenerationRequest(BaseModel):
     guided_decoding_backend: Annotated[None, _STRUCTURED] = None
     guided_whitespace_pattern: Annotated[None, _STRUCTURED] = None
     logits_processors: Annotated[None, _ELSEWHERE] = None
+    logprob_token_ids: Annotated[None, _ELSEWHERE] = None
+    truncation_side: Annotated[None, refuse("a prompt's last tokens are kept: only 'left' is supported", "left")] = None
     kv_transfer_params: Annotated[None, _ELSEWHERE] = None
     moderation: Annotated[None, _ELSEWHERE] = None
 
@@ -180,9 +181,3 @@ class GenerationRequest(BaseModel):
     def shows_token_ids(self, default: bool) -> bool:
         """Whether logprobs name tokens by id, where that is the server's `default`."""
         return default if self.return_tokens_as_token_ids is None else self.return_tokens_as_token_ids
-
-    def note_unknown_fields(self, request_id: str) -> None:
-        """Say at debug level which fields nobody knows."""
-        if self.model_extra and logger.isEnabledFor(logging.DEBUG):
-            names = ", ".join(repr(name)[:40] for name in list(self.model_extra)[:20])
-            logger.debug("request %s: %d unknown fields: %s", request_id, len(self.model_extra), names)

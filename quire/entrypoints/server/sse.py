@@ -19,6 +19,7 @@ from quire.entrypoints.server.errors import describe, error_body
 from quire.entrypoints.server.middleware import identify
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import QuireError
 
 logger = logging.getLogger("quire")
@@ -43,11 +44,14 @@ async def respond(request: Request, service: Service[_Body], body: _Body) -> Res
     """The response to a request, of the kind that its body asks for."""
     request_id = identify(request.scope).decode("latin-1")
     if body.stream:
-        return EventStream(service.stream(body, request_id))
-    answer = await while_connected(request.receive, service.create(body, request_id))
-    if answer is None:
-        return Response(status_code=499)  # for the log: nobody reads it
-    return Response(encode(answer), media_type="application/json")
+        response: Response = EventStream(service.stream(body, request_id))
+    else:
+        answer = await while_connected(request.receive, service.create(body, request_id))
+        if answer is None:
+            return Response(status_code=499)  # for the log: nobody reads it
+        response = Response(encode(answer), media_type="application/json")
+    warn_client(response, body)
+    return response
 
 
 def event(data: msgspec.Struct) -> bytes:

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the options, the names the model goes by, and how many requests are in flight.
+"""What the routes share: the engine, the options, the names the model goes by, and counts of what goes on.
 
 `launch` makes one, `build_app` hangs it on the app, and a route takes it with `get_state(request)`.
 """
@@ -11,6 +11,7 @@ from fastapi import Request
 from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ModelNotFoundError
+from quire.entrypoints.server.unknown_fields import UnknownFieldLog
 
 
 @dataclass
@@ -22,6 +23,7 @@ class ServerState:
     model_names: list[str]  # the first one is shown in answers
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     num_in_flight: int = 0  # HTTP requests that came and are not answered in full, the live view's streams aside
+    unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the one asked for, or the first where none is.

@@ -66,6 +66,12 @@ def test_detokenize_refuses(client: TestClient, tokens: object) -> None:
     assert answer.json()["error"]["param"].startswith("tokens")
 
 
+def test_unknown_fields_are_named(client: TestClient) -> None:
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+        answer = client.post(path, json=body | {"promt": 1})
+        assert answer.headers["x-quire-warnings"] == "unknown fields, which are ignored: 'promt'"
+
+
 def test_tokenizer_info(client: TestClient, async_llm) -> None:
     info = client.get("/tokenizer_info").json()
     assert (info["eos_token"], info["vocab_size"]) == ("<|endoftext|>", 4096)

@@ -93,6 +93,10 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "root ::= x"}, "guided_grammar"),
     ({"logits_processors": ["x"]}, "logits_processors"),
     ({"moderation": {"model": "x"}}, "moderation"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+    ({"truncation_side": "right"}, "truncation_side"),
+    ({"json_schema": {"type": "object"}}, "json_schema"),
+    ({"grammar": "root ::= x"}, "grammar"),
 ]
 WRONG_IN_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -232,6 +236,7 @@ HARMLESS: dict[str, Any] = {
     "prompt_cache_options": {"ttl": "30m"},
     "parallel_tool_calls": False,
     "stop": [],
+    "truncation_side": "left",
 }
 
 
@@ -248,10 +253,28 @@ def test_null_is_the_default_and_harmless_values_pass(client: TestClient, server
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_unknown_fields_are_noted(client: TestClient, path: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "quire")
-    body = PLAIN[path] | {"request_id": "r1", "max_token": 5, "x\ny": {"deep": []}}
-    assert client.post(path, json=body).status_code == 200
-    assert "request r1: 2 unknown fields: 'max_token', 'x\\ny'" in caplog.text
+    """By a warning once a name, and to each client by a header."""
+    caplog.set_level(logging.WARNING, "quire")
+    body = PLAIN[path] | {"max_token": 5, "x\ny\u2028": {"deep": []}, "stream_options": {"usage": True}, "stream": True}
+    told = r"unknown fields, which are ignored: 'max_token', 'x\ny\u2028', 'stream_options.usage'"
+    for _ in range(2):
+        answer = client.post(path, json=body)
+        assert (answer.status_code, answer.headers["x-quire-warnings"]) == (200, told)
+    assert [record.getMessage() for record in caplog.records] == [f"a request has {told}"]
+    whole = client.post(path, json=PLAIN[path] | {"max_token": 5, "temprature": 0})
+    assert whole.headers["x-quire-warnings"] == "unknown fields, which are ignored: 'max_token', 'temprature'"
+    assert "'temprature'" in caplog.messages[-1]
+    assert "x-quire-warnings" not in client.post(path, json=PLAIN[path]).headers
+
+
+def test_unknown_fields_cannot_fill_the_log(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"{'x' * 30}{i}" for i in range(2000)]
+    answer = client.post(COMPLETIONS, json=PLAIN[COMPLETIONS] | dict.fromkeys(names, 1))
+    assert len(answer.headers["x-quire-warnings"]) < 500
+    for start in range(0, 2000, 20):
+        client.post(COMPLETIONS, json=PLAIN[COMPLETIONS] | dict.fromkeys(names[start : start + 20], 1))
+    assert len(caplog.records) <= 51
+    assert all(len(message) < 500 for message in caplog.messages)
 
 
 def test_refusals_in_a_stream_are_plain(client: TestClient) -> None:

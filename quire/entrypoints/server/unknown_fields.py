@@ -1,0 +1,55 @@
+"""Fields of a request's body that no route knows: told to the client in a header, and to the operator once a name.
+
+Routes with bodies call `warn_client`, services `ServerState.unknown_fields.note`. A body's model keeps such fields
+(`extra="allow"`); what asks for a feature that is not there is no matter of this module: the models refuse it by name.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from quire.utils.logs import quoted
+
+logger = logging.getLogger("quire")
+
+HEADER = "x-quire-warnings"
+_MOST_SHOWN = 10  # names in a header, or in a line of the log
+_MOST_NOTED = 500  # names in the log of a server's whole life
+_LONGEST_NAME = 40  # characters
+
+
+def unknown_fields(body: BaseModel) -> list[str]:
+    """Names of the fields that the body's model, or that of an object in it, does not have."""
+    names = list(body.model_extra or ())
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, BaseModel):
+            names += [f"{name}.{inner}" for inner in value.model_extra or ()]
+    return names
+
+
+def warn_client(response: Response, body: BaseModel) -> None:
+    """Name the body's unknown fields in the response's header."""
+    if names := unknown_fields(body):
+        response.headers[HEADER] = f"unknown fields, which are ignored: {_listed(names)}"
+
+
+class UnknownFieldLog:
+    """Notes each name once, and no more than a server's log can bear."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def note(self, body: BaseModel) -> None:
+        """One warning for all names in the body that were not noted before."""
+        names = [name for name in dict.fromkeys(unknown_fields(body)) if name[:_LONGEST_NAME] not in self._noted]
+        if names and len(self._noted) < _MOST_NOTED:
+            self._noted.update(name[:_LONGEST_NAME] for name in names[:_MOST_SHOWN])
+            logger.warning("a request has unknown fields, which are ignored: %s", _listed(names))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(quoted(name, _LONGEST_NAME) for name in names[:_MOST_SHOWN])
+    return shown if len(names) <= _MOST_SHOWN else f"{shown} and {len(names) - _MOST_SHOWN} more"
