@@ -214,7 +214,7 @@ CASES = [
     Case(NAMES, "16,385 messages", chat(messages=[{"role": "user", "content": "Hi"}] * 16385), 400, "messages"),
     Case(ROLES, "16,385 parts", said(content=["Hi"] * 16385), 400, "messages[0].content"),
     Case(ROLES, "4,097 tools", chat(tools=[{}] * 4097), 400, "tools", message="4096"),
-    Case(ROLES, "role", said(role="wizard", content="Hi"), 400, "messages[0].role", message="wizard"),
+    Case(ROLES, "role of 65 characters", said(role="w" * 65, content="Hi"), 400, "messages[0].role", message="64"),
     Case(ROLES, "no role", chat(messages=[{"content": "Hi"}]), 400, "messages[0].role"),
     Case(ROLES, "role a number", said(role=7, content="Hi"), 400, "messages[0].role"),
     Case(ROLES, "role null", said(role=None, content="Hi"), 400, "messages[0].role"),
@@ -355,6 +355,9 @@ CASES = [
     Case(TOGETHER, "suffix", completion(suffix="the end"), 400, "suffix"),
     Case(TOGETHER, "beam search", completion(use_beam_search=True), 400, "use_beam_search"),
     Case(TOGETHER, "tool_choice", chat(tool_choice="auto"), 400, "tool_choice"),
+    Case(
+        TOGETHER, "tools", chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", message="none"
+    ),
 ]
 
 

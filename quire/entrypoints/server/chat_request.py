@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
 
@@ -10,12 +10,20 @@ _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=
 _TOOLS_LATER = "tool calls are not parsed yet: only 'none' is supported"
 
 
+def _only_none(value: Any) -> Any:
+    if value not in (None, "none"):
+        raise ValueError(_TOOLS_LATER)
+    return value
+
+
 class ChatMessage(BaseModel):
     """One message. It goes to the chat template with all fields that it came with."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[
+        str, Field(min_length=1, max_length=64, description="Which roles there are is the template's matter.")
+    ]
     content: str | _Parts | None = Field(None, description="Text, or a list of text parts.")
     name: str | None = None
     tool_calls: Objects | None = None
@@ -40,7 +48,10 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: str | None = Field(None, description="Only where the server is told to trust requests' templates.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     documents: Objects | None = Field(None, description="For the template.")
-    tools: Objects | None = Field(None, description="For the template; calls are not parsed.")
+    tools: Objects | None = Field(
+        None, description="For the template: calls are not parsed. Only with tool_choice 'none'."
+    )
+    tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_only_none)] = None
     reasoning_effort: str | None = Field(None, description="For a template that has such a variable.")
     verbosity: str | None = Field(None, description="For a template that has such a variable.")
 
@@ -48,7 +59,6 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
     # Refused.
-    tool_choice: Annotated[None, refuse(_TOOLS_LATER, "none")] = None
     functions: Annotated[None, refuse("superseded by tools; leave it out", [])] = None
     function_call: Annotated[None, refuse(_TOOLS_LATER, "none")] = None
     modalities: Annotated[None, refuse("this model writes text only", ["text"], [])] = None

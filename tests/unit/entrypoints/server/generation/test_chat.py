@@ -162,6 +162,13 @@ def test_roles(make_server: Callable[..., Any], client: TestClient, server: Any)
         assert post(other)["choices"][0]["message"]["role"] == "bot"
 
 
+def test_any_role_reaches_the_template(make_server: Callable[..., Any]) -> None:
+    server = make_server(chat_template="{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    with TestClient(server.app) as client:
+        post(client, messages=[USER, {"role": "ipython", "content": "4"}])
+    assert prompt_of(server) == "user:Hi;ipython:4;"
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %} {{ c.function.name }}"
     "({{ c.function.arguments.x }}){% endfor %}:{{ m.content or '' }};{% endfor %}"
