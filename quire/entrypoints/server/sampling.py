@@ -19,6 +19,7 @@ from quire.errors import InvalidRequestError
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 # Fields that mean the same here and there.
 _SAME = sorted(GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__))
 
@@ -31,11 +32,12 @@ def completion_params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     Raises:
         InvalidRequestError: a rule between fields, or a limit of the model or the engine, is broken.
     """
-    given: dict[str, Any] = {}
-    if body.max_tokens is not None:
-        if body.max_tokens == 0 and not body.echo:
-            raise InvalidRequestError("max_tokens must be at least 1, or 0 with echo; it is 0.", "max_tokens")
-        given["max_tokens"] = max(1, body.max_tokens)
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequestError("max_tokens must be at least 1, or 0 with echo; it is 0.", "max_tokens")
+    max_tokens = body.max_tokens
+    if max_tokens is None:  # the model's own default may only lower it: it is meant for whole answers
+        max_tokens = min(DEFAULT_MAX_TOKENS, llm.get_default_sampling_params().max_tokens or DEFAULT_MAX_TOKENS)
+    given: dict[str, Any] = {"max_tokens": max(1, max_tokens)}
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
         if body.echo:

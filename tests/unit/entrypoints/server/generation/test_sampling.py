@@ -97,11 +97,14 @@ def test_the_models_defaults(server: Any, monkeypatch: pytest.MonkeyPatch) -> No
     defaults = SamplingParams.from_generation_defaults(given)
     monkeypatch.setattr(server.llm, "get_default_sampling_params", lambda: defaults)
     monkeypatch.setitem(server.llm.config.model.generation_defaults, "max_new_tokens", 40)
-    for read in (completion, chat):
+    for read, length in ((completion, 16), (chat, 40)):
         params = read(server)
-        assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 40)
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, length)
         params = read(server, temperature=1.0, max_tokens=50)
         assert (params.temperature, params.top_k, params.max_tokens) == (1.0, 7, 50)
+    fewer = SamplingParams.from_generation_defaults({"max_new_tokens": 9})
+    monkeypatch.setattr(server.llm, "get_default_sampling_params", lambda: fewer)
+    assert completion(server).max_tokens == 9
     assert defaults.output_kind == RequestOutputKind.CUMULATIVE, "the defaults are nobody's to change"
 
 
