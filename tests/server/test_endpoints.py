@@ -259,14 +259,16 @@ def test_first_chunk_has_the_first_token(server: RunningServer, path: str) -> No
 
 def test_usage_on_every_chunk(server: RunningServer) -> None:
     fields = {"prompt": "Once upon a time", "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
-    events = server.stream(COMPLETIONS, {**fields, "stream_options": {"continuous_usage_stats": True}})
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.stream(COMPLETIONS, {**fields, "stream_options": options})
+    last = events.pop()
     seen = 0
     for event in events:
         seen += sum(len(choice["token_ids"]) for choice in event["choices"])
         assert event["usage"]["completion_tokens"] == seen
         assert event["usage"]["prompt_tokens"] == 6
     assert seen == 6
-    assert events[-1]["choices"]  # without include_usage, no chunk of usage alone
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
 
 
 def test_many_streams_at_once_are_what_they_are_alone(server: RunningServer) -> None:

@@ -78,7 +78,9 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
-    continuous_usage_stats: bool | None = Field(None, description="The usage so far on every chunk.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="The usage so far on every chunk; only with include_usage."
+    )
     include_obfuscation: Annotated[
         None, refuse("chunks are not padded against traffic analysis; leave it out", False)
     ] = None
@@ -176,7 +178,7 @@ class GenerationRequest(BaseModel):
     @property
     def wants_running_usage(self) -> bool:
         """Whether each chunk of a stream has the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return self.wants_final_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def shows_token_ids(self, default: bool) -> bool:
         """Whether logprobs name tokens by id, where that is the server's `default`."""

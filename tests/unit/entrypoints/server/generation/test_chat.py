@@ -69,10 +69,10 @@ def test_an_empty_answer(client: TestClient, parsed: Any, server: Any) -> None:
 
 def test_usage(client: TestClient, parsed: Any) -> None:
     assert not any("usage" in chunk for chunk in stream(client, parsed))
-    counts = [
-        chunk["usage"]["completion_tokens"]
-        for chunk in stream(client, parsed, max_tokens=4, stream_options={"continuous_usage_stats": True})
-    ]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = stream(client, parsed, max_tokens=4, stream_options=options)
+    assert chunks.pop()["choices"] == []
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(set(counts))
     assert counts[-1] == 4
 

@@ -64,12 +64,16 @@ def test_a_stream_adds_up(client: TestClient, parsed: Any, openai_errors: Callab
         assert all(piece["text"] for piece in pieces[:-1]), "no empty pieces"
 
 
-def test_a_plain_stream_has_no_usage(client: TestClient, parsed: Any) -> None:
-    assert all("usage" not in chunk for chunk in stream(client, parsed))
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False, "continuous_usage_stats": True}])
+def test_a_plain_stream_has_no_usage(client: TestClient, parsed: Any, options: Any) -> None:
+    assert all("usage" not in chunk for chunk in stream(client, parsed, stream_options=options))
 
 
 def test_continuous_usage(client: TestClient, parsed: Any) -> None:
-    chunks = stream(client, parsed, max_tokens=4, stream_options={"continuous_usage_stats": True})
+    chunks = stream(
+        client, parsed, max_tokens=4, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    assert chunks.pop()["choices"] == []
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(set(counts))
     assert counts[-1] == 4
