@@ -141,6 +141,9 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        for field in ("logprobs", "prompt_logprobs"):  # vLLM's callers write True for one alternative
+            if isinstance(getattr(self, field), bool):
+                setattr(self, field, 1 if getattr(self, field) else None)
         for field in _INT_RULES:
             self._check_int(field)
         for field in _FLOAT_RULES:
@@ -193,9 +196,10 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
             wanted = getattr(self, field)
             if wanted is None or max_logprobs == -1:
                 continue
-            if wanted == -1 or wanted > max_logprobs:
+            if (vocab_size if wanted == -1 else wanted) > max_logprobs:
                 remedy = "ask for fewer, or raise the engine's max_logprobs"
-                raise _broken(field, wanted, f"at most max_logprobs = {max_logprobs} (-1 is the vocabulary); {remedy}")
+                whole = f"-1 is the vocabulary, {vocab_size}"
+                raise _broken(field, wanted, f"at most max_logprobs = {max_logprobs} ({whole}); {remedy}")
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, field) or ():
                 if token_id >= vocab_size:

@@ -67,7 +67,7 @@ INVALID = [
     *((f, v) for f in ("skip_special_tokens", "spaces_between_special_tokens") for v in (1, None)),
     *(("max_tokens", v) for v in (0, -1, 1.0, True, "16")),
     *(("min_tokens", v) for v in (-1, 17, 1.0, True, None)),
-    *((f, v) for f in ("logprobs", "prompt_logprobs") for v in (-2, 1.0, True, "5")),
+    *((f, v) for f in ("logprobs", "prompt_logprobs") for v in (-2, 1.0, "5")),
     *(("logit_bias", v) for v in ({-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, {True: 1.0}, {1: NAN}, {1: "2"}, {1: True}, [1])),
     *(("allowed_token_ids", v) for v in ([], [-1], [True], ["1"], 4)),
     *(("truncate_prompt_tokens", v) for v in (-2, 1.0, True)),
@@ -260,6 +260,12 @@ def test_rules_that_depend_on_the_model(given: dict, words: str) -> None:
         SamplingParams(**given).verify_against_model(vocab_size=100, max_model_len=64, max_logprobs=20)
 
 
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_logprobs_given_as_a_bool(field: str) -> None:
+    """vLLM takes True for one alternative."""
+    assert [getattr(SamplingParams(**{field: value}), field) for value in (True, False)] == [1, None]
+
+
 def test_values_at_the_models_limits_are_taken() -> None:
     params = SamplingParams(
         logprobs=20,
@@ -271,6 +277,7 @@ def test_values_at_the_models_limits_are_taken() -> None:
     )
     params.verify_against_model(vocab_size=100, max_model_len=64, max_logprobs=20)
     SamplingParams(logprobs=-1, prompt_logprobs=500).verify_against_model(100, 64, max_logprobs=-1)
+    SamplingParams(logprobs=-1, prompt_logprobs=-1).verify_against_model(100, 64, max_logprobs=100)
 
 
 def test_import_is_light() -> None:
