@@ -231,6 +231,7 @@ class _Answer:
         if not self._body.logprobs:
             return None
         num_top = self._body.top_logprobs or 0
+        num_top = None if num_top == -1 else num_top
         content: list[TokenLogprob] = []
         for token_id, entry in zip(part.token_ids, part.logprobs or [], strict=True):
             likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[:num_top]

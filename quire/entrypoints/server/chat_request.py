@@ -40,7 +40,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1, description="To the end of the context by default.")
     max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, description="Only with logprobs.")
+    top_logprobs: int | None = Field(None, ge=-1, description="Only with logprobs; -1: the vocabulary.")
 
     # The template.
     add_generation_prompt: bool | None = Field(None, description="True by default, unless continue_final_message is.")

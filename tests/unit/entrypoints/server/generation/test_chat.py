@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
@@ -97,6 +98,21 @@ def test_only_the_likeliest_are_listed(client: TestClient) -> None:
     """The token itself is not the likeliest here."""
     (entry,) = post(client, logprobs=True, top_logprobs=1, max_tokens=1)["choices"][0]["logprobs"]["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.6]
+
+
+def test_the_whole_vocabulary_is_listed(make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = make_server({"max_logprobs": -1})
+    token = server.core._token
+    monkeypatch.setattr(server.core, "_token", lambda r, *args: token(with_logprobs(r, 50), *args))
+    with TestClient(server.app) as client:
+        (entry,) = post(client, logprobs=True, top_logprobs=-1, max_tokens=1)["choices"][0]["logprobs"]["content"]
+    assert len(entry["top_logprobs"]) == 50
+
+
+def with_logprobs(request: Any, num_top: int) -> Any:
+    """The core's request as if it asked for so many."""
+    params = msgspec.structs.replace(request.sampling_params, logprobs=num_top)
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def test_token_ids_and_prompt_logprobs(client: TestClient, parsed: Any, server: Any) -> None:

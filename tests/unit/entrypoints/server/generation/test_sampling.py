@@ -112,7 +112,10 @@ def test_more_logprobs_where_the_engine_gives_them(make_server: Callable[..., An
     server = make_server({"max_logprobs": 40})
     assert completion(server, logprobs=40).logprobs == 40
     assert chat(server, logprobs=True, top_logprobs=40).logprobs == 40
-    assert completion(make_server({"max_logprobs": -1}), logprobs=-1).logprobs == -1
+    for most in (-1, 4096):
+        server = make_server({"max_logprobs": most})
+        assert completion(server, logprobs=-1, prompt_logprobs=-1).logprobs == -1
+        assert chat(server, logprobs=True, top_logprobs=-1).logprobs == -1
 
 
 # --- what is no sampling parameter
