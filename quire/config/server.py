@@ -43,7 +43,9 @@ class ServerArgs:
     ssl_certfile: str | None = _option(None, "Certificate for HTTPS (PEM).")
     ssl_ca_certs: str | None = _option(None, "Certificates that sign clients' certificates (PEM).")
     ssl_cert_reqs: Literal[0, 1, 2] = _option(0, "Clients' certificates: 0 not asked for, 1 optional, 2 required.")
-    allowed_origins: list[str] = _option(["*"], "Origins whose pages may call the server (CORS); '[]' for none.")
+    allowed_origins: list[str] = _option(
+        [], "Origins whose pages may call the server (CORS), none by default; '*' for all."
+    )
     allowed_methods: list[str] = _option(["*"], "Methods that such pages may use.")
     allowed_headers: list[str] = _option(["*"], "Headers that such pages may send.")
     allow_credentials: bool = _option(False, "Let such pages send cookies and HTTP passwords.")

@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 def test_defaults() -> None:
     args = ServerArgs()
     assert (args.host, args.port, args.api_key, args.served_model_name) == (None, 8000, None, None)
-    assert (args.allowed_origins, args.shutdown_timeout, args.engine) == (["*"], 0.0, "process")
+    assert (args.allowed_origins, args.shutdown_timeout, args.engine) == ([], 0.0, "process")
 
 
 def test_every_option_has_a_help_text_and_a_name_of_its_own() -> None:

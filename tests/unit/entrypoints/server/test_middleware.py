@@ -109,7 +109,7 @@ PREFLIGHT = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POS
 
 
 def test_a_preflight_needs_no_key(make_client: Maker) -> None:
-    client = make_client(api_key=["sesame"])
+    client = make_client(api_key=["sesame"], allowed_origins=["*"])
     allowed = client.options("/v1/models", headers=PREFLIGHT)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "*")
     refused = client.get("/v1/models", headers={"Origin": "http://elsewhere"})
@@ -120,8 +120,13 @@ def test_origins_can_be_limited(make_client: Maker) -> None:
     client = make_client(allowed_origins=["http://here"])
     assert client.options("/v1/models", headers=PREFLIGHT).status_code == 400
     assert "access-control-allow-origin" not in client.get("/version", headers={"Origin": "http://x"}).headers
-    closed = make_client(allowed_origins=[])
-    assert closed.options("/v1/models", headers=PREFLIGHT).status_code == 405
+
+
+def test_other_origins_are_closed_out_by_default(client: TestClient) -> None:
+    """Or any web page could read what a local model answers."""
+    assert client.options("/v1/models", headers=PREFLIGHT).status_code == 405
+    answer = client.get("/v1/models", headers={"Origin": "http://elsewhere"})
+    assert not any(name.startswith("access-control") for name in answer.headers)
 
 
 # ---- limits
@@ -186,7 +191,7 @@ def break_a_route(app: FastAPI) -> None:
 
 
 def test_an_uncaught_exception(make_state: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    state = make_state()
+    state = make_state(allowed_origins=["*"])
     app = build_app(state)
     break_a_route(app)
     with caplog.at_level(logging.ERROR, "quire"):
