@@ -146,7 +146,7 @@ async def version() -> Version:
 
 @router.get("/load", tags=["server"])
 async def load(state: State) -> Load:
-    """How busy the server is, this request included."""
+    """How busy the server is; what asks for its state is not counted."""
     return Load(server_load=state.num_in_flight)
 
 

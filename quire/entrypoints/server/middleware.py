@@ -25,7 +25,8 @@ from quire.errors import QuireError
 logger = logging.getLogger("quire")
 
 PUBLIC_PATHS = ("/health", "/ping")  # for load balancers, which have no key
-_ENDLESS_PATHS = ("/live",)  # streams that end with the server: no load, and nothing to wait for
+_ENDLESS_PATHS = ("/live",)  # streams that end with the server
+_NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics")  # who asks for the load is none, nor what to wait for
 _LONGEST_ID = 200
 
 
@@ -47,7 +48,7 @@ class Frame:
             return
         args, status, start = self._state.args, 0, time.perf_counter()
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
-        counted = route_path(scope) not in _ENDLESS_PATHS
+        counted = route_path(scope) not in _NO_LOAD
 
         async def note_status(message: Message) -> None:
             nonlocal status

@@ -22,7 +22,7 @@ class ServerState:
     args: ServerArgs
     model_names: list[str]  # the first one is shown in answers
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
-    num_in_flight: int = 0  # HTTP requests that came and are not answered in full, the live view's streams aside
+    num_in_flight: int = 0  # HTTP requests for work that came and are not answered in full
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
 
     def check_model(self, name: str | None) -> str:

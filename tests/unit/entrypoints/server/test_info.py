@@ -1,11 +1,13 @@
 """Routes that tell about the server."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 import quire
+from quire.entrypoints.server.app import build_app
 
 
 def test_models(make_client: Callable[..., TestClient]) -> None:
@@ -92,9 +94,27 @@ def test_health(client: TestClient, async_llm) -> None:
     assert [(call().status_code, call().content) for call in calls] == [(503, b"")] * 3
 
 
-def test_version_and_load(client: TestClient) -> None:
+def test_version(client: TestClient) -> None:
     assert client.get("/version").json() == {"version": quire.__version__}
-    assert client.get("/load").json() == {"server_load": 1}
+
+
+def test_load_counts_work_only(make_state: Callable[..., Any], async_llm) -> None:
+    """An autoscaler must see an idle server as idle: neither its own questions nor a probe's are load."""
+    state = make_state()
+    seen: list[int] = []
+
+    async def note() -> None:
+        seen.append(state.num_in_flight)
+
+    async_llm.check_health = note
+    client = TestClient(build_app(state))
+    assert client.get("/load").json() == {"server_load": 0}
+    client.get("/health")
+    client.get("/ping")
+    assert seen == [0, 0]
+    client.post("/v1/completions", json={"prompt": "x"})  # generate() asks for the health, too
+    assert seen[2] == 1
+    assert client.get("/load").json() == {"server_load": 0}
 
 
 def test_metrics(client: TestClient, async_llm) -> None:
