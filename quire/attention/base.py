@@ -1,13 +1,14 @@
-"""The contract of an attention backend, and the description of a step that all of them are given.
+"""The contract of an attention backend, and the descriptions of a step and of a layer's attention that it is given.
 
-The runner asks for the cache's shape, allocates it, and builds metadata once a step; attention layers write and attend
-with it. A backend must not know requests, schedulers or models. The plain-torch backend in `reference` is the
-specification.
+The worker asks for the cache's shape, allocates it, and builds metadata once a step and KV group; attention layers
+make one call, `attend`. A backend must not know requests, schedulers or models. The plain-torch backend in `reference`
+is the specification.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +38,60 @@ class AttentionBatch:
     block_size: int
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What one layer's attention computes, whatever the step.
+
+    Attributes:
+        num_heads, num_kv_heads: Hq and Hkv; query head h reads KV head h // (Hq / Hkv).
+        head_dim: D, features of a head.
+        scale: factor on the scores.
+        window: position p sees the positions p - window + 1 .. p (.. p + window - 1 where not causal); None: all.
+        softcap: scores s become ``softcap * tanh(s / softcap)``.
+        sinks: [Hq], scores of one more key for each head, whose value is zero.
+        causal: whether a position sees those after it; where not, it sees all that the sequence has so far.
+        q_norm, k_norm: weights [D] of an RMSNorm over each head of queries and keys, before the rotation.
+        norm_plus_one: these norms multiply by 1 + weight.
+        rope: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines, by which queries and keys are rotated.
+        group: the KV group that the layer's blocks belong to: which of the step's metadata is meant.
+        layer: which of the step's caches is meant.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    causal: bool = True
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm_eps: float = 0.0
+    norm_plus_one: bool = False
+    rope: Tensor | None = None
+    group: int = 0
+    layer: int = 0
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class AttentionStep(Protocol):
+    """What a backend reads of a step; `quire.layers.step.Step` is one."""
+
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def caches(self) -> Sequence[Tensor]: ...
+    @property
+    def attention(self) -> Sequence[Any]: ...
+
+
 class AttentionBackend(ABC, Generic[Metadata]):
-    """Reads and writes one layer's KV cache; holds no state of any step or layer."""
+    """Reads and writes the layers' KV caches; holds no state of any step or layer."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -50,21 +103,21 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     @abstractmethod
     def build(self, batch: AttentionBatch) -> Metadata:
-        """What `write_kv` and `forward` need of a step; made once, shared by all layers."""
+        """What `attend` needs of a step; made once for each KV group, shared by the group's layers."""
 
     @abstractmethod
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Metadata) -> None:
-        """Store the step's keys and values, each [T, Hkv, D], at their slots."""
+    def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values, attend to all that is stored.
 
-    @abstractmethod
-    def forward(
-        self, query: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float, sliding_window: int | None
-    ) -> Tensor:
-        """Causal attention of query [T, Hq, D] to everything cached -> [T, Hq, D].
+        A row's result must not depend on the other rows, on the block size, nor on how the sequence was cut into
+        steps (a layer that is not causal must be given a sequence whole); slots at or beyond a sequence's length, or
+        outside every window, are never read.
 
-        Query head h reads KV head h // (Hq / Hkv). With a sliding window of W tokens, position p sees the positions
-        p - W + 1 .. p. A row's result must not depend on the other rows, on the block size, nor on how the sequence
-        was cut into steps; slots at or beyond a sequence's length, or outside every window, are never read.
+        Args:
+            qkv: [T, (Hq + 2 Hkv) D], queries first; may be overwritten.
+
+        Returns:
+            [T, Hq D].
         """
 
     def copy_blocks(self, kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

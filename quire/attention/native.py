@@ -1,17 +1,15 @@
 """The attention backend of the native kernels.
 
-A recorded program prepares and attends by itself; it takes the cache's shape and the step's description from here. The
-calls of the contract do the same one at a time, for the tests against the reference.
+While a model is recorded, `attend` adds a layer's two instructions to the program: prepare (norms, rotation, cache
+write) and attend. Given tensors it records and runs a program of one layer, for the tests against the reference.
 """
-
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch
-from quire.ops.native.library import current_level
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder, StepData
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep
+from quire.errors import ModelLoadError
+from quire.ops.native.program import Caches, HeadShape, Preparation, ProgramBuilder, StepData, Value, recorded
 from quire.ops.native.structs import TYPE_OF
 
 DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
@@ -39,24 +37,21 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
     def build(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionBatch) -> None:
-        num_tokens, num_kv_heads, head_dim = key.shape
-        heads = HeadShape(num_kv_heads, num_kv_heads, head_dim)
-        qkv = torch.cat((key, key, value), dim=1).reshape(num_tokens, -1)  # the first third stands in for the queries
-        out = torch.empty(num_tokens, num_kv_heads * head_dim, dtype=key.dtype)
-        program = _write_and_attend(current_level(), heads, 1.0, None, key.dtype, True)
-        program.run([qkv, out], step_data(metadata), Caches([kv_cache], TYPE_OF[kv_cache.dtype]))
+    def attend(self, qkv: Tensor | Value, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+        """As the contract says.
 
-    def forward(
-        self, query: Tensor, kv_cache: Tensor, metadata: AttentionBatch, scale: float, sliding_window: int | None
-    ) -> Tensor:
-        num_tokens, num_heads, head_dim = query.shape
-        heads = HeadShape(num_heads, kv_cache.shape[2], head_dim)
-        out = torch.empty(num_tokens, num_heads * head_dim, dtype=query.dtype)
-        program = _write_and_attend(current_level(), heads, scale, sliding_window, query.dtype, False)
-        rows = query.reshape(num_tokens, -1).contiguous()
-        program.run([rows, out], step_data(metadata), Caches([kv_cache], TYPE_OF[kv_cache.dtype]))
-        return out.view(query.shape)
+        Raises:
+            ModelLoadError: the kernels have no such attention.
+        """
+        if isinstance(qkv, Value):
+            return recorded(_record(qkv, spec))
+        builder = ProgramBuilder(qkv.dtype)
+        program = builder.finish(_record(builder.input(spec.qkv_size), spec))
+        out = qkv.new_empty(qkv.shape[0], spec.num_heads * spec.head_dim)
+        data = step_data(step.attention[spec.group], positions=step.positions)
+        cache = step.caches[spec.layer]
+        program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
+        return out
 
     def fill_blocks(self, kv_cache: Tensor, blocks: Tensor, value: float) -> None:
         if kv_cache.dtype is torch.int8:  # all bits set: the scales are NaN then
@@ -79,17 +74,13 @@ def step_data(batch: AttentionBatch, ids: Tensor | None = None, positions: Tenso
     )
 
 
-@cache
-def _write_and_attend(
-    level: str, heads: HeadShape, scale: float, window: int | None, dtype: torch.dtype, write: bool
-) -> Program:
-    """A program of one layer: [T, (Hq + 2 Hkv) D] written and attended with, or [T, Hq D] only attended with.
-
-    `level` is the one in use, which the program is recorded for.
-    """
-    builder = ProgramBuilder(dtype)
-    num_heads = heads.num_heads + (2 * heads.num_kv_heads if write else 0)
-    rows = builder.input(num_heads * heads.head_dim)
-    if write:
-        builder.prepare(rows, heads, Preparation(), layer=0)
-    return builder.finish(builder.attend(rows, heads, layer=0, scale=scale, window=window))
+def _record(qkv: Value, spec: AttentionSpec) -> Value:
+    if spec.softcap is not None or spec.sinks is not None or not spec.causal or spec.norm_plus_one:
+        raise ModelLoadError(
+            "the compiled kernels have no attention with softcaps, sinks, shifted norms or without order; "
+            "kernels='torch' serves this model."
+        )
+    heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    preparation = Preparation(spec.q_norm, spec.k_norm, spec.norm_eps, spec.rope)
+    prepared = qkv.builder.prepare(qkv, heads, preparation, layer=spec.layer)
+    return qkv.builder.attend(prepared, heads, layer=spec.layer, scale=spec.scale, window=spec.window)

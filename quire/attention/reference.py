@@ -1,21 +1,22 @@
 """The plain-torch attention backend: the specification that every other backend is tested against.
 
-`build` keeps the step's description; the first layer of each kind (heads, window) has it cut into query tiles and
-key tiles, and the layers after it share the result. The arithmetic is `quire.ops.paged_attention`. It must not know
+`build` keeps the step's description; the first layer of each kind (heads, window, causal) has it cut into query tiles
+and key tiles, and the layers after it share the result. The arithmetic is `quire.ops.paged_attention`. It must not know
 which requests the sequences belong to.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire import ops
-from quire.attention.base import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep
 from quire.ops.reference_attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
 
 SHARED_FROM = 5  # query tiles from which a sequence is a group of its own: its tiles then share each gathered key tile
+NO_WINDOW = 1 << 40  # positions: more than any sequence has
 MAX_TILE_FLOATS = 1 << 19  # fp32 numbers in a group's largest transient tensor: 2 MiB, so that it stays in cache
 
 
@@ -26,6 +27,12 @@ class _Shape:
     group_size: int  # query heads per KV head
     kv_width: int  # KV heads * head_dim
     window: int | None
+    causal: bool = True
+
+    @property
+    def reach(self) -> int:
+        """Positions after its own that a token sees at most, where not causal."""
+        return NO_WINDOW if self.window is None else self.window - 1
 
     @property
     def query_rows(self) -> int:
@@ -49,16 +56,17 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Items:
-    """Query tiles as arrays, one entry each; first, last and low are absolute positions."""
+    """Query tiles as arrays, one entry each; the rest are absolute positions."""
 
     sequence: np.ndarray  # index of the sequence in the batch
     row: np.ndarray  # row of the first token
     first: np.ndarray  # position of the first token
     last: np.ndarray  # position of the last token
     low: np.ndarray  # earliest position that any of the tokens sees
+    high: np.ndarray  # latest position that any of the tokens sees
 
     def __getitem__(self, index: slice | np.ndarray) -> "_Items":
-        return _Items(self.sequence[index], self.row[index], self.first[index], self.last[index], self.low[index])
+        return _Items(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def __len__(self) -> int:
         return len(self.row)
@@ -88,15 +96,21 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
     def build(self, batch: AttentionBatch) -> ReferenceMetadata:
         return ReferenceMetadata(batch)
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: ReferenceMetadata) -> None:
-        ops.write_kv(key, value, kv_cache, metadata.batch.slot_mapping)
-
-    def forward(
-        self, query: Tensor, kv_cache: Tensor, metadata: ReferenceMetadata, scale: float, sliding_window: int | None
-    ) -> Tensor:
-        num_kv_heads, head_dim = kv_cache.shape[3:]
-        shape = _Shape(query.shape[1] // num_kv_heads, num_kv_heads * head_dim, sliding_window)
-        return ops.paged_attention(query, kv_cache, metadata.work(shape), scale)
+    def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+        metadata, cache = step.attention[spec.group], step.caches[spec.layer]
+        heads = qkv.view(qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if spec.q_norm is not None:
+            query = ops.rms_norm(query, spec.q_norm, spec.norm_eps)
+        if spec.k_norm is not None:
+            key = ops.rms_norm(key, spec.k_norm, spec.norm_eps)
+        if spec.rope is not None:
+            query, key = ops.rotary(query, key, step.positions, spec.rope)
+        ops.write_kv(key, value, cache, metadata.batch.slot_mapping)
+        group_size = spec.num_heads // spec.num_kv_heads
+        work = metadata.work(_Shape(group_size, spec.num_kv_heads * spec.head_dim, spec.window, spec.causal))
+        attended = ops.paged_attention(query, cache, work, spec.scale, softcap=spec.softcap, sinks=spec.sinks)
+        return attended.reshape(qkv.shape[0], -1)
 
 
 def _cut(batch: AttentionBatch, shape: _Shape) -> AttentionWork:
@@ -111,7 +125,7 @@ def _cut(batch: AttentionBatch, shape: _Shape) -> AttentionWork:
     single = items.first == items.last
     for chosen in (~shared & single, ~shared & ~single):
         part = items[np.flatnonzero(chosen)]
-        part = part[np.argsort(part.low // KEY_TILE - part.last // KEY_TILE, kind="stable")]
+        part = part[np.argsort(part.low // KEY_TILE - part.high // KEY_TILE, kind="stable")]
         for start in range(0, len(part), shape.max_items):
             groups.append(_separate_group(batch, part[start : start + shape.max_items], shape))
     for sequence in np.flatnonzero(tiles_of_sequence >= SHARED_FROM):
@@ -130,19 +144,23 @@ def _query_tiles(batch: AttentionBatch, counts: np.ndarray, shape: _Shape) -> _I
     first = (batch.seq_lens.numpy() - counts)[sequence] + offset
     last = first + np.minimum(tokens, counts[sequence] - offset) - 1
     low = np.zeros_like(first) if shape.window is None else np.maximum(first - shape.window + 1, 0)
-    return _Items(sequence, batch.query_start_loc.numpy()[sequence] + offset, first, last, low)
+    high = last
+    if not shape.causal:
+        end = batch.seq_lens.numpy()[sequence] - 1
+        high = end if shape.window is None else np.minimum(last + shape.window - 1, end)
+    return _Items(sequence, batch.query_start_loc.numpy()[sequence] + offset, first, last, low, high)
 
 
 def _separate_group(batch: AttentionBatch, items: _Items, shape: _Shape) -> TileGroup:
     """Items of many sequences, each with key tiles of its own; sorted by falling number of tiles."""
     low_tile = items.low // KEY_TILE
-    num_tiles = items.last // KEY_TILE - low_tile + 1
+    num_tiles = items.high // KEY_TILE - low_tile + 1
     offsets = _token_offsets(items)
     steps = []
     for j in range(int(num_tiles[0])):
         active = items[: int(np.count_nonzero(num_tiles > j))]
         keys = (low_tile[: len(active)] + j)[:, None] * KEY_TILE + np.arange(KEY_TILE)
-        slots = _slots(batch, active.sequence[:, None], np.clip(keys, active.low[:, None], active.last[:, None]))
+        slots = _slots(batch, active.sequence[:, None], np.clip(keys, active.low[:, None], active.high[:, None]))
         steps.append(_step(0, active, offsets, keys, slots, shape))
     return TileGroup(torch.from_numpy(items.row[:, None] + offsets), tuple(steps))
 
@@ -151,12 +169,12 @@ def _shared_group(batch: AttentionBatch, items: _Items, shape: _Shape) -> TileGr
     """Consecutive items of one sequence: all that see a key tile share one gathered copy of it."""
     offsets = _token_offsets(items)
     steps = []
-    for tile in range(int(items.low[0]) // KEY_TILE, int(items.last[-1]) // KEY_TILE + 1):
-        start = int(np.searchsorted(items.last, tile * KEY_TILE))
+    for tile in range(int(items.low[0]) // KEY_TILE, int(items.high[-1]) // KEY_TILE + 1):
+        start = int(np.searchsorted(items.high, tile * KEY_TILE))
         stop = int(np.searchsorted(items.low, (tile + 1) * KEY_TILE))
         active = items[start:stop]
         keys = tile * KEY_TILE + np.arange(KEY_TILE)
-        slots = _slots(batch, active.sequence[0], np.clip(keys, active.low[0], active.last[-1]))
+        slots = _slots(batch, active.sequence[0], np.clip(keys, active.low[0], active.high[-1]))
         steps.append(_step(start, active, offsets[start:stop], keys[None], slots, shape))
     return TileGroup(torch.from_numpy(items.row[:, None] + offsets), tuple(steps))
 
@@ -176,7 +194,8 @@ def _step(
     start: int, active: _Items, offsets: np.ndarray, keys: np.ndarray, slots: np.ndarray, shape: _Shape
 ) -> TileStep:
     """The step in which the items from `start` on meet keys [items or 1, KEY_TILE]; masks only those that must be."""
-    partial = keys[:, -1] > active.first
+    # Beyond what the first of its tokens sees, or beyond the end that a token of a layer without order sees.
+    partial = keys[:, -1] > (active.first if shape.causal else np.minimum(active.first + shape.reach, active.high))
     if shape.window is not None:
         partial |= keys[:, 0] <= active.last - shape.window
     stop = start + len(active)
@@ -186,7 +205,7 @@ def _step(
     part = slice(int(masked[0]), int(masked[-1]) + 1)
     queries = (active.first[part, None] + offsets[: len(active)][part])[:, :, None]
     keys = (keys if len(keys) == 1 else keys[part])[:, None, :]
-    hidden = keys > queries
+    hidden = keys > (queries if shape.causal else np.minimum(queries + shape.reach, active.high[part, None, None]))
     if shape.window is not None:
         hidden |= keys <= queries - shape.window
     hidden = np.repeat(hidden, shape.group_size, axis=1)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from quire.layers.step import Step
 from quire.quantization.base import MatrixShape, QuantizationMethod
 
 
@@ -28,7 +29,7 @@ class Embedding(nn.Module):
         """The parameters by name, as the weight format made them."""
         return cast(Mapping[str, Tensor], self._parameters)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
         return self.method.lookup(self.weights, self.shape, ids, self.dtype)
 
     def load(self, name: str, loaded: Tensor) -> None:
@@ -49,8 +50,8 @@ class LearnedPositions(Embedding):
         super().__init__(num_positions + offset, size, method, dtype)
         self.offset = offset
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids + self.offset if self.offset else ids)
+    def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
+        return super().forward(ids + self.offset if self.offset else ids, step)
 
 
 class TiedHead(nn.Module):
@@ -60,6 +61,6 @@ class TiedHead(nn.Module):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, hidden: Tensor, *, wide: bool = False) -> Tensor:
+    def forward(self, hidden: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         embedding = self.embedding
         return embedding.method.apply(embedding.weights, embedding.shape, hidden, wide=wide)

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from quire.layers.step import Step
 from quire.quantization.base import MatrixShape, QuantizationMethod
 
 
@@ -44,7 +45,8 @@ class Linear(nn.Module):
         """The parameters by name, as the weight format made them."""
         return cast(Mapping[str, Tensor], self._parameters)
 
-    def forward(self, x: Tensor, *, wide: bool = False) -> Tensor:
+    def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
+        """See the class; `step` is None for the output head, whose rows are not a step's tokens."""
         return self.method.apply(self.weights, self.shape, x, wide=wide)
 
     def checkpoint_parts(self) -> Iterator[tuple[str, int, dict[str, tuple[int, ...]]]]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire import ops
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
+from quire.layers.step import Step
 from quire.quantization.base import QuantizationMethod
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,8 +33,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(size, parts, bias=bias, method=method, dtype=dtype)
         self.down_proj = Linear(inner_size, size, bias=bias, method=method, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x, step)), step)
 
 
 class MLP(nn.Module):
@@ -51,5 +52,5 @@ class MLP(nn.Module):
         self.fc1 = Linear(size, inner_size, bias=bias, method=method, dtype=dtype)
         self.fc2 = Linear(inner_size, size, bias=bias, method=method, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x, step)), step)

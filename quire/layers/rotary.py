@@ -1,7 +1,7 @@
 """Rotary position embedding, with the ways of stretching it that the supported families use.
 
 All angles are computed once, when the model is built, and looked up by position: a token's rotation depends on its
-position alone. One object serves every layer of a model.
+position alone. One table serves every layer of a model that rotates alike.
 """
 
 import math
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quire import ops
 from quire.errors import ModelLoadError
 
 
@@ -46,28 +45,18 @@ class RopeParameters:
         return self.number("original_max_position_embeddings", self.max_position)
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions.
+def rope_table(rope: RopeParameters) -> Tensor:
+    """Cosines, then sines, of every position's angles: fp32 [max_model_len, size].
 
     Raises:
         ModelLoadError: a rope type that is not supported, or whose parameters are incomplete.
     """
-
-    cos_sin: Tensor  # fp32 [max_model_len, size]: cosines, then sines
-
-    def __init__(self, rope: RopeParameters) -> None:
-        super().__init__()
-        kind = rope.values["rope_type"]
-        if kind not in ROPE_TYPES:
-            raise ModelLoadError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
-        frequencies, amplitude = ROPE_TYPES[kind](rope)
-        angles = torch.arange(rope.max_model_len, dtype=torch.float32)[:, None] * frequencies
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
-        self.register_buffer("cos_sin", table, persistent=False)
-
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """query [T, Hq, D], key [T, Hkv, D], positions [T] -> the same shapes, rotated."""
-        return ops.rotary(query, key, positions, self.cos_sin)
+    kind = rope.values["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ModelLoadError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
+    frequencies, amplitude = ROPE_TYPES[kind](rope)
+    angles = torch.arange(rope.max_model_len, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
 
 
 def _inverse_frequencies(size: int, base: float) -> Tensor:

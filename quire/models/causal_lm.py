@@ -17,6 +17,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import TiedHead, VocabEmbedding
 from quire.layers.linear import Linear
+from quire.layers.step import Step
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.quantization.base import QuantizationMethod
 
@@ -40,7 +41,7 @@ class CausalLM(nn.Module):
     """Token ids -> hidden states -> logits.
 
     Args:
-        backbone: ``backbone(input_ids, positions, kv_caches, metadata) -> [T, H]``.
+        backbone: ``backbone(input_ids, step) -> [T, H]``.
         embedding: the backbone's token embedding, which the head shares when the configuration ties them.
         form: how the family's checkpoints name things.
 
@@ -77,18 +78,9 @@ class CausalLM(nn.Module):
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
-        """Hidden states of a step's tokens.
-
-        Args:
-            input_ids, positions: int64 [T].
-            kv_caches: one per layer, in the backend's shape; the step's keys and values are written into them.
-            metadata: what the backend built for this step.
-
-        Returns:
-            [T, H] after the final norm.
-        """
-        return self.model(input_ids, positions, kv_caches, metadata)
+    def forward(self, input_ids: Tensor, step: Step) -> Tensor:
+        """Hidden states of a step's tokens, int64 [T] -> [T, H] after the final norm; writes to the step's caches."""
+        return self.model(input_ids, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V], in the model's dtype or float32."""

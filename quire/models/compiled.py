@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
 from quire.attention.native import step_data
+from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.program import Caches, ProgramBuilder, recorded
 from quire.ops.native.structs import TYPE_OF
@@ -23,7 +23,7 @@ class CompiledModel:
         self.vocab_size = model.vocab_size
         self._dtype = model.dtype
         builder = ProgramBuilder(model.dtype)
-        hidden: Any = model(recorded(builder.ids), recorded(builder.positions), [], None)
+        hidden: Any = model(recorded(builder.ids), Step(recorded(builder.positions)))
         self._width = hidden.width
         self._body = builder.finish(hidden)
         builder = ProgramBuilder(model.dtype)
@@ -38,13 +38,11 @@ class CompiledModel:
         """Seconds in each kind of kernel since this was first called; "head" is the output head's product."""
         return self._body.times() | {"head": sum(self._head.times().values())}
 
-    def __call__(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionBatch
-    ) -> Tensor:
+    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
         hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
-        caches = Caches(kv_caches, TYPE_OF[kv_caches[0].dtype])
-        self._body.run([hidden], step_data(metadata, input_ids, positions), caches)
+        caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
+        self._body.run([hidden], step_data(step.attention[0], input_ids, step.positions), caches)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 A family's file decides what norm, attention and MLP are; this is only the order in which they meet.
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -11,6 +11,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import Norm
+from quire.layers.step import Step
 
 
 class DecoderLayer(nn.Module):
@@ -29,14 +30,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_caches: list[Tensor], metadata: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """x and residual [T, H] (None before the first layer) -> the same pair."""
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, kv_caches, metadata)
+        x = self.self_attn(x, step)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, step), residual
 
 
 class Decoder(nn.Module):
@@ -55,11 +54,26 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
-        x: Tensor = self.embed_tokens(input_ids)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(positions)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, positions, kv_caches, metadata)
+    def forward(self, input_ids: Tensor, step: Step) -> Tensor:
+        return self.run_layers(self.embed(input_ids, step), step)
+
+    def embed(self, input_ids: Tensor, step: Step) -> Tensor:
+        """Token ids [T] -> what enters the first layer, [T, H]."""
+        x: Tensor = self.embed_tokens(input_ids, step)
+        return x if self.embed_positions is None else x + self.embed_positions(step.positions, step)
+
+    def run_layers(self, x: Tensor, step: Step) -> Tensor:
+        """All layers and the final norm: [T, H] -> [T, H]."""
+        x, residual = run_layers(self.layers, x, step)
         return self.norm.add(x, residual)[0]
+
+
+def run_layers(layers: Iterable[nn.Module], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    """A stack of layers on what enters the first: the pair that leaves the last, with the taps filled on the way."""
+    residual: Tensor | None = None
+    for i, layer in enumerate(layers):
+        x, residual = layer(x, residual, step)
+        if step.taps is not None and i in step.taps.layers:
+            x, residual = (x if residual is None else x + residual), None
+            step.taps.hidden.append(x)
+    return x, residual

@@ -1,7 +1,8 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm before each block, fused and transposed projections."""
 
+from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
-from quire.layers.attention import Attention, HeadLayout, SelfAttention
+from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
@@ -41,7 +42,8 @@ def build(config: ModelConfig, context: BuildContext) -> CausalLM:
         if hf.get("scale_attn_by_inverse_layer_idx", False):
             scale /= index + 1
         attention = SelfAttention(
-            Attention(context.backend, index, HeadLayout(heads, heads, config.head_dim), scale=scale),
+            context.backend,
+            AttentionSpec(heads, heads, config.head_dim, scale, layer=index),
             Linear(size, 3 * size, bias=True, method=method, dtype=dtype),
             Linear(size, size, bias=True, method=method, dtype=dtype),
         )

@@ -4,18 +4,18 @@ The 350M model differs: it normalizes after each block instead of before, has no
 narrower than its layers.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
-from quire.layers.attention import Attention, HeadLayout, SelfAttention
+from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
+from quire.layers.step import Step
 from quire.models.causal_lm import BuildContext, CausalLM
-from quire.models.decoder import DecoderLayer
+from quire.models.decoder import DecoderLayer, run_layers
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
@@ -44,12 +44,10 @@ class PostNormLayer(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_caches: list[Tensor], metadata: Any
-    ) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, None]:
         """x [T, H] -> [T, H]; takes and returns no residual."""
-        x, _ = self.input_layernorm.add(self.self_attn(x, positions, kv_caches, metadata), x)
-        x, _ = self.post_attention_layernorm.add(self.mlp(x), x)
+        x, _ = self.input_layernorm.add(self.self_attn(x, step), x)
+        x, _ = self.post_attention_layernorm.add(self.mlp(x, step), x)
         return x, None
 
 
@@ -71,19 +69,24 @@ class OPTDecoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: Any) -> Tensor:
-        x: Tensor = self.embed_tokens(input_ids)
+    def forward(self, input_ids: Tensor, step: Step) -> Tensor:
+        return self.run_layers(self.embed(input_ids, step), step)
+
+    def embed(self, input_ids: Tensor, step: Step) -> Tensor:
+        """Token ids [T] -> what enters the first layer, [T, H]."""
+        x: Tensor = self.embed_tokens(input_ids, step)
         if self.project_in is not None:
-            x = self.project_in(x)
-        x = x + self.embed_positions(positions)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, positions, kv_caches, metadata)
+            x = self.project_in(x, step)
+        return x + self.embed_positions(step.positions, step)
+
+    def run_layers(self, x: Tensor, step: Step) -> Tensor:
+        """All layers and what follows them: [T, H] -> [T, E]."""
+        x, residual = run_layers(self.layers, x, step)
         if self.norm is not None:
             x = self.norm.add(x, residual)[0]
         elif residual is not None:
             x = x + residual
-        return x if self.project_out is None else self.project_out(x)
+        return x if self.project_out is None else self.project_out(x, step)
 
 
 def build(config: ModelConfig, context: BuildContext) -> CausalLM:
@@ -101,7 +104,8 @@ def build(config: ModelConfig, context: BuildContext) -> CausalLM:
 
     def layer(index: int) -> nn.Module:
         attention = SelfAttention(
-            Attention(context.backend, index, HeadLayout(heads, heads, config.head_dim)),
+            context.backend,
+            AttentionSpec(heads, heads, config.head_dim, config.head_dim**-0.5, layer=index),
             Linear(size, parts, bias=bias, method=method, dtype=dtype),
             Linear(size, size, bias=bias, method=method, dtype=dtype),
         )

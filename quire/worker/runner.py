@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
+from quire.layers.step import Step
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
 from quire.protocol.step import NewSequence, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
@@ -60,8 +61,8 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult(step_id=plan.step_id, token_ids=[])
         batch = gather(plan, self.table)
-        metadata = self.backend.build(batch.attention)
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_caches, metadata)
+        step = Step(batch.positions, self.kv_caches, [self.backend.build(batch.attention)])
+        hidden = self.model(batch.input_ids, step)
         prompt = self._prompt_logprobs(plan, batch, hidden)
         self.table.num_computed[batch.rows] += np.diff(batch.query_start_loc)
         return self._sample(plan, batch, hidden, prompt)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import ModelConfig
-from quire.models.llama import build_rotary
+from quire.models.llama import build_rope
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,9 +52,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 def our_table(directory: Path, config: dict[str, Any], max_model_len: int | None = None) -> Tensor:
     (directory / "config.json").write_text(json.dumps(config))
-    return build_rotary(
-        ModelConfig.from_pretrained(str(directory), max_model_len=max_model_len, load_format="dummy")
-    ).cos_sin
+    return build_rope(ModelConfig.from_pretrained(str(directory), max_model_len=max_model_len, load_format="dummy"))
 
 
 def their_table(config: dict[str, Any], num_positions: int) -> Tensor:

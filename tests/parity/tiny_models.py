@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
+from quire.layers.step import Step
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM, build_model
 from quire.ops.native.library import TORCH
@@ -232,7 +233,8 @@ class Paged:
             block_size=size,
         )
         ids = torch.tensor([token for new in tokens.values() for token in new])
-        hidden = self.ours.run(ids, positions, self.caches, self.ours.backend.build(batch))
+        step = Step(positions, self.caches, [self.ours.backend.build(batch)])
+        hidden = self.ours.run(ids, step)
         logits = self.ours.run.compute_logits(hidden)
         for s, _, high in spans:
             self.computed[s] = high

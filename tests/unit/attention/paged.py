@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
+from quire.layers.step import Step
 
 
 @dataclass
@@ -21,6 +22,9 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.query)
 
+    def __getitem__(self, part: slice) -> "Sequence":
+        return Sequence(self.query[part], self.key[part], self.value[part])
+
 
 def make_sequences(
     lengths: list[int], heads: tuple[int, int], head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
@@ -33,16 +37,23 @@ def make_sequences(
     return [Sequence(draw(n, heads[0]), draw(n, heads[1]), draw(n, heads[1])) for n in lengths]
 
 
-def dense(sequence: Sequence, scale: float, window: int | None) -> Tensor:
-    """Causal attention in fp64, written down directly."""
+def dense(sequence: Sequence, scale: float, window: int | None, **options: Any) -> Tensor:
+    """Attention in fp64, written down directly; options as in `AttentionSpec`: softcap, sinks, causal."""
     query, key, value = (x.double().transpose(0, 1) for x in (sequence.query, sequence.key, sequence.value))
     group = len(query) // len(key)
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     distance = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
-    hidden = distance < 0
+    causal = options.get("causal", True)
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
-        hidden |= distance >= window
-    scores = (query @ key.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        hidden |= (distance if causal else distance.abs()) >= window
+    scores = query @ key.transpose(1, 2) * scale
+    if softcap := options.get("softcap"):
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if (sinks := options.get("sinks")) is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(sequence), 1)), 2)
+        value = torch.cat((value, torch.zeros_like(value[:, :1])), 1)
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
@@ -56,6 +67,26 @@ def poisoned_cache(
     return cache
 
 
+def make_spec(sequence: Sequence, window: int | None = None, **options: Any) -> AttentionSpec:
+    """Attention of one layer over heads of a sequence's shape; the scale is 1 / sqrt(head_dim) unless given."""
+    (_, num_heads, head_dim), num_kv_heads = sequence.query.shape, sequence.key.shape[1]
+    options = {"scale": head_dim**-0.5} | options
+    return AttentionSpec(num_heads, num_kv_heads, head_dim, window=window, **options)
+
+
+def attend_once(
+    backend: AttentionBackend[Any],
+    sequence: Sequence,
+    spec: AttentionSpec,
+    cache: Tensor,
+    metadata: Any,
+) -> Tensor:
+    """One step with all tokens of what is given, at the positions 0 ..: [T, Hq, D]."""
+    qkv = torch.cat((sequence.query, sequence.key, sequence.value), 1).flatten(1)
+    out = backend.attend(qkv, spec, Step(torch.arange(len(sequence)), [cache], [metadata]))
+    return out.view(sequence.query.shape)
+
+
 def attend(
     backend: AttentionBackend[Any],
     sequences: list[Sequence],
@@ -63,19 +94,20 @@ def attend(
     block_size: int,
     window: int | None = None,
     seed: int = 0,
+    **options: Any,
 ) -> list[Tensor]:
     """Run sequences through the paged backend; steps[i][s] is the number of tokens of sequence s in step i.
 
     Blocks are scattered, and hold NaN until they are written, as do those of nobody.
     """
-    _, num_kv_heads, head_dim = sequences[0].key.shape
+    spec = make_spec(sequences[0], window, **options)
     num_blocks = [-(-len(s) // block_size) for s in sequences]
     free = list(range(1, sum(num_blocks) + 3))
     random.Random(seed).shuffle(free)
     table = torch.zeros(len(sequences), max(num_blocks), dtype=torch.int64)
     for s, count in enumerate(num_blocks):
         table[s, :count] = torch.tensor([free.pop() for _ in range(count)])
-    heads = num_kv_heads, head_dim
+    heads = spec.num_kv_heads, spec.head_dim
     cache = poisoned_cache(backend, sum(num_blocks) + 3, block_size, heads, sequences[0].key.dtype)
     computed = [0] * len(sequences)
     found: list[list[Tensor]] = [[] for _ in sequences]
@@ -88,11 +120,10 @@ def attend(
         width = -(-int(lengths.max()) // block_size)
         tables = table[live, :width].contiguous()
         metadata = backend.build(AttentionBatch(rows, lengths, tables, torch.stack(slots), block_size))
-        query, key, value = (
+        parts = (
             torch.cat([getattr(sequences[s], name)[a:b] for s, a, b in spans]) for name in ("query", "key", "value")
         )
-        backend.write_kv(key, value, cache, metadata)
-        out = backend.forward(query, cache, metadata, head_dim**-0.5, window)
+        out = attend_once(backend, Sequence(*parts), spec, cache, metadata)
         for i, (s, _, high) in enumerate(spans):
             found[s].append(out[rows[i] : rows[i + 1]])
             computed[s] = high

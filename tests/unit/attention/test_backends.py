@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged import alone, attend, dense, make_sequences, mixed, poisoned_cache, variants, whole
+from paged import alone, attend, attend_once, dense, make_sequences, make_spec, mixed, poisoned_cache, variants, whole
+from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.native import NativeBackend
@@ -113,8 +114,7 @@ def test_blocks_that_left_the_window_are_never_read(backend: Backend, chunk: int
         rows = torch.tensor([0, stop - start])
         slots = torch.arange(start, stop)
         metadata = backend.build(AttentionBatch(rows, rows[1:] + start, torch.arange(15)[None], slots, size))
-        backend.write_kv(sequence.key[start:stop], sequence.value[start:stop], cache, metadata)
-        out = backend.forward(sequence.query[start:stop], cache, metadata, 8**-0.5, window)
+        out = attend_once(backend, sequence[start:stop], make_spec(sequence, window), cache, metadata)
         assert torch.equal(out, expected[start:stop])
 
 
@@ -125,8 +125,7 @@ def test_what_was_never_written_shows(backend: Backend, dtype: torch.dtype) -> N
     cache = poisoned_cache(backend, 2, 16, (2, 8), dtype)
     slots, one = torch.arange(12), torch.tensor([0, 12])
     metadata = backend.build(AttentionBatch(one, torch.tensor([13]), torch.tensor([[1]]), slots + 16, 16))
-    backend.write_kv(sequence.key, sequence.value, cache, metadata)
-    assert backend.forward(sequence.query, cache, metadata, 1.0, None)[-1].isnan().all()
+    assert attend_once(backend, sequence, make_spec(sequence), cache, metadata)[-1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,13 +144,15 @@ def test_a_copied_block_is_the_block(backend: Backend) -> None:
     [sequence] = make_sequences([16], (4, 2), 8)
     cache = poisoned_cache(backend, 4, 16, (2, 8), torch.float32)
 
-    def step(block: int) -> AttentionBatch:
-        one = torch.tensor([0, 16])
-        return backend.build(AttentionBatch(one, one[1:], torch.tensor([[block]]), torch.arange(16) + 16 * block, 16))
+    def attended(part: slice, block: int) -> Tensor:
+        low, high = part.start, part.stop
+        slots, rows = torch.arange(low, high) + 16 * block, torch.tensor([0, high - low])
+        metadata = backend.build(AttentionBatch(rows, torch.tensor([high]), torch.tensor([[block]]), slots, 16))
+        return attend_once(backend, sequence[part], make_spec(sequence), cache, metadata)
 
-    backend.write_kv(sequence.key, sequence.value, cache, step(1))
+    attended(slice(0, 15), 1)
     backend.copy_blocks(cache, torch.tensor([1]), torch.tensor([3]))
-    one, two = (backend.forward(sequence.query, cache, step(block), 1.0, None) for block in (1, 3))
+    one, two = (attended(slice(15, 16), block) for block in (1, 3))
     assert torch.equal(one, two)
     assert one.isfinite().all()
 

@@ -3,15 +3,26 @@
 import pytest
 import torch
 from native_cases import at_page_end
-from paged import Sequence, alone, attend, dense, make_sequences, mixed, poisoned_cache, variants, whole
+from paged import (
+    Sequence,
+    alone,
+    attend,
+    attend_once,
+    dense,
+    make_sequences,
+    make_spec,
+    mixed,
+    poisoned_cache,
+    variants,
+    whole,
+)
 from torch import Tensor
 
 from quire import ops
-from quire.attention.base import AttentionBatch
-from quire.attention.native import NativeBackend, step_data
+from quire.attention.base import AttentionBatch, AttentionSpec
+from quire.attention.native import NativeBackend
+from quire.layers.step import Step
 from quire.ops.native.library import set_num_threads
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder
-from quire.ops.native.structs import TYPE_OF
 
 INT8 = NativeBackend(int8=True)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -83,10 +94,9 @@ def test_int8_poison_shows(level: str) -> None:
     cache = poisoned_cache(INT8, 2, 16, (2, 8), torch.float32)
     slots, rows = torch.arange(12), torch.tensor([0, 12])
     step = AttentionBatch(rows, torch.tensor([13]), torch.tensor([[1]]), slots + 16, 16)
-    INT8.write_kv(sequence.key, sequence.value, cache, step)
-    assert INT8.forward(sequence.query, cache, step, 1.0, None)[-1].isnan().all()
+    assert attend_once(INT8, sequence, make_spec(sequence), cache, step)[-1].isnan().all()
     INT8.fill_blocks(cache, torch.arange(2), 0.0)
-    assert not INT8.forward(sequence.query, cache, step, 1.0, None).any()
+    assert not cache.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,7 +112,7 @@ def test_an_int8_cache_takes_the_room_it_says(dtype: torch.dtype) -> None:
 
 
 class Layer:
-    """Norms, rotation and attention of one layer, with HEADS[1]; `expected` does the same with tensors."""
+    """Norms, rotation and attention of one layer, with HEADS[1]; `expected` does the same in fp64."""
 
     def __init__(self, dtype: torch.dtype, head_dim: int, rotary_dim: int, norms: bool) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -110,14 +120,10 @@ class Layer:
         self.table = torch.cat((angles.cos(), angles.sin()), 1)
         weights = (torch.randn(2, head_dim, generator=generator) * 0.2 + 1).to(dtype)
         self.norms = (weights[0].clone(), weights[1].clone()) if norms else (None, None)
-        self.heads, self.dtype = HeadShape(4, 2, head_dim), dtype
-
-    def program(self) -> Program:
-        builder = ProgramBuilder(self.dtype)
-        qkv = builder.input(8 * self.heads.head_dim)
-        preparation = Preparation(*self.norms, 1e-5, self.table)
-        prepared = builder.prepare(qkv, self.heads, preparation, layer=0)
-        return builder.finish(builder.attend(prepared, self.heads, layer=0, scale=0.3, window=30))
+        q_norm, k_norm = self.norms
+        self.spec = AttentionSpec(
+            4, 2, head_dim, 0.3, window=30, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, rope=self.table
+        )
 
     def expected(self, sequence: Sequence) -> Tensor:
         query, key, value = (x.float() for x in (sequence.query, sequence.key, sequence.value))
@@ -136,7 +142,6 @@ def test_norms_and_rotation(
     level: str, dtype: torch.dtype, int8: bool, head_dim: int, rotary_dim: int, norms: bool
 ) -> None:
     layer, backend = Layer(dtype, head_dim, rotary_dim, norms), NativeBackend(int8)
-    program = layer.program()
     [sequence] = make_sequences([90], (4, 2), head_dim, dtype)
     rows = torch.cat((sequence.query, sequence.key, sequence.value), 1).flatten(1)
 
@@ -149,10 +154,7 @@ def test_norms_and_rotation(
             slots = blocks[positions // block_size] * block_size + positions % block_size
             count = torch.tensor([0, len(positions)])
             batch = AttentionBatch(count, count[1:] + low, blocks[None], slots, block_size)
-            qkv = at_page_end(rows[positions])
-            out = at_page_end(torch.empty(len(positions), 4 * head_dim, dtype=dtype))
-            program.run([qkv, out], step_data(batch, positions=positions), Caches([cache], TYPE_OF[cache.dtype]))
-            parts.append(out)
+            parts.append(backend.attend(at_page_end(rows[positions]), layer.spec, Step(positions, [cache], [batch])))
         return torch.cat(parts)
 
     found = computed(90, 16)
