@@ -5,6 +5,8 @@ sampling rules, and nothing of the scheduler.
 """
 
 import hashlib
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -121,8 +123,10 @@ class InputProcessor:
             text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
             if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
                 raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}.", "cache_salt")
-        else:
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | memoryview):
             token_ids = prompt
+        else:
+            text = prompt  # is refused there
         token_ids = self._encode(text) if token_ids is None else self._check_token_ids(token_ids)
         return text, self._truncate(token_ids, params.truncate_prompt_tokens), cache_salt
 
@@ -141,25 +145,32 @@ class InputProcessor:
         token_ids = self._tokenizer.encode(text)
         if not token_ids:
             raise InvalidRequestError("the prompt has no tokens once encoded; pass some text.", "prompt")
+        size = self._model.vocab_size
+        if (largest := max(token_ids)) >= size:
+            raise InvalidRequestError(
+                f"the text holds the token {self._tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), which is "
+                f"out of the model's vocabulary, 0 to {size - 1}. Drop it from the text, or use a tokenizer made for "
+                "this model.",
+                "prompt",
+            )
         return token_ids
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
-        try:
-            ids = list(token_ids)
-        except TypeError:
-            message = f"prompt_token_ids must be a list of ints, got {token_ids!r}."
-            raise InvalidRequestError(message, "prompt") from None
+        if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(token_ids, Iterable):
+            message = f"prompt_token_ids must be a list of ints, got {type(token_ids).__name__}."
+            raise InvalidRequestError(message, "prompt")
+        ids = list(token_ids)
+        if set(map(type, ids)) != {int}:  # as a list from JSON or from a tokenizer is, without a look at each
+            ids = [_token_id(value, place) for place, value in enumerate(ids)]
         if not ids:
             raise InvalidRequestError("the prompt is empty; pass at least one token id.", "prompt")
         size = self._model.vocab_size
-        for place, token_id in enumerate(ids):
-            if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-                raise InvalidRequestError(f"token id {place} is {token_id!r}; ids must be integers.", "prompt")
-            if not 0 <= token_id < size:
+        for wrong in (min(ids), max(ids)):
+            if not 0 <= wrong < size:
                 raise InvalidRequestError(
-                    f"token id {int(token_id)} (place {place}) is out of the vocabulary, 0 to {size - 1}.", "prompt"
+                    f"token id {wrong} (place {ids.index(wrong)}) is out of the vocabulary, 0 to {size - 1}.", "prompt"
                 )
-        return [int(t) for t in ids]
+        return ids
 
     def _truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
         if keep is None:
@@ -199,3 +210,12 @@ class InputProcessor:
         """A seed for a request without one: the same for the same engine seed and request id, in every run."""
         key = f"{self._config.args.seed}:{request_id}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _token_id(value: Any, place: int) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InvalidRequestError(f"token id {place} is {repr(value)[:80]}; ids must be integers.", "prompt")

@@ -5,7 +5,7 @@ requests and drives an `LLMEngine` to the end; it holds no scheduling or model c
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 from tqdm import tqdm
@@ -252,7 +252,7 @@ def _final_only(params: SamplingParams) -> SamplingParams:
 
 
 def _as_list(prompts: Any) -> list[PromptType]:
-    if isinstance(prompts, (str, dict)):
+    if isinstance(prompts, str | dict | bytes | bytearray | memoryview) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
     many = list(prompts)
     if not many:

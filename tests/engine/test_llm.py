@@ -1,9 +1,14 @@
 """`LLM` as a user of the offline API sees it, on the bundled model."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 
+import quire
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 
@@ -170,6 +175,12 @@ def test_chat(llm: LLM) -> None:
         ({"text": "x"}, "unknown prompt entry 'text'"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt must be a non-empty string"),
         ([7] * 5000, "maximum context length"),
+        (b"Hi", "got bytes"),
+        ({"prompt_token_ids": b"Hi"}, "got bytes"),
+        ({"prompt_token_ids": np.array([[1, 2], [3, 4]])}, "ids must be integers"),
+        ({"prompt_token_ids": 5}, "must be a list of ints, got int"),
+        (None, "got NoneType"),
+        (7.5, "got float"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_any_work(llm: LLM, prompt, message: str) -> None:
@@ -179,6 +190,47 @@ def test_a_bad_prompt_is_refused_before_any_work(llm: LLM, prompt, message: str)
     with pytest.raises(ValueError, match=rf"prompts\[1\] \(of 3\): .*{message}"):
         llm.generate(["fine", prompt, "fine"], greedy(1))
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_token_ids_may_come_in_an_array(llm: LLM) -> None:
+    (listed,) = llm.generate([5, 6, 7], greedy(3), use_tqdm=False)
+    for given in (np.array([5, 6, 7]), (5, 6, 7), list(np.array([5, 6, 7], np.uint16))):
+        (one,) = llm.generate(given, greedy(3), use_tqdm=False)  # type: ignore[arg-type]
+        assert one.prompt_token_ids == [5, 6, 7]
+        assert [type(i) for i in one.prompt_token_ids] == [int] * 3
+        assert one.outputs == listed.outputs
+    with pytest.raises(InvalidRequestError, match="ids must be integers"):
+        llm.generate(np.array([[5, 6], [7, 8]]), greedy(1))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def large_tokenizer(tmp_path: Path) -> str:
+    """A tokenizer with one token more than the demo model has rows."""
+    files = Path(quire.__file__).parent / "demo"
+    shutil.copy(files / "tokenizer_config.json", tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|extra|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused_alone(large_tokenizer: str) -> None:
+    llm = LLM("demo", tokenizer=large_tokenizer, num_kv_blocks=64)
+    engine = llm.llm_engine
+    engine.add_request("innocent", PROMPTS[0], greedy(5))
+    engine.step()
+    texts: list[Any] = ["Hello <|extra|> there", {"prompt": "<|extra|>"}, "<|extra|>" * 3000]
+    for text in texts:
+        for params in (greedy(1), SamplingParams(prompt_logprobs=1, max_tokens=1)):
+            with pytest.raises(
+                InvalidRequestError, match=r"'<\|extra\|>' \(id 4096\).*vocabulary.*0 to 4095"
+            ) as caught:
+                engine.add_request("stranger", text, params)
+            assert caught.value.param == "prompt"
+    # A word that the model has no token for can't come anyway.
+    (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, bad_words=["<|extra|>"]))
+    assert len(free.outputs[0].token_ids) == 5
+    engine.check_integrity()
 
 
 def test_wrong_counts_and_types(llm: LLM) -> None:
