@@ -91,6 +91,7 @@ class AsyncLLM:
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
         self._queued: set[str] = set()  # not yet part of a step
+        self._aborted_early: set[str] = set()  # while their prompts are encoded: the engine has not heard of them yet
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {})
@@ -207,6 +208,7 @@ class AsyncLLM:
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
         internal = [own for own, external in self._external.items() if external in wanted]
         if internal and self._dead is None:
+            self._aborted_early.update(own for own in internal if own not in self._outputs)
             self._client.send(Abort(internal))
 
     # The engine.
@@ -289,10 +291,13 @@ class AsyncLLM:
         self._outputs.add(processed)
         self.metrics.on_arrival(internal, len(request.prompt_token_ids), request.max_tokens, params.n, arrival)
         self._client.send(Add(request))
+        if internal in self._aborted_early:
+            self._client.send(Abort([internal]))
 
     def _close(self, internal: str) -> None:
         del self._streams[internal], self._external[internal]
         self._queued.discard(internal)
+        self._aborted_early.discard(internal)
         if internal in self._outputs:
             self._outputs.discard(internal)
             self.metrics.on_finished(internal, ["abort"], 0, time.monotonic())

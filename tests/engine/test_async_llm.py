@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
+import quire
 from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, RequestOutputKind, SamplingParams
 from quire.engine.clients.process import ProcessClient
 from quire.errors import (
@@ -152,6 +156,21 @@ def test_abort_by_id_ends_the_iterator(engine: Engine) -> None:
     assert last.outputs[0].finish_reason == "abort"
 
 
+def test_an_abort_while_the_prompt_is_encoded_is_not_lost(engine: Engine) -> None:
+    """A long prompt is encoded in a thread: when the abort comes, the engine has not heard of the request."""
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, truncate_prompt_tokens=9)
+
+    async def abort() -> list[RequestOutput]:
+        task = asyncio.create_task(engine.collect("Once upon a time there was. " * 80, params, "early"))
+        await asyncio.sleep(0)  # the thread has it, and the loop has not come back to hear its result
+        await engine.llm.abort("early")
+        return await task
+
+    last = engine.run(abort())[-1]
+    assert last.outputs[0].finish_reason == "abort"
+    assert last.request_id == "early"
+
+
 def test_ids_may_be_used_twice_at_once(engine: Engine) -> None:
     async def both() -> list[list[RequestOutput]]:
         params = SamplingParams(temperature=0.0, max_tokens=20)
@@ -201,6 +220,28 @@ def test_a_chat_template_from_a_stranger_is_killed_when_it_hangs(
         assert "Hi" in await engine.llm.render_chat(messages)
 
     engine.run(render())
+
+
+def test_a_text_with_a_token_that_the_model_lacks_harms_no_neighbour(tmp_path: Path) -> None:
+    files = Path(quire.__file__).parent / "demo"
+    shutil.copy(files / "tokenizer_config.json", tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|extra|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    args = EngineArgs(model="demo", tokenizer=str(tmp_path), num_kv_blocks=64)
+    llm = AsyncLLM.from_engine_args(args, options=AsyncOptions(engine="thread"))
+
+    async def both() -> list[Any]:
+        async def one(prompt: str) -> list[RequestOutput]:
+            return [output async for output in llm.generate(prompt, SamplingParams(max_tokens=50, ignore_eos=True))]
+
+        return await asyncio.gather(one("Hello"), one("Hello <|extra|>"), return_exceptions=True)
+
+    innocent, stranger = asyncio.run(both())
+    llm.shutdown()
+    assert len(innocent[-1].outputs[0].token_ids) == 50
+    assert isinstance(stranger, InvalidRequestError)
+    assert "'<|extra|>' (id 4096)" in str(stranger)
 
 
 def test_logits_processors_need_the_thread() -> None:
