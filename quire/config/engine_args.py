@@ -48,6 +48,9 @@ class EngineArgs:
     weight_cache: bool = _option(
         True, "Keep packed weights on disk, so that the next start maps them instead of packing again."
     )
+    weight_cache_size: float = _option(
+        64.0, "Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first."
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = _option(
         "auto", "'dummy' fills the model with random weights, for measurements."
     )
@@ -114,6 +117,11 @@ class EngineArgs:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share}.")
         if not 0.0 <= self.swap_space < float("inf"):
             raise ConfigError(f"swap_space must be a finite number of GiB, at least 0, got {self.swap_space}.")
+        if not 0.0 < self.weight_cache_size < float("inf"):
+            raise ConfigError(
+                f"weight_cache_size must be a finite number of GiB over 0, got {self.weight_cache_size}; "
+                "weight_cache=False keeps none."
+            )
         self._refuse_what_is_not_there_yet()
 
     def _refuse_what_is_not_there_yet(self) -> None:

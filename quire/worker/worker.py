@@ -4,7 +4,6 @@ Executors start workers and hand them plans. A worker knows the resolved configu
 sees a queue or a policy.
 """
 
-import json
 import logging
 import math
 
@@ -23,8 +22,9 @@ from quire.utils.host_memory import available_memory_bytes
 from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.rows import RowTable
 from quire.worker.runner import ModelRunner
+from quire.worker.weights.cache import place_of
 from quire.worker.weights.load import LoadReport, load_model_weights
-from quire.worker.weights.store import StaleStoreError, WeightStore, store_path
+from quire.worker.weights.store import StaleStoreError, WeightStore
 
 # A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
 # a second thread, and milliseconds less than waiting for one on a busy machine.
@@ -67,16 +67,15 @@ class Worker:
         if not native:
             formats = select_formats(args.quantization, None)
             return build_model(model, self._backend, formats.linear, formats.table)
-        path = None
+        place = None
         if keep and args.weight_cache and args.load_format != "dummy":
-            layout = json.dumps([model.architecture, model.dtype, args.quantization, model.hf_config], sort_keys=True)
-            path = store_path(model.path.glob("*.safetensors"), layout)
-        self._store = WeightStore(path)
+            place = place_of(model, args.quantization, int(args.weight_cache_size * 2**30))
+        self._store = WeightStore(place)
         formats = select_formats(args.quantization, self._store.allocate, self._store.filled)
         try:
             return build_model(model, self._backend, formats.linear, formats.table)
         except StaleStoreError:  # removed, or where that is not allowed done without
-            return self._build(native, keep=path is not None and not path.exists())
+            return self._build(native, keep=place is not None and not place.path.exists())
 
     def describe(self) -> str:
         """The kernels in use and why, and the threads, for the log."""
@@ -106,8 +105,9 @@ class Worker:
         activations = 4 * scheduler.max_num_batched_tokens * per_token
         activations += 4 * 3 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * model.vocab_size
         elements = math.prod(self._cache_shape(1)) * self._model.num_layers
+        mapped = self._store.mapped_bytes if self._store is not None else 0
         return MemoryReport(
-            available_bytes=available_memory_bytes(),
+            available_bytes=max(0, available_memory_bytes() - mapped),
             activation_bytes=activations,
             block_bytes=elements * self._backend.kv_cache_dtype(self._model.dtype).itemsize,
         )

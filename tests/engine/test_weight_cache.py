@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from quire.config.model import ModelConfig
 from quire.models.registry import build_model
 from quire.ops.native.library import TORCH
 from quire.ops.native.matrix import PackedMatrix
+from quire.worker.weights.store import WeightStore
 
 PROMPTS = [[5, 9, 2, 77], [3] * 20, list(range(100, 150))]
 
@@ -24,7 +27,7 @@ PROMPTS = [[5, 9, 2, 77], [3] * 20, list(range(100, 150))]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: str) -> Path:
     """Where the files are to appear, for checkpoints of any size."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("quire.worker.weights.store.MIN_BYTES", 0)
+    monkeypatch.setattr("quire.worker.weights.cache.MIN_BYTES", 0)
     return tmp_path / "cache" / "quire" / "packed"
 
 
@@ -111,8 +114,66 @@ def test_each_format_and_checkpoint_has_its_file(cache: Path, model: Path) -> No
     save_file(tensors, model / "model.safetensors")
     changed = start(model, **OPTIONS[0])
     assert changed != answers[0]
-    assert len(files(cache)) == len(OPTIONS) + 1
+    assert len(files(cache)) == 1, "those of what was saved over are of no use to anybody"
     assert start(model, **OPTIONS[0]) == changed
+
+
+def test_what_does_not_decide_the_content_makes_no_second_copy(cache: Path, model: Path, no_packing) -> None:
+    plain = start(model)
+    [file] = files(cache)
+    no_packing()
+    for overrides in ({"eos_token_id": 1}, {"rope_theta": 5000.0}):
+        start(model, hf_overrides=overrides)
+    assert files(cache) == [file]
+    assert start(model) == plain
+
+
+def test_a_checkpoint_saved_again_replaces_its_file(cache: Path, model: Path) -> None:
+    start(model)
+    [file] = files(cache)
+    stat = file.stat()
+    os.utime(model / "model.safetensors")
+    start(model)
+    assert files(cache) == [file], "packed anew, under the same name"
+    assert file.stat().st_ino != stat.st_ino
+    tensors = load_file(model / "model.safetensors")
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 0.05}, model / "model.safetensors")
+    start(model)
+    [other] = files(cache)
+    assert other != file
+
+
+def test_the_second_start_plans_with_as_much_memory_as_the_first(
+    cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped weights are page cache, which the system calls available."""
+    sizes: list[int] = []
+
+    def available(*arguments: Any) -> int:
+        """As the system's: without the weights only where they are plain memory, at the first start."""
+        return 2**24 - (0 if files(cache) else sizes[0])
+
+    monkeypatch.setattr("quire.worker.worker.available_memory_bytes", available)
+    real = WeightStore.finish
+
+    def finish(store: WeightStore) -> None:
+        sizes.append(store._size)
+        real(store)
+
+    monkeypatch.setattr(WeightStore, "finish", finish)
+    blocks: list[int] = []
+    for _ in range(2):
+        llm = LLM(
+            str(model), skip_tokenizer_init=True, show_progress=False, max_num_batched_tokens=64, max_model_len=64
+        )
+        blocks.append(llm.llm_engine.core.scheduler.kv.num_blocks)
+        for thread in threading.enumerate():
+            if thread.name == "quire-weight-store":
+                thread.join()
+        assert len(files(cache)) == 1
+    assert blocks[0] == blocks[1]
+    assert sizes[0] > 2**16
 
 
 @pytest.mark.parametrize(
@@ -124,12 +185,12 @@ def test_starts_that_write_nothing(cache: Path, model: Path, options: dict[str, 
 
 
 def test_a_small_checkpoint_is_packed_every_time(cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.worker.weights.store.MIN_BYTES", 10**9)
+    monkeypatch.setattr("quire.worker.weights.cache.MIN_BYTES", 10**9)
     start(model)
     assert not cache.parent.exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "other weights", "empty"])
+@pytest.mark.parametrize("damage", ["truncated", "other weights", "overwritten", "empty"])
 def test_a_bad_file_is_rebuilt(
     cache: Path, model: Path, damage: str, no_packing, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,14 +200,19 @@ def test_a_bad_file_is_rebuilt(
     whole = file.read_bytes()
     length = int.from_bytes(whole[-8:], "little")
     if damage == "other weights":  # of another layout, under this name
-        manifest = json.loads(whole[-8 - length : -8])
-        manifest[1]["shape"][0] += 1
+        manifest = json.loads(whole[-16 - length : -16])
+        manifest["tensors"][1]["shape"][0] += 1
         changed = json.dumps(manifest).encode()
-        file.write_bytes(whole[: -8 - length] + changed + len(changed).to_bytes(8, "little"))
+        trailer = zlib.crc32(changed).to_bytes(8, "little") + len(changed).to_bytes(8, "little")
+        file.write_bytes(whole[: -16 - length] + changed + trailer)
+    elif damage == "overwritten":
+        file.write_bytes(whole[:3000] + bytes(500) + whole[3500:])
+        assert start(model) == plain
+        assert f"the packed weights in {file} are damaged" in caplog.text
     else:
         file.write_bytes(whole[: len(whole) // 2] if damage == "truncated" else b"")
         assert start(model) == plain
-        assert f"the packed weights in {file.name} can't be used" in caplog.text
+        assert f"the packed weights in {file} can't be used" in caplog.text
     assert start(model) == plain
     assert file.read_bytes() == whole, "rebuilt as it was"
     no_packing()

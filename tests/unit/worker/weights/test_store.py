@@ -4,9 +4,14 @@ import errno
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.worker.weights import cache
 from quire.worker.weights import store as weight_store
-from quire.worker.weights.store import StaleStoreError, WeightStore, store_path
+from quire.worker.weights.cache import StorePlace
+from quire.worker.weights.store import StaleStoreError, WeightStore, checksum
 
 BROKEN = [b"[" * 100_000, b"5", b"{}", b"null"]
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -25,13 +32,22 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
 ]
 
 
+def store_at(path: Path) -> WeightStore:
+    return WeightStore(StorePlace(path))
+
+
+def store_path(files: list[Path], layout: str) -> Path | None:
+    place = cache.find_place(files, "model", "bfloat16", layout)
+    return place and place.path
+
+
 def allocate(store: WeightStore) -> list[Tensor]:
     return [store.allocate(shape, dtype) for shape, dtype in SHAPES]
 
 
 def keep(path: Path, value: int = 1) -> list[Tensor]:
     """Fill a store as a first start does, and wait until it is on the disk."""
-    store = WeightStore(path)
+    store = store_at(path)
     assert not store.filled
     tensors = allocate(store)
     assert not any(t.any() for t in tensors), "fresh memory is zero"
@@ -45,7 +61,7 @@ def keep(path: Path, value: int = 1) -> list[Tensor]:
 def test_the_next_start_finds_the_weights(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "store.bin"
     first = keep(path)
-    again = WeightStore(path)
+    again = store_at(path)
     assert again.filled
     second = allocate(again)
     for one, two in zip(first, second, strict=True):
@@ -60,13 +76,13 @@ def test_a_change_stays_in_its_process(tmp_path: Path) -> None:
     path = tmp_path / "store.bin"
     first = keep(path)
     content = path.read_bytes()
-    again = WeightStore(path)
+    again = store_at(path)
     second = allocate(again)
     second[0].zero_()
     again.finish()
     again.settle()
     assert path.read_bytes() == content
-    assert torch.equal(allocate(WeightStore(path))[0], first[0])
+    assert torch.equal(allocate(store_at(path))[0], first[0])
 
 
 def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +96,13 @@ def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_is_written_before_the_weights_are_complete(tmp_path: Path) -> None:
-    allocate(WeightStore(tmp_path / "store.bin"))
+    allocate(store_at(tmp_path / "store.bin"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_racing_starts_leave_one_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "store.bin"
-    stores = [WeightStore(path) for _ in range(4)]
+    stores = [store_at(path) for _ in range(4)]
     tensors = [allocate(store) for store in stores]
     for value, (store, mine) in enumerate(zip(stores, tensors, strict=True)):
         for tensor in mine:
@@ -94,7 +110,7 @@ def test_racing_starts_leave_one_whole_file(tmp_path: Path) -> None:
         store.finish()
     for store in stores:
         store.settle()
-    found = allocate(WeightStore(path))
+    found = allocate(store_at(path))
     values = {int(t[0]) for t in (t.flatten() for t in found) if t.numel()}
     assert len(values) == 1, "a mixture of two writers"
     assert values <= {1, 2, 3, 4}
@@ -105,18 +121,18 @@ def test_racing_starts_leave_one_whole_file(tmp_path: Path) -> None:
 def test_a_reader_keeps_what_it_opened(tmp_path: Path) -> None:
     path = tmp_path / "store.bin"
     first = keep(path, 1)
-    reader = allocate(WeightStore(path))
+    reader = allocate(store_at(path))
     path.unlink()
     keep(path, 2)
     assert all(torch.equal(one, two) for one, two in zip(first, reader, strict=True))
 
 
-@pytest.mark.parametrize("name", ["posix_fallocate", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("name", ["posix_fallocate", "pwrite", "link", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, code: int
 ) -> None:
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
@@ -146,10 +162,9 @@ def test_a_disk_that_fills_up_midway(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     with monkeypatch.context() as patch:
-        # The manifest is one small write.
-        patch.setattr(weight_store.os, "pwrite", lambda f, d, o: real(f, d if bytes(d[:1]) == b"[" else d[:999], o))
+        patch.setattr(weight_store.os, "pwrite", lambda f, d, o: real(f, d[:999], o))
         first = keep(tmp_path / "store.bin")
-    assert all(torch.equal(a, b) for a, b in zip(first, allocate(WeightStore(tmp_path / "store.bin")), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, allocate(store_at(tmp_path / "store.bin")), strict=True))
 
 
 def test_a_place_where_no_directory_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,15 +179,21 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 1013), *range(len(whole) - 300, len(whole), 7)]:
         path.write_bytes(whole[:length])
-        assert not WeightStore(path).filled, length
+        assert not store_at(path).filled, length
         assert not path.exists(), "a broken file is removed, so that this start writes a good one"
 
 
 def with_manifest(path: Path, manifest: bytes) -> None:
-    """Replace the manifest at the end of a store's file."""
+    """Replace the manifest at the end of a store's file, checksum and length with it."""
     whole = path.read_bytes()
     length = int.from_bytes(whole[-8:], "little")
-    path.write_bytes(whole[: -8 - length] + manifest + len(manifest).to_bytes(8, "little"))
+    trailer = zlib.crc32(manifest).to_bytes(8, "little") + len(manifest).to_bytes(8, "little")
+    path.write_bytes(whole[: -16 - length] + manifest + trailer)
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    whole = path.read_bytes()
+    return json.loads(whole[-16 - int.from_bytes(whole[-8:], "little") : -16])
 
 
 @pytest.mark.parametrize(
@@ -190,14 +211,14 @@ def test_a_broken_manifest_is_noticed(tmp_path: Path, manifest: bytes) -> None:
 def check_rebuilt(path: Path) -> None:
     """A start that meets a bad file ends up with a good one: at once, or after it is told that the file is stale."""
     try:
-        store = WeightStore(path)
+        store = store_at(path)
         allocate(store)
         assert not store.filled
     except StaleStoreError:
         pass
     assert not path.exists()
     keep(path)
-    assert WeightStore(path).filled
+    assert store_at(path).filled
 
 
 @pytest.mark.parametrize(
@@ -216,10 +237,9 @@ def check_rebuilt(path: Path) -> None:
 def test_a_file_of_other_weights_is_stale(tmp_path: Path, change: Callable[[list[Any]], list[Any]]) -> None:
     path = tmp_path / "store.bin"
     keep(path)
-    length = int.from_bytes(path.read_bytes()[-8:], "little")
-    manifest = json.loads(path.read_bytes()[-8 - length : -8])
-    with_manifest(path, json.dumps(change(manifest)).encode())
-    store = WeightStore(path)
+    manifest = manifest_of(path)
+    with_manifest(path, json.dumps(manifest | {"tensors": change(manifest["tensors"])}).encode())
+    store = store_at(path)
     assert store.filled
     with pytest.raises(StaleStoreError):
         allocate(store)
@@ -231,7 +251,7 @@ def test_a_file_that_is_too_short_for_its_manifest_is_stale(tmp_path: Path) -> N
     path = tmp_path / "store.bin"
     keep(path)
     length = int.from_bytes(path.read_bytes()[-8:], "little")
-    path.write_bytes(path.read_bytes()[-8 - length - 100 :])
+    path.write_bytes(path.read_bytes()[-16 - length - 100 :])
     check_rebuilt(path)
 
 
@@ -246,19 +266,124 @@ def test_a_cache_that_cannot_be_written_to_can_be_read(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(weight_store.os, "utime", refuse)
         patch.setattr(Path, "unlink", refuse)
-        assert WeightStore(path).filled
+        assert store_at(path).filled
         with_manifest(path, b"{")
-        assert not WeightStore(path).filled
+        assert not store_at(path).filled
 
 
-def test_what_a_dead_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
-    old, young = tmp_path / "x.1.1.partial", tmp_path / "x.2.2.partial"
-    for file in (old, young):
+def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
+    """At once; what is of a process that lives is removed after a day, as it may be of another machine's."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead, odd = tmp_path / f"x.{gone.pid}.1.partial", tmp_path / "x.partial"
+    old, young = tmp_path / f"x.{os.getpid()}.1.partial", tmp_path / f"x.{os.getpid()}.2.partial"
+    for file in (dead, odd, old, young):
         file.write_bytes(b"half")
     yesterday = time.time() - 25 * 3600
     os.utime(old, (yesterday, yesterday))
     keep(tmp_path / "store.bin")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["store.bin", young.name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["store.bin", young.name])
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_killed_writer_leaves_nothing_that_stays(tmp_path: Path, nameless: bool) -> None:
+    """Killed amid its writing: no file, or where the file system has only files with names, none after the next."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+import torch
+from quire.worker.weights import store
+from quire.worker.weights.cache import StorePlace
+if not {nameless}:
+    del os.O_TMPFILE
+def die(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+kept = store.WeightStore(StorePlace(Path({str(tmp_path / "store.bin")!r})))
+kept.allocate((1000,), torch.uint8)
+store.os.pwrite = die
+kept.finish()
+kept.settle()
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=False)
+    assert run.returncode == -signal.SIGKILL
+    names = [p.name for p in tmp_path.iterdir()]
+    assert names == [] if nameless else len(names) == 1
+    keep(tmp_path / "store.bin")
+    assert [p.name for p in tmp_path.iterdir()] == ["store.bin"]
+
+
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(weight_store.os, "O_TMPFILE")
+    first = keep(tmp_path / "store.bin")
+    assert [p.name for p in tmp_path.iterdir()] == ["store.bin"]
+    assert all(torch.equal(a, b) for a, b in zip(first, allocate(store_at(tmp_path / "store.bin")), strict=True))
+
+
+@pytest.mark.parametrize("place", [0, 100, 4096 + 23, 2 * 4096, 2 * 4096 + 17_999, 2 * 4096 + 9000])
+def test_every_damaged_byte_of_a_tensor_is_noticed(
+    tmp_path: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store.bin"
+    keep(path)
+    whole = bytearray(path.read_bytes())
+    whole[place] ^= 4
+    path.write_bytes(whole)
+    store = store_at(path)
+    with pytest.raises(StaleStoreError):
+        allocate(store)
+    assert f"the packed weights in {path} are damaged (tensor " in caplog.text
+    assert not path.exists()
+    check_rebuilt(path)
+
+
+def test_a_checksum_tells_pages_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randint(0, 256, (3 * 4096 + 5,), dtype=torch.uint8, generator=generator)
+    swapped = torch.cat([flat[4096:8192], flat[:4096], flat[8192:]])
+    zeroed = flat.clone()
+    zeroed[4096:8192] = 0
+    assert len({checksum(each) for each in (flat, swapped, zeroed, flat[:-1], flat[:0])}) == 5
+    assert checksum(flat.clone()) == checksum(flat)
+
+
+def test_a_damaged_manifest_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "store.bin"
+    keep(path)
+    whole = path.read_bytes()
+    for place in range(len(whole) - 16 - int.from_bytes(whole[-8:], "little"), len(whole), 13):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        assert not store_at(path).filled, place
+        assert not path.exists()
+
+
+def test_mapped_weights_are_told_of(tmp_path: Path) -> None:
+    """Else a second start would count them among the memory that is free."""
+    path = tmp_path / "store.bin"
+    store = store_at(path)
+    allocate(store)
+    assert store.mapped_bytes == 0
+    keep(path)
+    assert store_at(path).mapped_bytes == 4096 + 4096 + 20480
+    assert WeightStore(None).mapped_bytes == 0
+
+
+def test_a_checkpoint_that_changed_is_packed_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where none of the bytes that are sampled did: under the same name."""
+    caplog.set_level("INFO")
+    place = StorePlace(tmp_path / "store.bin", model="llama", stamp=[["a", 5, 1_500_000_000]])
+    store = WeightStore(place)
+    allocate(store)
+    store.finish()
+    store.settle()
+    assert WeightStore(place).filled
+    seconds = [["a", 5, 1_000_000_000]]  # an archive's time
+    assert WeightStore(replace(place, stamp=seconds)).filled
+    for stamp in ([["a", 5, 1_500_000_001]], [["a", 6, 1_500_000_000]], [["b", 5, 1_500_000_000]], []):
+        assert not WeightStore(replace(place, stamp=stamp)).filled
+    assert "llama has changed on disk: packing its weights anew" in caplog.text
+    assert place.path.exists()
 
 
 def test_a_use_is_remembered(tmp_path: Path) -> None:
@@ -266,7 +391,7 @@ def test_a_use_is_remembered(tmp_path: Path) -> None:
     path = tmp_path / "store.bin"
     keep(path)
     os.utime(path, (1, 1))
-    assert WeightStore(path).filled
+    assert store_at(path).filled
     assert time.time() - path.stat().st_mtime < 60
 
 
@@ -275,7 +400,7 @@ def test_a_use_is_remembered(tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(weight_store, "MIN_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     file = tmp_path / "model.safetensors"
@@ -300,7 +425,7 @@ def test_the_name_tells_checkpoints_apart(checkpoint: Path, tmp_path: Path) -> N
         names[f"byte {place}"] = store_path([checkpoint], "layout")
     checkpoint.write_bytes(content)
     os.utime(checkpoint, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    names["time"] = store_path([checkpoint], "layout")
+    assert store_path([checkpoint], "layout") == names["one"], "a time makes no second copy"
     assert None not in names.values()
     assert len(set(names.values())) == len(names)
     assert all(name.parent == tmp_path / "cache" / "quire" / "packed" for name in names.values() if name)
@@ -318,17 +443,17 @@ def test_without_xdg_it_is_in_the_home_directory(
 
 
 def test_small_checkpoints_are_not_worth_a_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_store, "MIN_BYTES", 25_601)
+    monkeypatch.setattr(cache, "MIN_BYTES", 25_601)
     assert store_path([checkpoint], "") is None
-    monkeypatch.setattr(weight_store, "MIN_BYTES", 25_600)
+    monkeypatch.setattr(cache, "MIN_BYTES", 25_600)
     assert store_path([checkpoint], "") is not None
-    assert store_path([], "") is None or weight_store.MIN_BYTES == 0
+    assert store_path([], "") is None or cache.MIN_BYTES == 0
 
 
 def test_no_room_no_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_free(num_bytes: int) -> Path | None:
         usage = shutil._ntuple_diskusage(10**9, 10**9 - num_bytes, num_bytes)  # type: ignore[attr-defined]
-        monkeypatch.setattr(weight_store.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
         return store_path([checkpoint], "")
 
     path = with_free(60_000)
@@ -339,9 +464,31 @@ def test_no_room_no_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert with_free(40_000) == path, "what is there needs no more room"
 
 
+def test_without_a_home_nothing_is_kept(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container's user that has no entry, or a HOME that is another user's."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert store_path([checkpoint], "") is None
+    assert "packed weights are not kept on disk: this user has no home; set XDG_CACHE_HOME" in caplog.text
+
+    def refuse(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "closed")
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert store_path([checkpoint], "") is None
+    assert "packed weights are not kept on disk: Permission denied" in caplog.text
+
+
 def test_a_script_waits_for_the_writer(tmp_path: Path) -> None:
     """The thread is no daemon: the interpreter joins it."""
-    store = WeightStore(tmp_path / "store.bin")
+    store = store_at(tmp_path / "store.bin")
     allocate(store)
     store.finish()
     assert not any(t.daemon for t in threading.enumerate() if t.name == "quire-weight-store")

@@ -1,0 +1,256 @@
+"""The folder of packed weights: a checkpoint's file in it, what a file says of itself, and how the folder stays small.
+
+`quire.worker.weights.store` reads and writes the files; `quire cache` lists and clears them, which is why this knows no
+torch. A file is the tensors, a manifest in JSON, the manifest's checksum and its length (8 bytes each, little-endian).
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.config.model import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
+MIN_BYTES = 64 * 2**20  # smaller checkpoints are packed faster than they are worth a file
+DEFAULT_LIMIT = 64 * 2**30
+_SAMPLES = 256  # places all over a file of the checkpoint that are read to tell it from others
+_SAMPLE = 4096  # bytes read at each
+_STALE_SECONDS = 24 * 3600  # an unfinished file of a process that seems to live, but is of another machine
+_TRAILER = 16
+_MAX_MANIFEST = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """The file for one checkpoint in one format, and what it will say of itself.
+
+    Attributes:
+        path: the file.
+        model: the checkpoint's name, as the user gave it.
+        weights: the format of the weights, in words.
+        directory: where the checkpoint is.
+        content: digest of samples of the checkpoint.
+        stamp: [name, size, time in ns] of each file of it: what has another one is packed anew, under the same name.
+        limit: bytes that all files in the folder may take.
+    """
+
+    path: Path
+    model: str = ""
+    weights: str = ""
+    directory: str = ""
+    content: str = ""
+    stamp: list[list[Any]] = field(default_factory=list)
+    limit: int = DEFAULT_LIMIT
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """A file in the folder; all texts are empty where it can't be read or is of another version."""
+
+    path: Path
+    num_bytes: int
+    used: float  # time of the last start that read or wrote it, in seconds since the epoch
+    model: str
+    weights: str
+    directory: str
+    content: str
+
+
+def cache_folder() -> Path | None:
+    """Where packed weights are kept; None for a user without a home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "quire" / "packed"
+    try:
+        return Path.home() / ".cache" / "quire" / "packed"
+    except RuntimeError:  # no HOME, and no entry among the system's users
+        return None
+
+
+def place_of(config: ModelConfig, quantization: str | None, limit: int = DEFAULT_LIMIT) -> StorePlace | None:
+    """The place of a model's packed weights, or None: see `find_place`."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    shapes = [getattr(config, name) for name in names]
+    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, config.tie_word_embeddings])
+    weights = config.dtype if quantization is None else f"{quantization} ({config.dtype})"
+    return find_place(config.path.glob("*.safetensors"), config.model, weights, layout, limit)
+
+
+def find_place(
+    files: Iterable[Path], model: str, weights: str, layout: str, limit: int = DEFAULT_LIMIT
+) -> StorePlace | None:
+    """The place of a checkpoint's packed weights; None where it is not worth one or has no room.
+
+    Args:
+        files: the checkpoint's *.safetensors.
+        layout: all that decides what is in the file beside the checkpoint: shapes and format.
+        model, weights, limit: see `StorePlace`.
+    """
+    files = sorted(files)
+    folder = cache_folder()
+    try:
+        total = sum(file.stat().st_size for file in files)
+        if total < MIN_BYTES:
+            return None
+        if folder is None:
+            logger.warning("packed weights are not kept on disk: this user has no home; set XDG_CACHE_HOME")
+            return None
+        stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        content = _digest(files)
+        name = hashlib.sha256(f"{FORMAT}\n{layout}\n{content}".encode()).hexdigest()[:32]
+        place = StorePlace(folder / f"{name}.bin", model, weights, str(_folder_of(files)), content, stamp, limit)
+        exists = next(parent for parent in [folder, *folder.parents] if parent.exists())
+        if not place.path.exists() and shutil.disk_usage(exists).free < 2 * total:
+            logger.info("no room to keep packed weights on disk")
+            return None
+    except OSError as error:
+        logger.warning("packed weights are not kept on disk: %s", error.strerror)
+        return None
+    return place
+
+
+def same_stamp(one: Any, other: list[list[Any]]) -> bool:
+    """Whether two stamps are of the same files; archives keep times in whole seconds, which count as the same."""
+    if not isinstance(one, list) or len(one) != len(other):
+        return False
+    for mine, theirs in zip(one, other, strict=True):
+        if mine[:2] != theirs[:2]:
+            return False
+        times = (mine[2], theirs[2])
+        whole = any(time % 10**9 == 0 for time in times) and times[0] // 10**9 == times[1] // 10**9
+        if times[0] != times[1] and not whole:
+            return False
+    return True
+
+
+def read_manifest(file: int) -> tuple[dict[str, Any], int]:
+    """The manifest of an open file, and how many bytes of tensors stand before it.
+
+    Raises:
+        ValueError: it is damaged, or of another version. OSError: it can't be read.
+    """
+    size = os.fstat(file).st_size
+    trailer = os.pread(file, _TRAILER, max(0, size - _TRAILER))
+    length = int.from_bytes(trailer[8:], "little")
+    if len(trailer) < _TRAILER or length > min(size - _TRAILER, _MAX_MANIFEST):
+        raise ValueError("it has no manifest")
+    content_bytes = size - _TRAILER - length
+    text = os.pread(file, length, content_bytes)
+    if zlib.crc32(text) != int.from_bytes(trailer[:8], "little"):
+        raise ValueError("its manifest is damaged")
+    manifest = json.loads(text)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError("it is of another version")
+    return manifest, content_bytes
+
+
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """A manifest and its trailer, as they end a file."""
+    text = json.dumps({"format": FORMAT} | manifest).encode()
+    return text + zlib.crc32(text).to_bytes(8, "little") + len(text).to_bytes(8, "little")
+
+
+def stored_weights(folder: Path) -> list[StoredWeights]:
+    """Every file of `folder`, the one used last first."""
+    found: list[StoredWeights] = []
+    for path in folder.glob("*.bin"):
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            texts = ("model", "weights", "directory", "content")
+            values = [str(_manifest_or_empty(path).get(text, "")) for text in texts]
+            found.append(StoredWeights(path, stat.st_size, stat.st_mtime, *values))
+    return sorted(found, key=lambda each: each.used, reverse=True)
+
+
+def make_room(place: StorePlace, num_bytes: int) -> bool:
+    """Remove what a new file of `num_bytes` makes too much; False where it is over the limit by itself.
+
+    First goes what can't be read any more or holds the directory's earlier content, then what is not the newest of its
+    directory, then the rest: always the one first that was not used for longest.
+    """
+    if num_bytes > place.limit:
+        return False
+    files = [each for each in stored_weights(place.path.parent) if each.path != place.path]
+    seen = {place.directory}
+    ranked: list[tuple[int, StoredWeights]] = []
+    for each in files:  # the one used last first
+        replaced = each.directory == place.directory and each.content != place.content
+        ranked.append((0 if replaced or not each.directory else 1 if each.directory in seen else 2, each))
+        seen.add(each.directory)
+    total = num_bytes + sum(each.num_bytes for each in files)
+    for rank, each in sorted(ranked, key=lambda pair: (pair[0], pair[1].used)):
+        if rank == 0 or total > place.limit:
+            logger.info("removing the packed weights of %s (%s)", each.model or "another version", each.path.name)
+            remove(each.path)
+            total -= each.num_bytes
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if that is allowed; whoever has it open keeps what they read."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def partial_name(path: Path) -> Path:
+    """A name for an unfinished `path`, which tells whose it is."""
+    return path.with_name(f"{path.stem}.{os.getpid()}.{time.monotonic_ns()}.partial")
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove the unfinished files of processes that are gone."""
+    for partial in folder.glob("*.partial"):
+        with contextlib.suppress(OSError):
+            pid = partial.name.split(".")[-3:-2]
+            old = time.time() - partial.stat().st_mtime > _STALE_SECONDS
+            if old or not (pid and pid[0].isdigit() and _lives(int(pid[0]))):
+                partial.unlink()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
+
+
+def _manifest_or_empty(path: Path) -> dict[str, Any]:
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            return read_manifest(file)[0]
+        finally:
+            os.close(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _folder_of(files: list[Path]) -> Path | str:
+    return files[0].parent.resolve() if files else ""
+
+
+def _digest(files: list[Path]) -> str:
+    """Of each file's header and size, and of samples all over it: a second's reading is saved."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            for i in range(1, _SAMPLES + 1):
+                stream.seek(max(0, size * i // _SAMPLES - _SAMPLE))
+                digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()[:32]
