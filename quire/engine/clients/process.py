@@ -210,7 +210,16 @@ def main() -> int:
     alive = loop.run()
     leaving.set()
     events.close(linger=1000)
+    _let_finish(CLOSE_SECONDS - 1.0)
     return 0 if alive else 1
+
+
+def _let_finish(seconds: float) -> None:
+    """Wait that long for the threads that the interpreter would wait for: packed weights are being written."""
+    end = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _watch_parent(directory: str, leaving: threading.Event) -> None:
