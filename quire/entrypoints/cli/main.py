@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import quire
-from quire.entrypoints.cli import bench, chat, collect_env, complete, generate, run_batch, serve
+from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, run_batch, serve
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
 
@@ -47,6 +47,7 @@ def build_parser() -> Parser:
     _add_leaf(measures, "latency", latency_help, bench.add_latency_flags, bench.run_latency)
     _add_leaf(measures, "throughput", throughput_help, bench.add_throughput_flags, bench.run_throughput)
     _add_leaf(measures, "serve", "put load on a running server", bench.add_serve_flags, bench.run_serve)
+    _add_leaf(commands, "cache", "show or clear the packed weights kept on disk", cache.add_flags, cache.run)
     _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)
     _add_leaf(commands, "version", "show the version", None, _print_version)
     return parser
@@ -64,7 +65,7 @@ def _add_leaf(
     if add_flags is not None:
         add_flags(leaf)
         takes_model = any(action.dest == "model_argument" for action in leaf._actions)
-        leaf.usage = "%(prog)s [MODEL] [options]" if takes_model else "%(prog)s [options]"
+        leaf.usage = leaf.usage or ("%(prog)s [MODEL] [options]" if takes_model else "%(prog)s [options]")
 
 
 def _print_version(_: argparse.Namespace) -> None:

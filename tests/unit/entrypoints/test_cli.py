@@ -39,7 +39,7 @@ def test_help_lists_what_there_is_and_imports_nothing_heavy() -> None:
     *help_text, heavy = done.stdout.splitlines()
     assert heavy == "[]"
     listed = {line.split()[0] for line in help_text if line.startswith("    ")}
-    assert listed == {"serve", "generate", "chat", "complete", "run-batch", "bench", "collect-env", "version"}
+    assert listed == {"serve", "generate", "chat", "complete", "run-batch", "bench", "cache", "collect-env", "version"}
 
 
 @pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "latency"], ["bench", "throughput"]])

@@ -1,0 +1,70 @@
+"""`quire cache`: what is kept of packed weights on this machine's disk, and how to be rid of it.
+
+Reads the folder's files alone: no model is loaded and no torch comes in.
+"""
+
+import time
+from argparse import ArgumentParser, Namespace
+
+from quire.errors import ConfigError
+from quire.utils.suggest import nearest
+from quire.worker.weights.cache import StoredWeights, cache_folder, remove, stored_weights
+
+_UNITS = (("day", 86400), ("hour", 3600), ("minute", 60))
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of `quire cache`."""
+    parser.usage = "%(prog)s [list] | %(prog)s clear NAME | %(prog)s clear --all"
+    parser.add_argument(
+        "action", nargs="?", choices=["list", "clear"], default="list", help="what to do (default: list)"
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="model, or file, to clear")
+    parser.add_argument("--all", action="store_true", help="clear everything")
+
+
+def run(namespace: Namespace) -> None:
+    """List or clear."""
+    if namespace.action == "list" and (namespace.name or namespace.all):
+        raise ConfigError("'quire cache list' takes no name; 'quire cache clear NAME' removes that one.")
+    folder = cache_folder()
+    files = stored_weights(folder) if folder is not None else []
+    if namespace.action == "list":
+        _show(files)
+        print(f"{_size(sum(each.num_bytes for each in files))} in {len(files)} of {folder or 'no folder'}")
+        return
+    if namespace.all == (namespace.name is not None):
+        raise ConfigError("name one model, as 'quire cache' lists it, or give --all.")
+    chosen = [each for each in files if namespace.all or namespace.name in (each.model, each.path.name, each.path.stem)]
+    if not chosen and not namespace.all:
+        close = nearest(namespace.name, [each.model for each in files])
+        hint = f" Did you mean {close!r}?" if close else " 'quire cache' lists what there is."
+        raise ConfigError(f"nothing of {namespace.name!r} is kept.{hint}")
+    for each in chosen:
+        remove(each.path)
+    kept = [each for each in chosen if each.path.exists()]
+    print(f"removed {_size(sum(each.num_bytes for each in chosen if each not in kept))}")
+    if kept:
+        raise ConfigError(f"{len(kept)} of them can't be removed: {kept[0].path} is not yours to remove.")
+
+
+def _show(files: list[StoredWeights]) -> None:
+    rows = [("MODEL", "WEIGHTS", "SIZE", "LAST USED", "FILE")]
+    now = time.time()
+    for each in files:
+        model = each.model or "(of another version)"
+        rows.append((model, each.weights, _size(each.num_bytes), _age(now - each.used), each.path.name))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows if files else []:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in _UNITS:
+        if (count := int(seconds // length)) >= 1:
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"

@@ -1,0 +1,91 @@
+"""`quire cache`: what it lists, what it clears, and what it refuses."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.entrypoints.cli.main import main
+from quire.worker.weights.cache import manifest_bytes
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of two models, one of them in two formats, and a file of another version."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "quire" / "packed"
+    folder.mkdir(parents=True)
+    put(folder, "a", "owner/llama", "bfloat16", 3 * 2**20, 5)
+    put(folder, "b", "owner/llama", "int4 (bfloat16)", 2**20, 3 * 3600)
+    put(folder, "c", "/models/gpt2", "float32", 2**20, 50 * 3600)
+    (folder / "d.bin").write_bytes(b"[]")
+    os.utime(folder / "d.bin", (1, 1))
+    return folder
+
+
+def put(folder: Path, name: str, model: str, weights: str, num_bytes: int, age: float) -> None:
+    about = {"model": model, "weights": weights, "directory": "/" + name, "content": name}
+    (folder / f"{name}.bin").write_bytes(bytes(num_bytes) + manifest_bytes(about))
+    used = time.time() - age
+    os.utime(folder / f"{name}.bin", (used, used))
+
+
+def names(folder: Path) -> str:
+    return "".join(sorted(path.stem for path in folder.iterdir()))
+
+
+def test_it_lists_models_formats_sizes_and_ages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["MODEL", "WEIGHTS", "SIZE", "LAST", "USED", "FILE"]
+    assert lines[1].split() == ["owner/llama", "bfloat16", "3.0", "MiB", "just", "now", "a.bin"]
+    assert lines[2].split() == ["owner/llama", "int4", "(bfloat16)", "1.0", "MiB", "3", "hours", "ago", "b.bin"]
+    assert "/models/gpt2" in lines[3]
+    assert "2 days ago" in lines[3]
+    assert "(of another version)" in lines[4]
+    assert lines[5] == f"5.0 MiB in 4 of {folder}"
+    assert main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [(["owner/llama"], "cd"), (["c.bin"], "abd"), (["d"], "abc"), (["--all"], "")],
+    ids=lambda value: "-".join(value).replace("/", "-"),
+)
+def test_it_clears_what_is_named(folder: Path, arguments: list[str], left: str) -> None:
+    assert main(["cache", "clear", *arguments]) == 0
+    assert names(folder) == left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["clear"], "give --all"),
+        (["clear", "owner/llama", "--all"], "give --all"),
+        (["clear", "owner/lama"], "nothing of 'owner/lama' is kept. Did you mean 'owner/llama'?"),
+        (["list", "a"], "'quire cache clear NAME' removes that one"),
+    ],
+    ids=len,
+)
+def test_it_removes_nothing_by_mistake(
+    folder: Path, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+    assert names(folder) == "abcd"
+
+
+def test_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nowhere"))
+    assert main(["cache"]) == 0
+    assert "0.0 MiB in 0 of" in capsys.readouterr().out
+    assert main(["cache", "clear", "--all"]) == 0
+
+
+def test_it_needs_no_torch(folder: Path) -> None:
+    code = "import sys\nfrom quire.entrypoints.cli.main import main\nmain(['cache'])\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
