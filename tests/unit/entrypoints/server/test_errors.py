@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
+from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.errors import (
     AuthenticationError,
     ModelNotFoundError,
@@ -104,3 +105,11 @@ def test_a_validation_error_names_the_field(body: Any, param: str, message: str)
         assert (info.status, info.param) == (400, param)
         assert info.message.startswith(message)
         assert len(info.message) < 300
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(-(2**63) - 1, "greater_than_equal"), (2**64, "less_than_equal")])
+def test_a_number_out_of_its_range_is_told_in_pydantics_word_too(seed: int, kind: str) -> None:
+    """Clients of vLLM look for it."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": "x", "seed": seed})
+    assert describe(caught.value).message.endswith(f"(it is {seed}) [{kind}]")
