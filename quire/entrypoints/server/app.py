@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -15,7 +16,7 @@ from starlette.responses import Response
 import quire
 from quire.entrypoints.server import chat, completions, info, live
 from quire.entrypoints.server.errors import error_response
-from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits
+from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
 
@@ -56,8 +57,22 @@ def build_app(state: ServerState) -> FastAPI:
     return app
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404 and (meant := _meant_path(request)):
+        error = HTTPException(404, f"there is no such route; did you mean {meant}? /docs lists those there are.")
     return error_response(error)
+
+
+def _meant_path(request: Request) -> str | None:
+    """The route that a client with a wrong base URL is after: without /v1, with two of them, or with more slashes."""
+    known = {context.path for context in iter_route_contexts(request.app.routes)}
+    parts = [part for part in route_path(request.scope).split("/") if part]
+    for start in range(len(parts)):
+        tail = "/" + "/".join(parts[start:])
+        for path in (tail, f"/v1{tail}"):
+            if path in known:
+                return path
+    return None
 
 
 class _App(FastAPI):

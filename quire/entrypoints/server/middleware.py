@@ -46,6 +46,7 @@ class Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        inner = _as_get(scope)
         args, status, start = self._state.args, 0, time.perf_counter()
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
         counted = route_path(scope) not in _NO_LOAD
@@ -55,11 +56,13 @@ class Frame:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *headers]
+            elif inner is not scope:
+                message = {**message, "body": b""}
             await send(message)
 
         self._state.num_in_flight += counted
         try:
-            await self._app(scope, receive, note_status)
+            await self._app(inner, receive, note_status)
         except ClientDisconnect:  # it left before its whole body was here: nobody reads an answer
             status = 499
         except Exception as error:
@@ -74,6 +77,13 @@ class Frame:
                 client, seconds = (scope.get("client") or ("-",))[0], time.perf_counter() - start
                 path = _quoted_path(scope)
                 logger.debug("%s %s from %s: %d in %.3f s", scope["method"], path, client, status, seconds)
+
+
+def _as_get(scope: Scope) -> Scope:
+    """A HEAD request as the GET that it asks about, but for streams without an end; any other as it is."""
+    if scope["method"] != "HEAD" or route_path(scope) in _ENDLESS_PATHS:
+        return scope
+    return {**scope, "method": "GET"}
 
 
 def _quoted_path(scope: Scope) -> str:

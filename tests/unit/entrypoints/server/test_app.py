@@ -72,6 +72,40 @@ def test_unknown_routes_and_methods(client: TestClient) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
+def test_head(client: TestClient, async_llm) -> None:
+    for path in ("/", "/health", "/v1/models", "/metrics", "/docs", "/openapi.json"):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+        assert answer.headers["content-type" if path != "/health" else "content-length"]
+    assert client.head("/nowhere").status_code == 404
+    assert client.head("/tokenize").status_code == 405
+    assert client.head("/live").status_code == 405, "an endless answer has no head to wait for"
+    described = client.get("/openapi.json").json()["paths"]
+    assert not any("head" in item for item in described.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/completions/", "/v1/completions"),
+        ("//v1/models", "/v1/models"),
+        ("/api/v1/completions", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_a_base_url_gone_wrong_is_told_the_route(client: TestClient, path: str, meant: str) -> None:
+    answer = client.request("POST", f"http://testserver{path}", json={})
+    assert answer.status_code == 404
+    assert (
+        answer.json()["error"]["message"]
+        == f"there is no such route; did you mean {meant}? /docs lists those there are."
+    )
+    assert "did you mean" not in client.post("/nowhere/at/all").text
+
+
 def test_unknown_model(client: TestClient) -> None:
     answer = client.post("/tokenize", json={"model": "gpt", "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
