@@ -361,3 +361,25 @@ def test_the_page_survives_its_server(browser: Browser) -> None:
         browser.wait("$('status').dataset.state === 'live'")
         browser.run("turns.chat.at(-1).again.click()")
         assert answer(browser)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_docs_show_every_route(browser: Browser, server: str, scheme: str) -> None:
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.call("Page.navigate", url=f"{server}docs")
+    browser.wait("document.querySelectorAll('section').length")
+    with urllib.request.urlopen(f"{server}openapi.json") as answer:
+        paths = json.load(answer)["paths"]
+    shown = browser.run("[...document.querySelectorAll('section .path')].map((one) => one.textContent)")
+    assert sorted(shown) == sorted(path for path, item in paths.items() for _ in item)
+    fields = browser.run(
+        "[...document.getElementById('post/v1/completions').querySelectorAll('li > code')].map((c) => c.textContent)"
+    )
+    assert {"prompt", "temperature", "200", "503"} <= set(fields)
+    browser.run("globalThis.tried = document.getElementById('post/v1/completions')")
+    browser.run("tried.querySelector('button.main').click()")
+    browser.wait("tried.querySelector('.state').textContent.startsWith('200')")
+    show(browser, 390, 844)
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.complaints() == []
+    browser.call("Emulation.setEmulatedMedia", features=[])

@@ -1,7 +1,7 @@
 """The web application: the routes, what surrounds them, and the OpenAPI description of it all.
 
-`launch` calls `build_app` once the engine is up; tests call it with an engine of their own. /docs shows the description
-with Swagger UI, which the browser fetches from a public CDN; nothing else comes from elsewhere.
+`launch` calls `build_app` once the engine is up; tests call it with an engine of their own. Nothing that it serves
+makes a browser fetch anything from elsewhere.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import chat, completions, info, live
+from quire.entrypoints.server import chat, completions, info, live, pages
 from quire.entrypoints.server.errors import error_response
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.state import ServerState
@@ -28,17 +28,18 @@ def build_app(state: ServerState) -> FastAPI:
         title="Quire",
         description="Large language models behind OpenAI's API.",
         version=quire.__version__,
-        docs_url=None if args.disable_fastapi_docs else "/docs",
+        docs_url=None,
         openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,  # a redirect would be built from the Host header
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.quire = state
     app.root_path = args.root_path
-    for module in (info, completions, chat, live):
+    for module in (info, completions, chat, live, pages):
         app.include_router(module.router)
+    if not args.disable_fastapi_docs:
+        app.include_router(pages.docs_router)
     for kind in (QuireError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer)
     # The last one added is the outermost.

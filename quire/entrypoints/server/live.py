@@ -1,22 +1,17 @@
-"""The page for a person: GET / is one file, and GET /live the event stream that keeps its view of the engine current.
+"""GET /live: the event stream that keeps the page's view of the engine current.
 
 While anybody looks, a single task asks the engine for a snapshot twice a second, and all who look get the same bytes; a
 slow reader misses some. Nobody looking costs nothing.
 """
 
 import asyncio
-import base64
-import hashlib
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 from starlette.responses import StreamingResponse
 
 from quire.engine.async_llm import AsyncLLM
@@ -129,32 +124,3 @@ async def live(request: Request) -> StreamingResponse:
         state.live_feed = LiveFeed(get_state(request).llm)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(state.live_feed.watch(), headers=headers, media_type="text/event-stream")
-
-
-@router.get("/")
-async def page() -> Response:
-    """The page."""
-    body, policy = _page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Response(body, headers=headers, media_type="text/html")
-
-
-@cache
-def _page() -> tuple[bytes, str]:
-    """The file, and a policy under which the browser runs nothing else and talks to nobody else."""
-    text = files("quire.entrypoints.server").joinpath("static/index.html").read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return text.encode(), policy
-
-
-def _hashes(page: str, tag: str) -> str:
-    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in bodies)

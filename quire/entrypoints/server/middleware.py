@@ -27,6 +27,7 @@ logger = logging.getLogger("quire")
 PUBLIC_PATHS = ("/health", "/ping")  # for load balancers, which have no key
 _ENDLESS_PATHS = ("/live",)  # streams that end with the server
 _NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics")  # who asks for the load is none, nor what to wait for
+_PAGES = ("/", "/docs")
 _LONGEST_ID = 200
 
 
@@ -112,7 +113,7 @@ class ApiKeys:
         is_public = scope["type"] == "lifespan" or route_path(scope) in PUBLIC_PATHS
         if not is_public and not self._has_key(scope["headers"]):
             # A browser asks a person for the key (as the password) only if the page itself is refused this way.
-            raise AuthenticationError('Basic realm="Quire"' if route_path(scope) == "/" else "Bearer")
+            raise AuthenticationError('Basic realm="Quire"' if route_path(scope) in _PAGES else "Bearer")
         await self._app(scope, receive, send)
 
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
