@@ -47,9 +47,11 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
     "qwen3": {"head_dim": 128, "sliding_window": 4096},
-    "opt": {"tie_word_embeddings": True},
-    "gpt2": {"tie_word_embeddings": True},
+    "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+    "gpt2": {"tie_word_embeddings": True, "n_positions": 1024},
 }
+_LEARNED_POSITIONS = ("opt", "gpt2")  # a table of the checkpoint, which no scaling makes longer
+_KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # of rope_parameters, under a rope_scaling
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class ModelConfig:
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
-        config = _text_part(_read_json(path, "config.json", name) | (hf_overrides or {}))
+        stated = _read_json(path, "config.json", name)
+        config = _text_part(stated | (hf_overrides or {}))
+        _refuse_lost_theta(_text_part(stated), config)
         generation = _read_json(path, "generation_config.json", name) if _has(path, "generation_config.json") else {}
         if "auto_map" in config:
             logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
@@ -135,7 +139,7 @@ class ModelConfig:
             rope_parameters=rope,
             layer_windows=reader.layer_windows(shapes["num_layers"]),
             derived_max_model_len=derived,
-            max_model_len=_resolve_max_model_len(max_model_len, derived),
+            max_model_len=_resolve_max_model_len(max_model_len, derived, reader.learns_positions),
             tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
             bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
             eos_token_ids=_eos_token_ids(config, generation),
@@ -153,7 +157,9 @@ class _Reader:
         model_type = config.get("model_type")
         self.model_type: str = model_type if isinstance(model_type, str) else ""
         self.architecture = self._architecture()
-        self._defaults = _FAMILY_DEFAULTS.get(self.model_type, {})
+        family = self.model_type or next((k for k, name in _ARCHITECTURES.items() if name == self.architecture), "")
+        self._defaults = _FAMILY_DEFAULTS.get(family, {})
+        self.learns_positions = family in _LEARNED_POSITIONS
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value under the first of `names` that is there and not null, else the family's default or `default`."""
@@ -201,12 +207,16 @@ class _Reader:
 
     def rope_parameters(self) -> dict[str, Any]:
         """One form of `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta` (before it)."""
-        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
-        if not isinstance(rope, dict):
-            raise self.error(f"has rope_scaling = {rope!r}; it must be an object or null.")
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise NotYetSupportedError(f"Model {self.model!r} has rope parameters per layer type: not supported yet.")
-        rope = dict(rope)
+        scaling, parameters = self.config.get("rope_scaling") or {}, self.config.get("rope_parameters") or {}
+        for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+            if not isinstance(rope, dict):
+                raise self.error(f"has {key} = {rope!r}; it must be an object or null.")
+            if any(isinstance(value, dict) for value in rope.values()):
+                raise NotYetSupportedError(
+                    f"Model {self.model!r} has rope parameters per layer type: not supported yet."
+                )
+        # A scaling says nothing of the frequencies that it scales.
+        rope = {k: v for k, v in parameters.items() if not scaling or k in _KEPT_ROPE_KEYS} | scaling
         legacy_type = rope.pop("type", "default")
         rope.setdefault("rope_type", legacy_type)
         rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
@@ -224,6 +234,8 @@ class _Reader:
         if self.get(*names) is None:
             logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
         length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
+        if self.learns_positions:
+            return length
         if rope["rope_type"] in _UNSCALED_ROPE_TYPES:
             return length
         if rope["rope_type"] == "yarn":
@@ -269,6 +281,12 @@ def _check_arguments(max_model_len: Any, hf_overrides: Any, load_format: Any) ->
         raise ConfigError(f"max_model_len must be a whole number of at least 1; got {max_model_len!r}.")
     if hf_overrides is not None and not isinstance(hf_overrides, dict):
         raise ConfigError(f"hf_overrides must be an object of config.json keys and values; got {hf_overrides!r}.")
+    try:
+        json.dumps(hf_overrides)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"hf_overrides must hold what JSON can: texts, numbers, booleans, null, lists and objects ({error})."
+        ) from error
 
 
 def _has(path: Path, file: str) -> bool:
@@ -300,6 +318,22 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     return whole | text | {key: whole[key] for key in ("architectures",) if whole.get(key)}
 
 
+def _refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
+    """Overrides that replace rope_parameters must not lose the base of its frequencies without a word."""
+
+    def theta(source: dict[str, Any]) -> Any:
+        places = (source.get("rope_scaling"), source.get("rope_parameters"), source)
+        return next(
+            (place["rope_theta"] for place in places if isinstance(place, dict) and "rope_theta" in place), None
+        )
+
+    if theta(config) is None and theta(stated) is not None:
+        raise ConfigError(
+            f"hf_overrides replaces rope_parameters, in which config.json names rope_theta = {theta(stated)!r}, by one "
+            f"without: add 'rope_theta': {theta(stated)!r} to it, or override rope_scaling, which keeps it."
+        )
+
+
 def _refuse_quantized(config: dict[str, Any], model: str) -> None:
     quantization = config.get("quantization_config")
     if quantization:
@@ -322,9 +356,14 @@ def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
     return resolved
 
 
-def _resolve_max_model_len(requested: int | None, derived: int) -> int:
+def _resolve_max_model_len(requested: int | None, derived: int, learned: bool) -> int:
     if requested is None:
         return derived
+    if requested > derived and learned:
+        raise ConfigError(
+            f"max_model_len = {requested} is more than the {derived} positions that the model has learned: lower it to "
+            f"{derived} at most."
+        )
     if requested > derived:
         raise ConfigError(
             f"max_model_len = {requested} is more than the {derived} tokens that the model supports: lower it, or "

@@ -51,7 +51,7 @@ def build(config: ModelConfig, context: BuildContext) -> CausalLM:
         return DecoderLayer(LayerNorm(size, eps, dtype), attention, LayerNorm(size, eps, dtype), mlp)
 
     embedding = VocabEmbedding(config.vocab_size, size, context.table_method, dtype)
-    positions = LearnedPositions(int(hf.get("n_positions", 1024)), size, context.table_method, dtype)
+    positions = LearnedPositions(config.derived_max_model_len, size, context.table_method, dtype)
     layers = [layer(i) for i in range(config.num_layers)]
     decoder = Decoder(embedding, layers, LayerNorm(size, eps, dtype), positions)
     return CausalLM(config, context, decoder, embedding, FORMAT)

@@ -118,8 +118,7 @@ def build(config: ModelConfig, context: BuildContext) -> CausalLM:
         project_in = Linear(narrow, size, bias=False, method=method, dtype=dtype)
         projections = project_in, Linear(size, narrow, bias=False, method=method, dtype=dtype)
     embedding = VocabEmbedding(config.vocab_size, narrow, context.table_method, dtype)
-    num_positions = int(hf.get("max_position_embeddings", 2048))
-    positions = LearnedPositions(num_positions, size, context.table_method, dtype, POSITION_OFFSET)
+    positions = LearnedPositions(config.derived_max_model_len, size, context.table_method, dtype, POSITION_OFFSET)
     final_norm = norm() if pre_norm and not hf.get("_remove_final_layer_norm", False) else None
     layers = [layer(i) for i in range(config.num_layers)]
     decoder = OPTDecoder(embedding, positions, layers, final_norm, projections)

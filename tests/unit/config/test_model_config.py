@@ -202,6 +202,60 @@ def test_overrides(tmp_path: Path) -> None:
         load(tmp_path, LLAMA, hf_overrides=["eos_token_id"])
 
 
+def test_an_overridden_scaling_keeps_the_base_of_the_frequencies(tmp_path: Path) -> None:
+    """The very remedy that a too long max_model_len names, for what transformers 5 writes."""
+    stated = {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = load(tmp_path, LLAMA | {"rope_parameters": stated}, hf_overrides={"rope_scaling": scaling})
+    assert config.rope_parameters == scaling | {"rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
+    own = scaling | {"rope_theta": 5.0}
+    config = load(tmp_path, LLAMA | {"rope_parameters": stated}, hf_overrides={"rope_scaling": own})
+    assert config.rope_parameters["rope_theta"] == 5.0
+    # What belonged to the checkpoint's own scaling is not part of another.
+    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    config = load(tmp_path, LLAMA | {"rope_parameters": llama3}, hf_overrides={"rope_scaling": linear})
+    assert config.rope_parameters == linear | {"rope_theta": 5e5}
+
+
+def test_an_override_that_loses_the_base_is_refused(tmp_path: Path) -> None:
+    config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(ConfigError, match=r"rope_theta = 1000000\.0, by one without: add 'rope_theta': 1000000\.0"):
+        load(tmp_path, config, hf_overrides={"rope_parameters": scaling})
+    kept = load(tmp_path, config, hf_overrides={"rope_parameters": scaling, "rope_theta": 5.0})
+    assert kept.rope_parameters == scaling | {"rope_theta": 5.0}
+    kept = load(tmp_path, LLAMA | {"rope_theta": 7.0}, hf_overrides={"rope_parameters": scaling})
+    assert kept.rope_parameters == scaling | {"rope_theta": 7.0}
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"x", float, 1j])
+def test_an_override_that_is_no_json_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ConfigError, match="hf_overrides must hold what JSON can"):
+        load(tmp_path, LLAMA, hf_overrides={"rope_theta": 5.0, "x": [value]})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "length"), [("opt", "max_position_embeddings", 2048), ("gpt2", "n_positions", 1024)]
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_learned_positions_end_where_their_table_does(
+    tmp_path: Path, name: str, key: str, length: int, named: bool
+) -> None:
+    architecture = {"opt": "OPTForCausalLM", "gpt2": "GPT2LMHeadModel"}[name]
+    config = LLAMA | {"architectures": [architecture], "model_type": name if named else None}
+    del config["max_position_embeddings"]
+    assert load(tmp_path, config, max_model_len=100).derived_max_model_len == length
+    assert load(tmp_path, config | {key: 64}).max_model_len == 64
+    message = (
+        f"max_model_len = 9000 is more than the {length} positions that the model has learned: lower it to {length}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, config, max_model_len=9000)
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert load(tmp_path, config, hf_overrides=scaled).derived_max_model_len == length
+
+
 def test_text_part_of_a_multi_modal_config(tmp_path: Path) -> None:
     whole = {
         "architectures": ["SomeVisionModel"],
