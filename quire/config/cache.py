@@ -5,7 +5,7 @@ Made by the engine once memory has been measured; read by the KV manager. It hol
 
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
+from quire.config.options import check_number
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,4 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer, at least 1, got {value!r}.")
+            check_number(name, getattr(self, name), int, 1)

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.model import ModelConfig
+from quire.config.options import check_options, option
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
-
-
-def _option(default: Any, help_text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True)
@@ -31,97 +28,80 @@ class EngineArgs:
         NotYetSupportedError: the option asks for a feature that this version lacks.
     """
 
-    model: str = _option("demo", "Model directory, hub id, or 'demo' for the small bundled model.")
-    tokenizer: str | None = _option(None, "Tokenizer directory or hub id; the model's own by default.")
-    tokenizer_mode: Literal["auto", "slow", "mistral"] = _option(
+    model: str = option("demo", "Model directory, hub id, or 'demo' for the small bundled model.")
+    tokenizer: str | None = option(None, "Tokenizer directory or hub id; the model's own by default.")
+    tokenizer_mode: Literal["auto", "slow", "mistral"] = option(
         "auto", "'auto' reads tokenizer.json, 'slow' a SentencePiece tokenizer.model."
     )
-    skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts and outputs are token ids only.")
-    trust_remote_code: bool = _option(False, "Accepted and without effect: code shipped with a model is never run.")
-    dtype: str = _option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
-    quantization: str | None = _option(
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
+    trust_remote_code: bool = option(False, "Accepted and without effect: code shipped with a model is never run.")
+    dtype: str = option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
+    quantization: Literal["int8", "int4"] | None = option(
         None, "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row)."
     )
-    kernels: str = _option(
+    kernels: Literal["auto", "amx", "avx512", "avx2", "portable", "torch"] = option(
         "auto", "CPU kernels: auto (the best), amx, avx512, avx2, portable, or torch for none of the compiled ones."
     )
-    weight_cache: bool = _option(
+    weight_cache: bool = option(
         True, "Keep packed weights on disk, so that the next start maps them instead of packing again."
     )
-    weight_cache_size: float = _option(
-        64.0, "Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first."
+    weight_cache_size: float = option(
+        64.0,
+        "Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first.",
+        over=0,
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = _option(
+    load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto", "'dummy' fills the model with random weights, for measurements."
     )
-    revision: str | None = _option(None, "Branch, tag or commit of the model on the hub.")
-    tokenizer_revision: str | None = _option(None, "Branch, tag or commit of the tokenizer on the hub.")
-    download_dir: str | None = _option(None, "Where hub downloads are cached; the hub's default place if unset.")
-    hf_overrides: dict[str, Any] | None = _option(None, "Entries that replace those of the model's config.json (JSON).")
-    generation_config: str = _option(
+    revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
+    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer on the hub.")
+    download_dir: str | None = option(None, "Where hub downloads are cached; the hub's default place if unset.")
+    hf_overrides: dict[str, Any] | None = option(None, "Entries that replace those of the model's config.json (JSON).")
+    generation_config: Literal["auto", "vllm", "quire"] = option(
         "auto", "'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones."
     )
-    seed: int = _option(0, "Keys the random numbers of requests that bring no seed of their own.")
-    max_model_len: int | None = _option(
-        None, "Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default."
+    seed: int = option(0, "Keys the random numbers of requests that bring no seed of their own.", -(2**63), 2**63 - 1)
+    max_model_len: int | None = option(
+        None, "Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default.", 1
     )
-    max_num_seqs: int = _option(256, "Most sequences that run in one step.")
-    max_num_batched_tokens: int | None = _option(
-        None, "Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default."
+    max_num_seqs: int = option(256, "Most sequences that run in one step.", 1)
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default.", 1
     )
-    enable_chunked_prefill: bool = _option(
+    enable_chunked_prefill: bool = option(
         True, "Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."
     )
-    enable_prefix_caching: bool = _option(True, "Keep the KV blocks of finished prompts for requests that begin alike.")
-    scheduling_policy: Literal["fcfs", "priority"] = _option(
+    enable_prefix_caching: bool = option(True, "Keep the KV blocks of finished prompts for requests that begin alike.")
+    scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "First come first served, or by each request's priority (lower runs first)."
     )
-    kv_cache_dtype: Literal["auto", "int8"] = _option(
+    kv_cache_dtype: Literal["auto", "int8"] = option(
         "auto", "Keys and values in the model's type, or in eight bits with a scale per token and head."
     )
-    block_size: int = _option(32, "Tokens in a KV block.")
-    gpu_memory_utilization: float | None = _option(
+    block_size: int = option(32, "Tokens in a KV block.", 1)
+    gpu_memory_utilization: float | None = option(
         None,
         "Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; "
         "0.92 on a GPU and 0.4 on a CPU by default.",
+        most=1,
+        over=0,
     )
-    kv_cache_memory: int | None = _option(None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.")
-    num_kv_blocks: int | None = _option(None, "Number of KV blocks; overrides every measurement.")
-    swap_space: float = _option(
-        4.0, "Host memory for swapped KV blocks, in GiB, on a GPU; a CPU has one memory, and recomputes instead."
+    kv_cache_memory: int | None = option(None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", 1)
+    num_kv_blocks: int | None = option(None, "Number of KV blocks; overrides every measurement.", 1)
+    swap_space: float = option(
+        4.0, "Host memory for swapped KV blocks, in GiB, on a GPU; a CPU has one memory, and recomputes instead.", 0
     )
-    max_logprobs: int = _option(20, "Most logprobs that a request may ask for; -1 for no limit.")
-    tensor_parallel_size: int = _option(1, "Devices that share each layer; only 1 yet.")
-    pipeline_parallel_size: int = _option(1, "Devices that share the stack of layers; only 1 yet.")
-    distributed_executor_backend: Literal["uni"] | None = _option(None, "Executor; only 'uni' (in-process) yet.")
-    speculative_config: dict[str, Any] | None = _option(None, "Speculative decoding; not available yet (JSON).")
-    enforce_eager: bool = _option(True, "Run without captured graphs, as this version always does on a CPU.")
-    disable_log_stats: bool = _option(False, "Do not gather per-request timings: outputs have no metrics.")
-    debug: bool = _option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
+    max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
+    tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1)
+    pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1)
+    distributed_executor_backend: Literal["uni"] | None = option(None, "Executor; only 'uni' (in-process) yet.")
+    speculative_config: dict[str, Any] | None = option(None, "Speculative decoding; not available yet (JSON).")
+    enforce_eager: bool = option(True, "Run without captured graphs, as this version always does on a CPU.")
+    disable_log_stats: bool = option(False, "Do not gather per-request timings: outputs have no metrics.")
+    debug: bool = option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
 
     def __post_init__(self) -> None:
-        for name, minimum in _MINIMA.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name} must be an integer, got {value!r}.")
-            if value < minimum:
-                raise ConfigError(f"{name} must be at least {minimum}, got {value}.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                shown = ", ".join(repr(c) for c in choices)
-                raise ConfigError(f"{name} must be one of {shown}, got {getattr(self, name)!r}.")
-        share = self.gpu_memory_utilization
-        if share is not None and not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share}.")
-        if not 0.0 <= self.swap_space < float("inf"):
-            raise ConfigError(f"swap_space must be a finite number of GiB, at least 0, got {self.swap_space}.")
-        if not 0.0 < self.weight_cache_size < float("inf"):
-            raise ConfigError(
-                f"weight_cache_size must be a finite number of GiB over 0, got {self.weight_cache_size}; "
-                "weight_cache=False keeps none."
-            )
+        check_options(self)
         self._refuse_what_is_not_there_yet()
 
     def _refuse_what_is_not_there_yet(self) -> None:
@@ -175,30 +155,6 @@ class EngineArgs:
                 enable_chunked_prefill=self.enable_chunked_prefill,
             ),
         )
-
-
-_MINIMA = {
-    "seed": -(2**63),
-    "max_model_len": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "block_size": 1,
-    "kv_cache_memory": 1,
-    "num_kv_blocks": 1,
-    "max_logprobs": -1,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-}
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "tokenizer_mode": ("auto", "slow", "mistral"),
-    "load_format": ("auto", "safetensors", "dummy"),
-    "scheduling_policy": ("fcfs", "priority"),
-    "distributed_executor_backend": (None, "uni"),
-    "generation_config": ("auto", "vllm", "quire"),
-    "quantization": (None, "int8", "int4"),
-    "kernels": ("auto", "amx", "avx512", "avx2", "portable", "torch"),
-    "kv_cache_dtype": ("auto", "int8"),
-}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Resolved by the engine from its arguments, read by `quire.scheduler`. It holds n
 
 from dataclasses import dataclass
 
+from quire.config.options import check_number
 from quire.errors import ConfigError
 
 
@@ -41,9 +42,7 @@ class SchedulerConfig:
             "long_prefill_token_threshold": 0,
         }
         for name, minimum in minima.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ConfigError(f"{name} must be an integer, at least {minimum}, got {value!r}.")
+            check_number(name, getattr(self, name), int, minimum)
         if self.enable_chunked_prefill:
             return
         if self.max_num_batched_tokens < self.max_model_len:

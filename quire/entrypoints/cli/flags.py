@@ -8,13 +8,13 @@ import argparse
 import dataclasses
 import json
 import re
-import types
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
+from quire.config.options import split_optional
 from quire.errors import ConfigError
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -78,8 +78,7 @@ def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, defa
         hint: the field's type: bool, int, float, str, a Literal, list[str], a dict, or one of these or None.
         default: shown in the help, unless it is None or a bool.
     """
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    hint, _ = split_optional(hint)
     spec: dict[str, Any]
     if typing.get_origin(hint) is typing.Literal:
         choices = list(typing.get_args(hint))

@@ -105,6 +105,7 @@ def test_both_ways_to_name_the_model() -> None:
         (["generate", "--hf-overrides", "{"], "not valid JSON"),
         (["generate", "--hf-overrides", "[1]"], "must be a JSON object"),
         (["generate", "--scheduling-policy", "lifo"], "invalid choice"),
+        (["generate", "--quantization", "awq"], "invalid choice: 'awq' (choose from"),
         (["bench", "latency", "--batch-size", "0"], "must be at least 1"),
         (["serv"], "invalid choice: 'serv'"),
         (["bench"], "required: WHAT"),
@@ -199,8 +200,12 @@ def test_no_prompt_is_refused_before_any_model_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--max-num-seqs", "0"], 2, "error: max_num_seqs must be at least 1, got 0.\n"),
-        (["--quantization", "awq"], 2, "error: quantization must be one of None, 'int8', 'int4', got 'awq'.\n"),
+        (["--max-num-seqs", "0"], 2, "error: max_num_seqs must be an integer, at least 1, got 0.\n"),
+        (
+            ["--gpu-memory-utilization", "2"],
+            2,
+            "error: gpu_memory_utilization must be a number, over 0, at most 1, got",
+        ),
         (["--temperature", "3"], 2, "error: temperature must be a number in [0, 2]; it is 3.0.\n"),
         (["--n", "0"], 2, "error: n must be an integer in [1, 16384]; it is 0.\n"),
     ],

@@ -179,7 +179,7 @@ def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
     [
         (["-i", "/gone/in", "-o", "-"], "--input-file /gone/in: No such file"),
         (["-i", "/dev/null", "-o", "/gone/out"], "--output-file /gone/out: No such file"),
-        (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["-i", "-", "-o", "-", "--max-num-seqs", "0"], "max_num_seqs must be an integer, at least 1"),
         (["-i", "-", "-o", "-", "--response-role", ""], "response_role must not be empty"),
     ],
 )

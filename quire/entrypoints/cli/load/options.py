@@ -9,67 +9,60 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.config.options import check_options, option
 from quire.errors import ConfigError
 
 _RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom")
-
-
-def _option(default: Any, help_text: str, least: float = 0, most: float = 1e9, datasets: tuple[str, ...] = ()) -> Any:
-    """An option, the range of its number, and the datasets that it is for if not for all."""
-    metadata = {"help": help_text, "least": least, "most": most, "datasets": datasets}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class LoadArgs:
     """What load to put on which server, and what to tell of it."""
 
-    base_url: str | None = _option(None, "The server, instead of host and port, such as http://localhost:8000/v1.")
-    host: str = _option("127.0.0.1", "The server's host.")
-    port: int = _option(8000, "The server's port.", 1, 65535)
-    backend: Literal["openai", "openai-chat", "vllm"] = _option("openai", "Completions (vllm, too) or chat.")
-    model: str | None = _option(None, "Model to ask for; the server's first by default.")
-    api_key: str | None = _option(None, "Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default.")
+    base_url: str | None = option(None, "The server, instead of host and port, such as http://localhost:8000/v1.")
+    host: str = option("127.0.0.1", "The server's host.")
+    port: int = option(8000, "The server's port.", 1, 65535)
+    backend: Literal["openai", "openai-chat", "vllm"] = option("openai", "Completions (vllm, too) or chat.")
+    model: str | None = option(None, "Model to ask for; the server's first by default.")
+    api_key: str | None = option(None, "Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default.")
 
-    dataset_name: Literal["random", "trace", "custom"] = _option("random", "Where prompts come from.")
-    dataset_path: str | None = _option(
+    dataset_name: Literal["random", "trace", "custom"] = option("random", "Where prompts come from.")
+    dataset_path: str | None = option(
         None,
         "A trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines. Or custom prompts: "
         'text, one a line, or .jsonl of {"prompt": ..., "max_tokens": ...}.',
         datasets=_FILE,
     )
-    num_prompts: int | None = _option(None, "Requests; 1000 random ones, or all of the file, by default.", 1)
-    random_input_len: int | None = _option(None, "Tokens of a random prompt; 1024 by default.", 1, datasets=_RANDOM)
-    random_output_len: int | None = _option(
+    num_prompts: int | None = option(None, "Requests; 1000 random ones, or all of the file, by default.", 1)
+    random_input_len: int | None = option(None, "Tokens of a random prompt; 1024 by default.", 1, datasets=_RANDOM)
+    random_output_len: int | None = option(
         None, "Tokens to generate where no dataset says; 128 by default.", 1, datasets=("random", "custom")
     )
-    random_range_ratio: float | None = _option(None, "By which share random lengths differ.", 0, 1, _RANDOM)
-    random_prefix_len: int | None = _option(None, "Tokens that all random prompts begin with.", datasets=_RANDOM)
-    trace_scale: float | None = _option(None, "Multiply a trace's lengths by this.", 1e-6, datasets=_TRACE)
-    seed: int = _option(0, "Of prompts and arrivals.")
-    ignore_eos: bool | None = _option(
+    random_range_ratio: float | None = option(None, "By which share random lengths differ.", 0, 1, datasets=_RANDOM)
+    random_prefix_len: int | None = option(None, "Tokens that all random prompts begin with.", 0, datasets=_RANDOM)
+    trace_scale: float | None = option(None, "Multiply a trace's lengths by this.", 1e-6, datasets=_TRACE)
+    seed: int = option(0, "Of prompts and arrivals.", 0)
+    ignore_eos: bool | None = option(
         None, "Generate past the end of sequence; so by default, except for custom prompts."
     )
-    temperature: float | None = _option(None, "Of each request; the model's own by default.", 0, 2)
-    num_warmups: int = _option(0, "Requests before the clock starts.")
-    extra_body: dict[str, Any] | None = _option(None, "Further fields of each request.")
+    temperature: float | None = option(None, "Of each request; the model's own by default.", 0, 2)
+    num_warmups: int = option(0, "Requests before the clock starts.", 0)
+    extra_body: dict[str, Any] | None = option(None, "Further fields of each request.")
 
-    request_rate: float | None = _option(
+    request_rate: float | None = option(
         None, "Requests a second; inf sends all at once. By default inf, or a trace's own times.", 1e-6, math.inf
     )
-    burstiness: float | None = _option(None, "1 is a Poisson process, less comes in bursts, more is steadier.", 0.01)
-    max_concurrency: int | None = _option(None, "Hold requests back while so many are under way.", 1)
+    burstiness: float | None = option(None, "1 is a Poisson process, less comes in bursts, more is steadier.", 0.01)
+    max_concurrency: int | None = option(None, "Hold requests back while so many are under way.", 1)
 
-    goodput: list[str] | None = _option(None, "Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el).")
-    output_json: str | None = _option(None, "Write the figures to this file.")
-    plot: str | None = _option(None, "Draw the run as SVG: a timeline of the requests, and distributions.")
+    goodput: list[str] | None = option(None, "Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el).")
+    output_json: str | None = option(None, "Write the figures to this file.")
+    plot: str | None = option(None, "Draw the run as SVG: a timeline of the requests, and distributions.")
 
     def __post_init__(self) -> None:
+        check_options(self)
         for field in dataclasses.fields(self):
-            value, least, most = getattr(self, field.name), field.metadata["least"], field.metadata["most"]
-            if isinstance(value, int | float) and not least <= value <= most:
-                raise ConfigError(f"{field.name} must be from {least:g} to {most:g}, got {value}.")
-            datasets = field.metadata["datasets"]
+            value, datasets = getattr(self, field.name), field.metadata.get("datasets")
             if value is not None and datasets and self.dataset_name not in datasets:
                 raise ConfigError(f"{field.name} needs dataset_name {' or '.join(datasets)}.")
         if self.dataset_name != "random" and self.dataset_path is None:

@@ -71,7 +71,7 @@ def test_a_key_from_the_environment(served: list[Any], monkeypatch: pytest.Monke
         ("--allowed-origins [", "not valid JSON"),
         ("--ssl-cert-reqs 3", "invalid choice"),
         ("--prot 8000", "Did you mean --port?"),
-        ("--max-num-seqs 0", "max_num_seqs must be at least 1"),
+        ("--max-num-seqs 0", "max_num_seqs must be an integer, at least 1"),
     ],
 )
 def test_wrong_usage(served: list[Any], flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

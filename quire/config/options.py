@@ -1,0 +1,98 @@
+"""How options are declared and checked: a field's type, its default, its help text, its range, all in one place.
+
+`EngineArgs`, `ServerArgs` and the load generator's `LoadArgs` are dataclasses of `option` fields that call
+`check_options` when they are made; `quire.entrypoints.cli.flags` makes flags of them. Must not know any one option.
+"""
+
+import dataclasses
+import types
+import typing
+from functools import cache
+from typing import Any
+
+from quire.errors import ConfigError
+
+UNLIMITED = 2.0**62  # a number beyond it is no number that an option means; inf only where it is said
+
+
+def option(
+    default: Any,
+    help_text: str,
+    least: float = -UNLIMITED,
+    most: float = UNLIMITED,
+    *,
+    secret: bool = False,
+    **facts: Any,
+) -> Any:
+    """A field of a dataclass of options.
+
+    Args:
+        help_text: the documentation, and the flag's text.
+        least, most: the range of a number, both ends included. `over` among the facts leaves its end out.
+        secret: not shown by repr.
+        facts: further metadata, for the class itself.
+    """
+    metadata = {"help": help_text, "least": least, "most": most, "over": None} | facts
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+def split_optional(hint: Any) -> tuple[Any, bool]:
+    """A type without its None, and whether it had one."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return kinds[0], len(kinds) < len(typing.get_args(hint))
+    return hint, False
+
+
+def choices_of(hint: Any) -> tuple[Any, ...]:
+    """The values that a Literal, or a Literal or None, allows; empty for other types."""
+    kind, optional = split_optional(hint)
+    if typing.get_origin(kind) is not typing.Literal:
+        return ()
+    return ((None,) if optional else ()) + typing.get_args(kind)
+
+
+def check_options(options: Any) -> None:
+    """Hold every field of a dataclass of options against its type and range.
+
+    Raises:
+        ConfigError: the message names the option, the value and what is allowed.
+    """
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        kind, optional = split_optional(_hints(type(options))[field.name])
+        if value is None and optional:
+            continue
+        if choices := choices_of(_hints(type(options))[field.name]):
+            if isinstance(value, bool) or value not in choices:
+                shown = ", ".join(repr(choice) for choice in choices)
+                raise ConfigError(f"{field.name} must be one of {shown}, got {value!r}.")
+        elif kind is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
+        elif kind in (int, float):
+            facts = field.metadata
+            check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])
+
+
+def check_number(
+    name: str, value: Any, kind: type, least: float = -UNLIMITED, most: float = UNLIMITED, over: float | None = None
+) -> None:
+    """Refuse what is no number of its kind (a bool is none), or is out of its range."""
+    fits = not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
+    if fits and least <= value <= most and (over is None or value > over):
+        return
+    parts = ["an integer" if kind is int else "a number"]
+    lowest = f"over {over:g}" if over is not None else f"at least {least:g}" if least > -UNLIMITED else ""
+    if most < UNLIMITED and over is None and lowest:
+        parts.append(f"from {least:g} to {most:g}")
+    else:
+        parts += [lowest] * bool(lowest) + [f"at most {most:g}"] * (most < UNLIMITED)
+    raise ConfigError(f"{name} must be {', '.join(parts)}, got {value!r}.")
+
+
+@cache
+def _hints(options: type) -> dict[str, Any]:
+    return typing.get_type_hints(options)

@@ -1,0 +1,71 @@
+"""Options are declared once: what their fields say is what is checked, shown and made into flags."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_type_hints
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.config.options import check_options, choices_of, option
+from quire.config.server import ServerArgs
+from quire.entrypoints.cli.load.options import LoadArgs
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Some:
+    """One option of each kind."""
+
+    count: int = option(1, "Count.", 1)
+    share: float | None = option(None, "Share.", most=1, over=0)
+    rate: float = option(1.0, "Rate.", 0.5, math.inf)
+    port: int | None = option(None, "Port.", 0, 65535)
+    free: int = option(0, "Any.")
+    name: Literal["a", "b"] | None = option(None, "Name.")
+    flag: bool = option(False, "Flag.")
+    names: list[str] = option(["x"], "Names.")
+    key: str = option("sesame", "Key.", secret=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, "count must be an integer, at least 1, got 0."),
+        ({"count": True}, "count must be an integer, at least 1, got True."),
+        ({"count": 1.0}, "count must be an integer, at least 1, got 1.0."),
+        ({"count": None}, "count must be an integer, at least 1, got None."),
+        ({"count": "1"}, "count must be an integer, at least 1, got '1'."),
+        ({"share": 0}, "share must be a number, over 0, at most 1, got 0."),
+        ({"share": 1.5}, "share must be a number, over 0, at most 1, got 1.5."),
+        ({"share": math.nan}, "share must be a number, over 0, at most 1, got nan."),
+        ({"rate": 0.1}, "rate must be a number, at least 0.5, got 0.1."),
+        ({"rate": math.nan}, "rate must be a number, at least 0.5, got nan."),
+        ({"port": 65536}, "port must be an integer, from 0 to 65535, got 65536."),
+        ({"free": "x"}, "free must be an integer, got 'x'."),
+        ({"name": "c"}, "name must be one of None, 'a', 'b', got 'c'."),
+        ({"flag": "false"}, "flag must be True or False, got 'false'."),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Some(**values)
+    assert str(refusal.value) == message
+
+
+def test_what_is_taken() -> None:
+    assert Some(share=1, rate=math.inf, port=0, name="a", free=-5).names == ["x"]
+    assert "sesame" not in repr(Some())
+
+
+@pytest.mark.parametrize("options", [EngineArgs, ServerArgs, LoadArgs])
+def test_every_option_is_declared_by_one_function(options: type) -> None:
+    hints = get_type_hints(options)
+    for field in dataclasses.fields(options):
+        assert {"help", "least", "most"} <= field.metadata.keys(), field.name
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        assert not choices_of(hints[field.name]) or default in choices_of(hints[field.name])
