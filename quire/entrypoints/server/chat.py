@@ -31,7 +31,7 @@ from quire.entrypoints.server.responses import (
     check_ending,
     token_name,
 )
-from quire.entrypoints.server.sampling import chat_params, fitted_prompt
+from quire.entrypoints.server.sampling import chat_params, fitted_prompt, seeded
 from quire.entrypoints.server.sse import CONTENT_TYPES, DONE, event, respond
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import InvalidRequestError
@@ -88,7 +88,7 @@ class ChatService:
         model = self._state.check_model(body.model)
         params = chat_params(body, self._llm)
         prompt = await fitted_prompt(self._llm, await self._render(body), body)
-        outputs = self._llm.generate(prompt, params, request_id, priority=body.priority or 0)
+        outputs = self._llm.generate(prompt, seeded(params), request_id, priority=body.priority or 0)
         return _Answer(request_id, model, body, self._state, params.n), outputs
 
     async def _render(self, body: ChatCompletionRequest) -> str:

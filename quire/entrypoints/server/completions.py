@@ -28,7 +28,7 @@ from quire.entrypoints.server.responses import (
     check_ending,
     token_name,
 )
-from quire.entrypoints.server.sampling import completion_params, fitted_prompt
+from quire.entrypoints.server.sampling import completion_params, fitted_prompt, seeded
 from quire.entrypoints.server.sse import CONTENT_TYPES, DONE, event, respond
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import InvalidRequestError
@@ -116,7 +116,10 @@ class CompletionService:
         ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
         generate = self._llm.generate
         return _merged(
-            [generate(prompt, params, id, priority=priority or 0) for prompt, id in zip(prompts, ids, strict=True)]
+            [
+                generate(prompt, seeded(params), id, priority=priority or 0)
+                for prompt, id in zip(prompts, ids, strict=True)
+            ]
         )
 
 

@@ -4,6 +4,7 @@ The services call it before anything is queued, so that a request breaks a rule 
 `param` is the HTTP field's name. Rules of single fields are in the request models, SamplingParams' own rules there.
 """
 
+import secrets
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.errors import InvalidRequestError
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from quire.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
@@ -87,6 +88,17 @@ def _params(
             raise
         raise InvalidRequestError(str(error).replace(error.param or "", name, 1), name, error.code) from None
     return params
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """The parameters of one prompt: with a seed of its own, if the request has none.
+
+    The engine would make one of the request's id otherwise, and what a client calls its requests must not decide what
+    they draw: a proxy may give one name to many.
+    """
+    if params.sampling_type != SamplingType.RANDOM:
+        return params
+    return msgspec.structs.replace(params, seed=secrets.randbits(64))
 
 
 def _check_stream(body: GenerationRequest) -> None:

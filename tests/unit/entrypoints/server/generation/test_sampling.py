@@ -118,6 +118,21 @@ def test_more_logprobs_where_the_engine_gives_them(make_server: Callable[..., An
         assert chat(server, logprobs=True, top_logprobs=-1).logprobs == -1
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": MESSAGES})]
+)
+def test_what_a_client_calls_its_requests_is_no_seed(client: TestClient, server: Any, path: str, body: Any) -> None:
+    """A proxy gives one id to all requests of a trace; they are to draw differently."""
+    for _ in range(3):
+        client.post(path, json=body, headers={"X-Request-Id": "trace-7"})
+        client.post(path, json=body | {"request_id": "mine"})
+    client.post("/v1/completions", json={"prompt": ["Hi", "Hi"]})
+    assert len({request.seed for request in server.core.requests}) == 8
+    for _ in range(2):
+        client.post(path, json=body | {"seed": 5})
+    assert [request.seed for request in server.core.requests[-2:]] == [5, 5]
+
+
 # --- what is no sampling parameter
 
 
