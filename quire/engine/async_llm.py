@@ -47,8 +47,11 @@ from quire.protocol.core import (
 from quire.protocol.stats import EngineSnapshot, EngineStats
 from quire.protocol.step import NO_TOKEN_LEFT
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.utils.logs import quoted
 
 logger = logging.getLogger("quire")
+
+_LONGEST_ID = 64  # characters of a caller's id that the engine's own has
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,8 @@ class AsyncLLM:
         Leaving the iterator early (break, aclose, cancellation) aborts the request.
 
         Args:
-            request_id: shown in outputs and logs, and keys the random numbers of a request without a seed; ids need
-                not be unique. A number by default.
+            request_id: shown in outputs and (quoted) in logs, and keys the random numbers of a request without a seed;
+                ids need not be unique. A number by default.
             arrival_time: in seconds of `time.monotonic`; now by default.
 
         Raises:
@@ -186,7 +189,8 @@ class AsyncLLM:
         self._check_queue()
         number = next(self._ids)
         external = str(number) if request_id is None else request_id
-        internal = f"{external}#{number}"
+        # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
+        internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
         stream = OutputStream(merge=sampling_params.output_kind == RequestOutputKind.DELTA)
         self._streams[internal], self._external[internal] = stream, external
         self._queued.add(internal)

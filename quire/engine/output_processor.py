@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from quire.engine.input_processor import ProcessedInput
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.protocol.step import PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.protocol.step import NO_TOKEN_LEFT, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
+from quire.utils.logs import quoted
 
 logger = logging.getLogger("quire")
 
@@ -74,6 +75,7 @@ class _RequestRecord:
             self.prompt_logprobs = [None for _ in request.prompt_token_ids]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time) if with_metrics else None
         self.num_cached_tokens = 0
+        self.failed = False
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
@@ -118,8 +120,15 @@ class _RequestRecord:
         sequence.finish_reason, sequence.stop_reason = news.finish_reason, news.stop_reason
         if news.error is not None:
             sequence.stop_reason = news.error
-            logger.warning("request %s failed: %s", self.request.request_id, news.error)
+            self._log_failure(news.error)
         return False
+
+    def _log_failure(self, error: str) -> None:
+        """A line for the first of its sequences that fails; at debug level where it is the caller's own fault."""
+        if not self.failed:
+            level = logging.DEBUG if error == NO_TOKEN_LEFT else logging.WARNING
+            logger.log(level, "request %s failed: %s", quoted(self.request.request_id), error)
+        self.failed = True
 
     def fail(self, message: str) -> list[tuple[str, int]]:
         """End every sequence with an error; returns those that the scheduler must still finish."""
@@ -224,7 +233,7 @@ class OutputProcessor:
                 if record.update(item):
                     result.stopped.append((item.request_id, item.sequence_index))
             except Exception as error:  # one request's text must not stop its neighbours
-                logger.exception("request %s: its output could not be processed", item.request_id)
+                logger.exception("request %s: its output could not be processed", quoted(item.request_id))
                 result.stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
         for request_id, record in touched.items():
             output = record.output()

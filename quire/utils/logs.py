@@ -10,11 +10,21 @@ import logging
 def configure_logging(level: str) -> None:
     """Send Quire's log (logger "quire" and below) to standard error, from this level up."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("quire")
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+class _Formatter(logging.Formatter):
+    """Shows what is not printable as escapes: an exception's text may hold anything, and a log is read in terminals."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if text.isprintable():
+            return text
+        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def quoted(text: str, longest: int = 200) -> str:

@@ -93,9 +93,9 @@ def _quoted_path(scope: Scope) -> str:
 
 
 def identify(scope: Scope) -> bytes:
-    """The request's id: its own, or a new one, which whoever asks next finds in its place."""
+    """The request's id: its own, if short and printable, or a new one, which whoever asks next finds in its place."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    if 0 < len(given) <= _LONGEST_ID:
+    if 0 < len(given) <= _LONGEST_ID and given.decode("latin-1").isprintable():
         return given
     new = uuid.uuid4().hex.encode()
     scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"x-request-id"), (b"x-request-id", new)]

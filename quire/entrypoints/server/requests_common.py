@@ -7,7 +7,7 @@ engine.
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 MAX_CHOICES = 128  # n and best_of over HTTP
 MAX_STOPS = 64  # lm-evaluation-harness sends all that a task has; OpenAI itself takes 4
@@ -62,6 +62,12 @@ def _check_biases(value: object) -> object:
         if not (isinstance(key, str) and key.isdecimal() and len(key) <= 10):
             shown = repr(key) if len(repr(key)) <= 40 else repr(key)[:40] + "..."
             raise ValueError(f"keys must be token ids in decimal, not {shown}")
+    return value
+
+
+def _check_printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must have printable characters only; leave the others out")
     return value
 
 
@@ -134,8 +140,8 @@ class GenerationRequest(BaseModel):
 
     # How it is run and shown.
     priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX, description="Lower runs first.")
-    request_id: str | None = Field(
-        None, min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$", description="Part of the answer's id."
+    request_id: Annotated[str, AfterValidator(_check_printable)] | None = Field(
+        None, min_length=1, max_length=200, description="Part of the answer's id; of printable characters."
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Tokens in logprobs as 'token_id:ID'.")

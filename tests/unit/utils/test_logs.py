@@ -1,8 +1,11 @@
 """What a stranger's text looks like in a log."""
 
+import io
+import logging
+
 import pytest
 
-from quire.utils.logs import quoted
+from quire.utils.logs import configure_logging, quoted
 
 
 @pytest.mark.parametrize(
@@ -17,3 +20,20 @@ from quire.utils.logs import quoted
 )
 def test_quoted(text: str, shown: str) -> None:
     assert quoted(text) == shown
+
+
+def test_nothing_that_is_logged_controls_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the text of an exception that nobody foresaw."""
+    logger = logging.getLogger("quire")
+    before = logger.handlers, logger.level, logger.propagate
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    configure_logging("info")
+    try:
+        try:
+            raise ValueError("\x1b[31m\x9b\u202e caf\u00e9")
+        except ValueError:
+            logger.exception("it failed")
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
+    assert r"ValueError: \x1b[31m\x9b\u202e caf" + "\u00e9\n" in stream.getvalue()

@@ -1,6 +1,8 @@
 """/v1/completions: the shapes of answers and streams, echo and logprobs, several prompts, and what fails on its way."""
 
 import asyncio
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +256,35 @@ def test_prompt_logprobs(client: TestClient) -> None:
 
 
 # --- failures on the way
+
+
+def test_a_failed_request_is_one_line_of_the_log(
+    client: TestClient, server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many sequences it has, and whatever it is called; a client's own fault is none of the operator's."""
+    caplog.set_level(logging.DEBUG, "quire")
+    body = {"prompt": [[5], [6]], "n": 100, "max_tokens": 9, "request_id": "r" * 200}
+    server.core.ending, server.core.error = "error", NO_TOKEN_LEFT
+    assert client.post(PATH, json=body).status_code == 400
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+    assert len([message for message in caplog.messages if NO_TOKEN_LEFT in message]) <= 2
+    caplog.clear()
+    server.core.error = "RuntimeError while its token was chosen"
+    assert client.post(PATH, json=body).status_code == 500
+    warnings = [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG]
+    assert 1 <= len(warnings) <= 2
+    assert all(len(message) < 300 for message in warnings)
+
+
+@pytest.mark.parametrize("given", [b"\x1b[2K\x1b[1A\x1b[31mFAKE", b"\x9b1A", b"a\x85b", b"\x07"])
+def test_ids_that_would_control_a_terminal_are_replaced(client: TestClient, given: bytes) -> None:
+    answer = client.post(PATH, json={"prompt": "Hi", "max_tokens": 1}, headers=[(b"x-request-id", given)])
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", answer.json()["id"])
+
+
+def test_the_engine_knows_requests_by_harmless_ids(client: TestClient, server: Any) -> None:
+    post(client, request_id="caf\u00e9-" + "x" * 190, max_tokens=1)
+    assert re.fullmatch(r"caf\\xe9-x{59}#0", server.request.request_id)
 
 
 @pytest.mark.parametrize(("ending", "status"), [("abort", 503), ("error", 500)])
