@@ -186,7 +186,7 @@ class AsyncLLM:
                 'logits_processors are Python functions, which only AsyncOptions(engine="thread") can call.',
                 "logits_processors",
             )
-        self._check_queue()
+        self.check_room()
         number = next(self._ids)
         external = str(number) if request_id is None else request_id
         # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
@@ -206,6 +206,28 @@ class AsyncLLM:
                 yield output
         finally:
             self._close(internal)
+
+    def check_room(self, num_requests: int = 1) -> None:
+        """Check that the queue can take so many more requests: `generate` does for one, who has several asks before.
+
+        Raises:
+            OverloadedError: not now.
+            InvalidRequestError: not even when idle.
+        """
+        limit, queued = self._options.max_num_queued_reqs, len(self._queued)
+        if limit is None or queued + num_requests <= limit:
+            return
+        seats = self.config.args.max_num_seqs
+        if num_requests > limit + seats:
+            raise InvalidRequestError(
+                f"{num_requests} prompts are too many at once: this engine holds at most {limit + seats} requests "
+                f"(max_num_queued_reqs = {limit} and max_num_seqs = {seats}); send fewer.",
+                "prompt",
+            )
+        # Where nothing waits in the engine, some of those queued are about to run.
+        places = seats - (len(self._streams) - queued)
+        if queued + num_requests > limit + (0 if self._stats.num_requests_waiting else max(0, places)):
+            raise OverloadedError(f"{queued} requests are queued already, and {limit} may be; try again later.")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their iterators yield one last output ("abort"). Unknown ids are ignored."""
@@ -268,15 +290,6 @@ class AsyncLLM:
             self._death = loop.create_future()
             self._client.attach(self._on_event)
             self._watcher = loop.create_task(self._watch())
-
-    def _check_queue(self) -> None:
-        limit, queued = self._options.max_num_queued_reqs, len(self._queued)
-        if limit is None or queued < limit:
-            return
-        # Where nothing waits in the engine, some of those queued are about to run.
-        places = self.config.args.max_num_seqs - (len(self._streams) - queued)
-        if queued >= limit + (0 if self._stats.num_requests_waiting else max(0, places)):
-            raise OverloadedError(f"{queued} requests are queued already, and {limit} may be; try again later.")
 
     async def _submit(
         self,

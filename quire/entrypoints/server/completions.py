@@ -96,6 +96,7 @@ class CompletionService:
         if body.echo and self._llm.tokenizer is None:
             raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
         params = completion_params(body, self._llm)
+        self._llm.check_room(len(body.prompt))
         prompts: list[TokensPrompt] = []
         echoes: list[str] = []
         for prompt in body.prompt:

@@ -69,6 +69,9 @@ class FakeAsyncLLM:
         self.rendered.append(options)
         return "|".join(f"{m['role']}:{m['content']}" for m in messages)
 
+    def check_room(self, num_requests: int) -> None:
+        pass
+
     async def check_health(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead))

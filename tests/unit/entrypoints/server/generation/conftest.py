@@ -127,11 +127,19 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 class Server:
     """A server's state over a `ScriptedCore`, for calls of its services and over HTTP."""
 
-    def __init__(self, tokenizer: Tokenizer, engine: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, engine: dict[str, Any], options: dict[str, Any], queued: int | None = None
+    ) -> None:
         self.core = ScriptedCore(tokenizer)
         config = EngineArgs(model="demo", generation_config="vllm", **engine).resolve()
         skips = config.args.skip_tokenizer_init
-        self.llm = AsyncLLM(config, self.core, Ready(MAX_LEN, 64, 32), None if skips else tokenizer, AsyncOptions())
+        self.llm = AsyncLLM(
+            config,
+            self.core,
+            Ready(MAX_LEN, 64, 32),
+            None if skips else tokenizer,
+            AsyncOptions(max_num_queued_reqs=queued),
+        )
         self.state = ServerState(self.llm, ServerArgs(**options), ["demo", "alias"])
         self.completions = CompletionService(self.state)
         self.chat = ChatService(self.state)
@@ -146,11 +154,11 @@ class Server:
 
 @pytest.fixture
 def make_server(demo_tokenizer: Tokenizer) -> Iterator[Callable[..., Server]]:
-    """Makes a server: `engine` are options of `EngineArgs`, the others of `ServerArgs`."""
+    """Makes a server: `engine` are options of `EngineArgs`, the others of `ServerArgs`; `queued` may wait."""
     made: list[Server] = []
 
-    def make(engine: dict[str, Any] | None = None, **options: Any) -> Server:
-        made.append(Server(demo_tokenizer, engine or {}, options))
+    def make(engine: dict[str, Any] | None = None, queued: int | None = None, **options: Any) -> Server:
+        made.append(Server(demo_tokenizer, engine or {}, options, queued))
         return made[-1]
 
     yield make

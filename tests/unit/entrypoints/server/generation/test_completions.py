@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.errors import OverloadedError
 from quire.protocol.step import NO_TOKEN_LEFT
 from quire.text.tokenizer import Tokenizer
 
@@ -114,6 +115,36 @@ def test_one_bad_prompt_ends_all(client: TestClient, server: Any, streams: bool)
     assert answer.json()["error"]["param"] == "prompt"
     assert server.llm.num_unfinished == 0
     assert len(server.core.aborted) == len(server.core.requests)
+
+
+def test_prompts_that_the_queue_can_never_hold_are_refused_at_once(make_server: Callable[..., Any]) -> None:
+    server = make_server({"max_num_seqs": 4}, queued=4)
+    with TestClient(server.app) as client:
+        assert client.post(PATH, json={"prompt": [[5]] * 8, "max_tokens": 1}).status_code == 200
+        answer = client.post(PATH, json={"prompt": [[5]] * 9, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+        assert "at most 8" in answer.json()["error"]["message"]
+        server.core.held = True
+        assert len(server.core.requests) == 8
+
+
+def test_prompts_without_room_cost_nothing(make_server: Callable[..., Any]) -> None:
+    """All of a request is queued, or nothing."""
+    server = make_server({"max_num_seqs": 4}, queued=4)
+
+    async def run() -> None:
+        server.core.held = True
+        bodies = [CompletionRequest.model_validate({"prompt": [[5]] * count}) for count in (4, 5)]
+        task = asyncio.create_task(server.completions.create(bodies[0], "first"))
+        while len(server.core.requests) < 4:
+            await asyncio.sleep(0.001)
+        with pytest.raises(OverloadedError):
+            await server.completions.create(bodies[1], "second")
+        assert len(server.core.requests) == 4
+        server.core.go_on.set()
+        await task
+
+    asyncio.run(run())
 
 
 def test_best_of(client: TestClient, server: Any) -> None:
