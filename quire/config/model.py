@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
 
@@ -33,24 +34,6 @@ _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_e
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
 _TOO_LARGE = 2**31  # no size of a model reaches it
 
-# model_type -> architecture, for a config.json that names no architecture.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "opt": "OPTForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
-# What transformers assumes when a key is absent, where that differs between the families.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"sliding_window": 4096},
-    "qwen3": {"head_dim": 128, "sliding_window": 4096},
-    "opt": {"tie_word_embeddings": True, "max_position_embeddings": 2048},
-    "gpt2": {"tie_word_embeddings": True, "n_positions": 1024},
-}
-_LEARNED_POSITIONS = ("opt", "gpt2")  # a table of the checkpoint, which no scaling makes longer
 _KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # of rope_parameters, under a rope_scaling
 
 
@@ -139,7 +122,7 @@ class ModelConfig:
             rope_parameters=rope,
             layer_windows=reader.layer_windows(shapes["num_layers"]),
             derived_max_model_len=derived,
-            max_model_len=_resolve_max_model_len(max_model_len, derived, reader.learns_positions),
+            max_model_len=_resolve_max_model_len(max_model_len, derived, reader.family.learned_positions),
             tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
             bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
             eos_token_ids=_eos_token_ids(config, generation),
@@ -156,10 +139,10 @@ class _Reader:
         self.model = model
         model_type = config.get("model_type")
         self.model_type: str = model_type if isinstance(model_type, str) else ""
+        self.family = family_of(self.model_type)
         self.architecture = self._architecture()
-        family = self.model_type or next((k for k, name in _ARCHITECTURES.items() if name == self.architecture), "")
-        self._defaults = _FAMILY_DEFAULTS.get(family, {})
-        self.learns_positions = family in _LEARNED_POSITIONS
+        if not self.model_type:
+            self.family = BY_ARCHITECTURE.get(self.architecture, self.family)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value under the first of `names` that is there and not null, else the family's default or `default`."""
@@ -169,13 +152,13 @@ class _Reader:
         # A null in the file is a statement ("no sliding window"); only an absent key takes the family's default.
         if any(name in self.config for name in names):
             return default
-        return next((self._defaults[name] for name in names if name in self._defaults), default)
+        return next((self.family.defaults[name] for name in names if name in self.family.defaults), default)
 
     def positive_int(self, *names: str, default: int | None = None) -> int:
         value = self.get(*names, default=default)
         if value is None:
             hint = ""
-            if self.architecture not in _ARCHITECTURES.values():
+            if self.architecture not in BY_ARCHITECTURE:
                 hint = f" Architecture {self.architecture!r} is not one that this version of Quire reads."
             raise self.error(f"has no {' or '.join(map(repr, names))}.{hint}")
         if type(value) is not int or not 1 <= value < _TOO_LARGE:
@@ -234,7 +217,7 @@ class _Reader:
         if self.get(*names) is None:
             logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
         length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
-        if self.learns_positions:
+        if self.family.learned_positions:
             return length
         if rope["rope_type"] in _UNSCALED_ROPE_TYPES:
             return length
@@ -244,10 +227,8 @@ class _Reader:
 
     def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
         """The sliding window of each layer: by `layer_types`, else by the family's older keys."""
-        window = self.get("sliding_window")
-        if self.model_type.startswith("qwen") and not self.get("use_sliding_window", default=False):
-            window = None
-        if window is None:
+        switch = self.family.window_switch
+        if self.get("sliding_window") is None or (switch and not self.get(switch, default=False)):
             return (None,) * num_layers
         window = self.positive_int("sliding_window")
         layer_types = self.get("layer_types")
@@ -255,22 +236,20 @@ class _Reader:
             if len(layer_types) != num_layers:
                 raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
             return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-        first = 0
-        if self.model_type.startswith("qwen"):
-            first = self.get("max_window_layers", default=28)
-            if type(first) is not int:
-                raise self.error(f"has max_window_layers = {first!r}; it must be a whole number.")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        first = self.get("max_window_layers", default=0)
+        if type(first) is not int:
+            raise self.error(f"has max_window_layers = {first!r}; it must be a whole number.")
+        return tuple(window if self.family.windowed(self.get, layer) else None for layer in range(num_layers))
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")
-        if names is None and self.model_type in _ARCHITECTURES:
-            return _ARCHITECTURES[self.model_type]
+        if names is None and self.family.architecture:
+            return self.family.architecture
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]
         raise self.error(
             "doesn't say which architecture it is: add \"architectures\", for example ['LlamaForCausalLM'], "
-            'to the file or to hf_overrides, or a "model_type" among ' + ", ".join(_ARCHITECTURES) + "."
+            'to the file or to hf_overrides, or a "model_type" among ' + ", ".join(BY_MODEL_TYPE) + "."
         )
 
 

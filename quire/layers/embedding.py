@@ -3,38 +3,21 @@
 An embedding is a matrix with a row for each index, kept by a weight format as a linear layer's is.
 """
 
-from collections.abc import Mapping
-from typing import cast
-
-import torch
 from torch import Tensor, nn
 
+from quire.layers.linear import Matrix, Place
 from quire.layers.step import Step
-from quire.quantization.base import MatrixShape, QuantizationMethod
 
 
-class Embedding(nn.Module):
+class Embedding(Matrix):
     """Indices [T] -> [T, size]."""
 
-    def __init__(self, num_rows: int, size: int, method: QuantizationMethod, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shape = MatrixShape(size, num_rows)
-        self.method = method
-        self.dtype = dtype
-        for name, weight in method.create_weights(self.shape, dtype).items():
-            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The parameters by name, as the weight format made them."""
-        return cast(Mapping[str, Tensor], self._parameters)
+    def __init__(self, place: Place, num_rows: int, size: int) -> None:
+        super().__init__(place, size, {"": num_rows})
+        self.dtype = place.dtype
 
     def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
         return self.method.lookup(self.weights, self.shape, ids, self.dtype)
-
-    def load(self, name: str, loaded: Tensor) -> None:
-        """Take the checkpoint tensor `name` ("weight")."""
-        self.method.load(self.weights, self.shape, name, loaded, 0)
 
 
 class VocabEmbedding(Embedding):
@@ -44,10 +27,8 @@ class VocabEmbedding(Embedding):
 class LearnedPositions(Embedding):
     """Positions [T] -> [T, H]; the vector of position p is row p + offset (OPT keeps two rows before the first)."""
 
-    def __init__(
-        self, num_positions: int, size: int, method: QuantizationMethod, dtype: torch.dtype, offset: int = 0
-    ) -> None:
-        super().__init__(num_positions + offset, size, method, dtype)
+    def __init__(self, place: Place, num_positions: int, size: int, offset: int = 0) -> None:
+        super().__init__(place, num_positions + offset, size)
         self.offset = offset
 
     def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from quire import ops
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 from quire.layers.step import Step
-from quire.quantization.base import QuantizationMethod
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": ops.relu,
@@ -18,39 +16,40 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": ops.gelu_tanh,
     "gelu_pytorch_tanh": ops.gelu_tanh,
 }
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.silu_and_mul}
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
+    """``down(activation(gate(x)) * up(x))`` (arXiv:2002.05202).
 
-    def __init__(
-        self, size: int, inner_size: int, *, activation: str, bias: bool, method: QuantizationMethod, dtype: torch.dtype
-    ) -> None:
+    Args:
+        gate_up_proj: H -> 2 I, the gate first.
+    """
+
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
         super().__init__()
-        if activation != "silu":
-            raise ModelLoadError(f"hidden_act {activation!r} is not supported in a gated MLP; only 'silu' is.")
-        parts = {"gate_proj": inner_size, "up_proj": inner_size}
-        self.gate_up_proj = Linear(size, parts, bias=bias, method=method, dtype=dtype)
-        self.down_proj = Linear(inner_size, size, bias=bias, method=method, dtype=dtype)
+        self.activation = _known(activation, GATED_ACTIVATIONS, " in a gated MLP")
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x, step)), step)
+        return self.down_proj(self.activation(self.gate_up_proj(x, step)), step)
 
 
 class MLP(nn.Module):
     """``fc2(activation(fc1(x)))``."""
 
-    def __init__(
-        self, size: int, inner_size: int, *, activation: str, bias: bool, method: QuantizationMethod, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, fc1: Linear, fc2: Linear, activation: str) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ModelLoadError(
-                f"activation function {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}."
-            )
-        self.activation = ACTIVATIONS[activation]
-        self.fc1 = Linear(size, inner_size, bias=bias, method=method, dtype=dtype)
-        self.fc2 = Linear(inner_size, size, bias=bias, method=method, dtype=dtype)
+        self.activation = _known(activation, ACTIVATIONS)
+        self.fc1 = fc1
+        self.fc2 = fc2
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.fc2(self.activation(self.fc1(x, step)), step)
+
+
+def _known(name: str, table: dict[str, Callable[[Tensor], Tensor]], where: str = "") -> Callable[[Tensor], Tensor]:
+    if name not in table:
+        raise ModelLoadError(f"activation function {name!r} is not supported{where}; supported are {', '.join(table)}.")
+    return table[name]

@@ -1,9 +1,12 @@
 """RMSNorm and LayerNorm over the hidden dimension, alone or fused with the addition to the residual stream."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.quantization.base import CheckpointSlot, TensorForm
 
 
 class RMSNorm(nn.Module):
@@ -13,6 +16,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
         self.eps = eps
+
+    def checkpoint_slots(self, path: str) -> Iterator[CheckpointSlot]:
+        """The place of its tensor; `path` is where the module stands."""
+        return _vectors(self, path)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
@@ -33,6 +40,10 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) if affine else None
         self.eps = eps
 
+    def checkpoint_slots(self, path: str) -> Iterator[CheckpointSlot]:
+        """The place of each of its tensors; `path` is where the module stands."""
+        return _vectors(self, path)
+
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
@@ -41,6 +52,11 @@ class LayerNorm(nn.Module):
         if residual is None:
             return self(x), x
         return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+def _vectors(module: nn.Module, path: str) -> Iterator[CheckpointSlot]:
+    for name, parameter in module.named_parameters(recurse=False):
+        yield CheckpointSlot(f"{path}.{name}", TensorForm(tuple(parameter.shape)), parameter.copy_)
 
 
 Norm = RMSNorm | LayerNorm

@@ -6,35 +6,16 @@ know requests or files.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionBackend
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.layers.embedding import TiedHead, VocabEmbedding
-from quire.layers.linear import Linear
+from quire.layers.embedding import VocabEmbedding
 from quire.layers.step import Step
-from quire.models.weights import CheckpointFormat, weight_slots
-from quire.quantization.base import QuantizationMethod
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """What a family needs beside the model's configuration to build its layers.
-
-    Attributes:
-        method: the weight format of the linear layers.
-        table_method: that of embeddings and the output head, which suffer more from few bits.
-    """
-
-    backend: AttentionBackend[Any]
-    method: QuantizationMethod
-    table_method: QuantizationMethod
-    dtype: torch.dtype
+from quire.models.builder import Builder
+from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
 
 
 class CausalLM(nn.Module):
@@ -46,7 +27,8 @@ class CausalLM(nn.Module):
         form: how the family's checkpoints name things.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: with the backend's `kv_cache_shape`, these size the KV cache.
+        cache_layers: what each attention layer keeps of a token; with the backend's shapes, this sizes the KV cache.
+        num_layers, num_kv_heads, head_dim: the same of a model whose layers are all alike.
         dtype: of parameters, hidden states, KV cache and logits.
         filled_weights: checkpoint names that `load_weights` need not be given: an earlier start packed them.
         missing_weights: checkpoint names that `load_weights` has not met yet.
@@ -55,7 +37,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        context: BuildContext,
+        builder: Builder,
         backbone: nn.Module,
         embedding: VocabEmbedding,
         form: CheckpointFormat,
@@ -65,14 +47,12 @@ class CausalLM(nn.Module):
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.vocab_size = config.vocab_size
-        self.dtype = context.dtype
+        self.dtype = builder.context.dtype
+        self.cache_layers = builder.context.cache_layers
         self.model = backbone
         self.tied = config.tie_word_embeddings
-        if self.tied:
-            self.lm_head: nn.Module = TiedHead(embedding)
-        else:
-            size, method = embedding.shape.in_features, context.table_method
-            self.lm_head = Linear(size, config.vocab_size, bias=False, method=method, dtype=context.dtype)
+        self.lm_head = builder.head(embedding, tied=self.tied)
+        builder.context.assign_groups()
         self._form = form
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
@@ -88,7 +68,7 @@ class CausalLM(nn.Module):
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""
-        return {name: slot.shape for name, slot in weight_slots(self, self._form).items()}
+        return {name: slot.form.shape for name, slot in weight_slots(self, self._form).items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -98,7 +78,7 @@ class CausalLM(nn.Module):
             Names of the parameters that are complete so far.
 
         Raises:
-            ModelLoadError: a tensor that this architecture has no place for, or one of the wrong shape.
+            ModelLoadError: a tensor that this architecture has no place for, or one of the wrong shape or type.
         """
         slots = weight_slots(self, self._form)
         for name, tensor in weights:
@@ -111,13 +91,24 @@ class CausalLM(nn.Module):
                     f"the checkpoint has a tensor {name!r}, for which this model as config.json describes it has no "
                     "place: config.json and the weights don't belong together."
                 )
-            if tuple(tensor.shape) != slot.shape:
-                raise ModelLoadError(
-                    f"tensor {name!r} has the shape {tuple(tensor.shape)} in the checkpoint, but config.json implies "
-                    f"{slot.shape}: config.json and the weights don't belong together."
-                )
+            _check(name, tensor, slot)
             if not slot.filled:
                 slot.load(tensor)
             self.missing_weights.discard(canonical)
         incomplete = {slots[name].module for name in self.missing_weights}
         return {name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in incomplete}
+
+
+def _check(name: str, tensor: Tensor, slot: WeightSlot) -> None:
+    """Refuse a tensor that is not like its slot."""
+    if tuple(tensor.shape) != slot.form.shape:
+        raise ModelLoadError(
+            f"tensor {name!r} has the shape {tuple(tensor.shape)} in the checkpoint, but config.json implies "
+            f"{slot.form.shape}: config.json and the weights don't belong together."
+        )
+    if tensor.dtype not in slot.form.dtypes:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in slot.form.dtypes)
+        raise ModelLoadError(
+            f"tensor {name!r} is of type {str(tensor.dtype).removeprefix('torch.')} in the checkpoint, where one of "
+            f"{wanted} is expected: use a checkpoint that is not quantized, or one in a supported format."
+        )

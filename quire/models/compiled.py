@@ -21,6 +21,7 @@ class CompiledModel:
 
     def __init__(self, model: CausalLM) -> None:
         self.vocab_size = model.vocab_size
+        self.cache_layers = model.cache_layers
         self._dtype = model.dtype
         builder = ProgramBuilder(model.dtype)
         hidden: Any = model(recorded(builder.ids), Step(recorded(builder.positions)))

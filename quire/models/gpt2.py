@@ -2,12 +2,8 @@
 
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
-from quire.layers.attention import SelfAttention
-from quire.layers.embedding import LearnedPositions, VocabEmbedding
-from quire.layers.linear import Linear
-from quire.layers.mlp import MLP
-from quire.layers.norm import LayerNorm
-from quire.models.causal_lm import BuildContext, CausalLM
+from quire.models.builder import Builder
+from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.weights import CheckpointFormat
 
@@ -30,28 +26,24 @@ FORMAT = CheckpointFormat(
 )
 
 
-def build(config: ModelConfig, context: BuildContext) -> CausalLM:
+def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """GPT2LMHeadModel."""
-    hf, method, dtype = config.hf_config, context.method, context.dtype
-    size, heads = config.hidden_size, config.num_heads
+    hf, size = config.hf_config, config.hidden_size
     eps = float(hf.get("layer_norm_epsilon", 1e-5))
     activation = str(hf.get("activation_function", "gelu_new"))
 
-    def layer(index: int) -> DecoderLayer:
+    def layer(index: int, builder: Builder) -> DecoderLayer:
         scale = config.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
         if hf.get("scale_attn_by_inverse_layer_idx", False):
             scale /= index + 1
-        attention = SelfAttention(
-            context.backend,
-            AttentionSpec(heads, heads, config.head_dim, scale, layer=index),
-            Linear(size, 3 * size, bias=True, method=method, dtype=dtype),
-            Linear(size, size, bias=True, method=method, dtype=dtype),
-        )
-        mlp = MLP(size, config.intermediate_size, activation=activation, bias=True, method=method, dtype=dtype)
-        return DecoderLayer(LayerNorm(size, eps, dtype), attention, LayerNorm(size, eps, dtype), mlp)
+        spec = AttentionSpec(config.num_heads, config.num_heads, config.head_dim, scale)
+        attention = builder.child("self_attn").attention(size, spec, qkv_bias=True, output_bias=True, fused=True)
+        mlp = builder.child("mlp").mlp(size, config.intermediate_size, activation=activation, bias=True)
+        return DecoderLayer(builder.layer_norm(size, eps), attention, builder.layer_norm(size, eps), mlp)
 
-    embedding = VocabEmbedding(config.vocab_size, size, context.table_method, dtype)
-    positions = LearnedPositions(config.derived_max_model_len, size, context.table_method, dtype)
-    layers = [layer(i) for i in range(config.num_layers)]
-    decoder = Decoder(embedding, layers, LayerNorm(size, eps, dtype), positions)
-    return CausalLM(config, context, decoder, embedding, FORMAT)
+    body = builder.child("model")
+    embedding = body.embedding("embed_tokens", config.vocab_size, size)
+    positions = body.positions("embed_positions", config.derived_max_model_len, size)
+    layers = [layer(i, child) for i, child in body.layers(config.num_layers)]
+    decoder = Decoder(embedding, layers, body.layer_norm(size, eps), positions)
+    return CausalLM(config, builder, decoder, embedding, FORMAT)

@@ -3,33 +3,31 @@
 Mistral, Qwen2 and Qwen3 are this with a few switches, and build themselves here.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
-from quire.layers.attention import SelfAttention
-from quire.layers.embedding import VocabEmbedding
-from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RopeParameters, rope_table
-from quire.models.causal_lm import BuildContext, CausalLM
+from quire.models.builder import Builder
+from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(ignored=(".rotary_emb.inv_freq",))
 
 
-def build(config: ModelConfig, context: BuildContext) -> CausalLM:
+def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """LlamaForCausalLM."""
     hf = config.hf_config
     bias = bool(hf.get("attention_bias", False))
-    return build_llama(config, context, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    return build_llama(config, builder, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
 
 
 def build_llama(
     config: ModelConfig,
-    context: BuildContext,
+    builder: Builder,
     *,
     qkv_bias: bool = False,
     output_bias: bool = False,
@@ -42,38 +40,38 @@ def build_llama(
         qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
         head_norms: RMSNorm over each head of queries and keys, before the rotation.
     """
-    hf, method, dtype = config.hf_config, context.method, context.dtype
-    size, head_dim = config.hidden_size, config.head_dim
-    eps = float(hf.get("rms_norm_eps", 1e-6))
-    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-    rope = build_rope(config)
+    size, inner_size = config.hidden_size, config.intermediate_size
+    eps = float(config.hf_config.get("rms_norm_eps", 1e-6))
+    activation = str(config.hf_config.get("hidden_act", "silu"))
+    spec = llama_attention(config, build_rope(config))
 
-    def layer(index: int) -> DecoderLayer:
-        q_norm = RMSNorm(head_dim, eps, dtype) if head_norms else None
-        k_norm = RMSNorm(head_dim, eps, dtype) if head_norms else None
-        spec = AttentionSpec(
-            config.num_heads,
-            config.num_kv_heads,
-            head_dim,
-            head_dim**-0.5,
-            window=config.layer_windows[index],
-            q_norm=None if q_norm is None else q_norm.weight,
-            k_norm=None if k_norm is None else k_norm.weight,
-            norm_eps=eps,
-            rope=rope,
-            layer=index,
+    def layer(index: int, builder: Builder) -> DecoderLayer:
+        attention = builder.child("self_attn").attention(
+            size,
+            replace(spec, window=config.layer_windows[index]),
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            head_norms=head_norms,
         )
-        qkv_proj = Linear(size, parts, bias=qkv_bias, method=method, dtype=dtype)
-        o_proj = Linear(query_size, size, bias=output_bias, method=method, dtype=dtype)
-        attention = SelfAttention(context.backend, spec, qkv_proj, o_proj, q_norm, k_norm)
-        activation = str(hf.get("hidden_act", "silu"))
-        mlp = GatedMLP(size, config.intermediate_size, activation=activation, bias=mlp_bias, method=method, dtype=dtype)
-        return DecoderLayer(RMSNorm(size, eps, dtype), attention, RMSNorm(size, eps, dtype), mlp)
+        mlp = builder.child("mlp").gated_mlp(size, inner_size, activation=activation, bias=mlp_bias)
+        return DecoderLayer(builder.rms_norm(size, eps), attention, builder.rms_norm(size, eps), mlp)
 
-    embedding = VocabEmbedding(config.vocab_size, size, context.table_method, dtype)
-    decoder = Decoder(embedding, [layer(i) for i in range(config.num_layers)], RMSNorm(size, eps, dtype))
-    return CausalLM(config, context, decoder, embedding, FORMAT)
+    body = builder.child("model")
+    embedding = body.embedding("embed_tokens", config.vocab_size, size)
+    layers = [layer(i, child) for i, child in body.layers(config.num_layers)]
+    return CausalLM(config, builder, Decoder(embedding, layers, body.rms_norm(size, eps)), embedding, FORMAT)
+
+
+def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:
+    """The attention that all layers of such a model have, windows aside."""
+    return AttentionSpec(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.head_dim**-0.5,
+        norm_eps=float(config.hf_config.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+    )
 
 
 def build_rope(config: ModelConfig) -> Tensor:

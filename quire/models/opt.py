@@ -14,7 +14,8 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.step import Step
-from quire.models.causal_lm import BuildContext, CausalLM
+from quire.models.builder import Builder
+from quire.models.causal_lm import CausalLM
 from quire.models.decoder import DecoderLayer, run_layers
 from quire.models.weights import CheckpointFormat
 
@@ -89,37 +90,31 @@ class OPTDecoder(nn.Module):
         return x if self.project_out is None else self.project_out(x, step)
 
 
-def build(config: ModelConfig, context: BuildContext) -> CausalLM:
+def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """OPTForCausalLM."""
-    hf, method, dtype = config.hf_config, context.method, context.dtype
-    size, heads = config.hidden_size, config.num_heads
+    hf, size = config.hf_config, config.hidden_size
     bias = bool(hf.get("enable_bias", True))
     affine = bool(hf.get("layer_norm_elementwise_affine", True))
     pre_norm = bool(hf.get("do_layer_norm_before", True))
     activation = str(hf.get("activation_function", "relu"))
-    parts: dict[str, int] = {"q_proj": size, "k_proj": size, "v_proj": size}
+    spec = AttentionSpec(config.num_heads, config.num_heads, config.head_dim, config.head_dim**-0.5)
 
     def norm() -> LayerNorm:
-        return LayerNorm(size, 1e-5, dtype, affine)
+        return builder.layer_norm(size, 1e-5, affine=affine)
 
-    def layer(index: int) -> nn.Module:
-        attention = SelfAttention(
-            context.backend,
-            AttentionSpec(heads, heads, config.head_dim, config.head_dim**-0.5, layer=index),
-            Linear(size, parts, bias=bias, method=method, dtype=dtype),
-            Linear(size, size, bias=bias, method=method, dtype=dtype),
-        )
-        mlp = MLP(size, config.intermediate_size, activation=activation, bias=bias, method=method, dtype=dtype)
+    def layer(builder: Builder) -> nn.Module:
+        attention = builder.child("self_attn").attention(size, spec, qkv_bias=bias, output_bias=bias)
+        mlp = builder.child("mlp").mlp(size, config.intermediate_size, activation=activation, bias=bias)
         return (DecoderLayer if pre_norm else PostNormLayer)(norm(), attention, norm(), mlp)
 
+    body = builder.child("model")
     narrow = int(hf.get("word_embed_proj_dim") or size)
     projections = None
     if narrow != size:
-        project_in = Linear(narrow, size, bias=False, method=method, dtype=dtype)
-        projections = project_in, Linear(size, narrow, bias=False, method=method, dtype=dtype)
-    embedding = VocabEmbedding(config.vocab_size, narrow, context.table_method, dtype)
-    positions = LearnedPositions(config.derived_max_model_len, size, context.table_method, dtype, POSITION_OFFSET)
+        projections = body.linear("project_in", narrow, size), body.linear("project_out", size, narrow)
+    embedding = body.embedding("embed_tokens", config.vocab_size, narrow)
+    positions = body.positions("embed_positions", config.derived_max_model_len, size, POSITION_OFFSET)
     final_norm = norm() if pre_norm and not hf.get("_remove_final_layer_norm", False) else None
-    layers = [layer(i) for i in range(config.num_layers)]
+    layers = [layer(child) for _, child in body.layers(config.num_layers)]
     decoder = OPTDecoder(embedding, positions, layers, final_norm, projections)
-    return CausalLM(config, context, decoder, embedding, FORMAT)
+    return CausalLM(config, builder, decoder, embedding, FORMAT)

@@ -11,8 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from quire.layers.embedding import Embedding
-from quire.layers.linear import Linear
+from quire.quantization.base import TensorForm
 
 
 @dataclass(frozen=True)
@@ -44,17 +43,17 @@ class CheckpointFormat:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """The place of one checkpoint tensor.
+    """The place of one checkpoint tensor in the model.
 
     Attributes:
         module: path of the module that takes it.
-        shape: the shape that it must have in the checkpoint.
+        form: what it must be like in the checkpoint.
         load: copies it into the module's parameters.
         filled: it is there already.
     """
 
     module: str
-    shape: tuple[int, ...]
+    form: TensorForm
     load: Callable[[Tensor], object]
     filled: bool = False
 
@@ -62,27 +61,20 @@ class WeightSlot:
 def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, WeightSlot]:
     """Every tensor that the model needs: checkpoint name -> its place. Shared modules are listed once."""
     slots: dict[str, WeightSlot] = {}
-
-    def add(
-        ours: str, path: str, shape: tuple[int, ...], load: Callable[[Tensor], object], filled: bool = False
-    ) -> None:
-        name = form.checkpoint_name(ours)
-        if name.endswith(form.transposed):
-            slots[name] = WeightSlot(path, shape[::-1], lambda loaded: load(loaded.t()), filled)
-        else:
-            slots[name] = WeightSlot(path, shape, load, filled)
-
     for path, module in model.named_modules():
-        if isinstance(module, Linear):
-            for part, start, shapes in module.checkpoint_parts():
-                owner = f"{path.rpartition('.')[0]}.{part}" if part else path
-                for tensor, shape in shapes.items():
-                    filled = tensor in module.method.filled
-                    add(f"{owner}.{tensor}", path, shape, partial(module.load, tensor, start), filled)
-        elif isinstance(module, Embedding):
-            for tensor, shape in module.method.checkpoint_shapes(module.shape).items():
-                add(f"{path}.{tensor}", path, shape, partial(module.load, tensor), tensor in module.method.filled)
-        else:
-            for tensor, parameter in module.named_parameters(recurse=False):
-                add(f"{path}.{tensor}", path, tuple(parameter.shape), parameter.copy_)
+        places = getattr(module, "checkpoint_slots", None)
+        if places is None:
+            assert not list(module.parameters(recurse=False)), f"{path} has parameters that no checkpoint could fill"
+            continue
+        for slot in places(path):
+            name = form.checkpoint_name(slot.name)
+            if name.endswith(form.transposed):
+                turned = TensorForm(slot.form.shape[::-1], slot.form.dtypes)
+                slots[name] = WeightSlot(path, turned, partial(_load_turned, slot.load), slot.filled)
+            else:
+                slots[name] = WeightSlot(path, slot.form, slot.load, slot.filled)
     return slots
+
+
+def _load_turned(load: Callable[[Tensor], object], loaded: Tensor) -> None:
+    load(loaded.t())

@@ -5,6 +5,30 @@ The worker reports, `quire.kvcache.capacity` plans, the KV manager and the worke
 
 from dataclasses import dataclass
 
+import msgspec
+
+
+class LayerCache(msgspec.Struct, frozen=True, array_like=True):
+    """What one attention layer keeps of each token."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # tokens that a query sees, itself included; None: all before it
+
+
+class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Layers whose blocks are taken and freed together: one block table a sequence, one pool of blocks."""
+
+    layers: list[int]  # indices of the model's cache layers
+    window: int | None = None  # as LayerCache.window; what has fallen out of it is freed
+
+
+def group_layers(layers: list[LayerCache]) -> list[CacheGroup]:
+    """Cache groups of a model's layers: full attention first, then each window, by first appearance."""
+    windows = dict.fromkeys(layer.window for layer in layers)
+    ordered = [w for w in windows if w is None] + [w for w in windows if w is not None]
+    return [CacheGroup([i for i, layer in enumerate(layers) if layer.window == w], w) for w in ordered]
+
 
 @dataclass(frozen=True)
 class MemoryReport:

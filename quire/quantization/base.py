@@ -1,11 +1,11 @@
-"""The contract of a weight format: create the weights, load a checkpoint tensor into them, multiply with them.
+"""The contract of a weight format: create the weights, load a checkpoint's tensors into them, multiply with them.
 
 A linear layer or an embedding is given one when it is built and calls nothing else. A format knows one matrix at a
-time; it must not know models, nor which layer it serves.
+time and must not know models; which layers it serves is `WeightFormats`' business.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,37 @@ class MatrixShape:
     bias: bool = False
 
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What a checkpoint's tensor must be like.
+
+    Attributes:
+        dtypes: any of them will do.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+
+
+@dataclass(frozen=True)
+class CheckpointSlot:
+    """The place of one checkpoint tensor in a module.
+
+    Attributes:
+        name: of the tensor, as the modules' names have it.
+        load: copies it into the module's parameters.
+        filled: it is there already.
+    """
+
+    name: str
+    form: TensorForm
+    load: Callable[[Tensor], object]
+    filled: bool = False
+
+
 class QuantizationMethod(ABC):
     """How matrices of weights are kept. Holds no weights itself: one object serves every layer of a model.
 
@@ -30,21 +61,29 @@ class QuantizationMethod(ABC):
     filled: frozenset[str] = frozenset()  # checkpoint tensors that are there from the start and need no loading
 
     @abstractmethod
-    def create_weights(self, shape: MatrixShape, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parameters, by name, allocated and not yet filled; `dtype` is the activations'."""
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+        """The parameters, by name, allocated and not yet filled.
 
-    def checkpoint_shapes(self, shape: MatrixShape) -> dict[str, tuple[int, ...]]:
-        """What a checkpoint must hold for such a matrix: tensor name -> shape. Here: unquantized weights."""
-        shapes: dict[str, tuple[int, ...]] = {"weight": (shape.out_features, shape.in_features)}
-        return shapes | {"bias": (shape.out_features,)} if shape.bias else shapes
+        Args:
+            dtype: the activations'.
+            name: the layer's, by which its weights can be kept and found again.
+        """
+
+    def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
+        """What a checkpoint must hold for such a matrix, by tensor name. Here: unquantized weights."""
+        forms = {"weight": TensorForm((shape.out_features, shape.in_features))}
+        return forms | {"bias": TensorForm((shape.out_features,))} if shape.bias else forms
 
     @abstractmethod
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         """Put the checkpoint tensor `name` into the output features from `start` on.
 
-        A merged layer is loaded in parts, in any order; the tensor's shape has been checked against
-        `checkpoint_shapes` of that part.
+        A merged layer is loaded in parts, in any order; the tensor has been checked against `checkpoint_tensors` of
+        that part.
         """
+
+    def finish(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> None:  # noqa: B027
+        """Called once, when all of a matrix's tensors have been loaded; most formats have nothing left to do."""
 
     @abstractmethod
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:

@@ -14,29 +14,30 @@ from quire.ops.native.program import StepIndex, Value, recorded
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]  # zeroed memory, or what an earlier start left there
+# (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
+Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
 
 
 class Packed(QuantizationMethod):
     """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] in int8, and `bias` [out] where the layer has one.
 
     Args:
-        bits: 8 or 4; None keeps the model's own type, float32 or bfloat16.
+        bits: 8 or 4; None keeps the model's own type.
+        dtype: the model's, float32 or bfloat16.
         allocate: where weights live.
         filled: what `allocate` returns holds the packed weights already.
     """
 
-    def __init__(self, bits: int | None, allocate: Allocate, filled: bool = False) -> None:
-        self.bits = bits
+    def __init__(self, bits: int | None, dtype: torch.dtype, allocate: Allocate, filled: bool = False) -> None:
+        self.type = {None: TYPE_OF[dtype], 8: Type.I8, 4: Type.I4}[bits]
         self._allocate = allocate
         self.filled = frozenset({"weight"}) if filled else frozenset()
 
-    def create_weights(self, shape: MatrixShape, dtype: torch.dtype) -> dict[str, Tensor]:
-        type = {None: TYPE_OF[dtype], 8: Type.I8, 4: Type.I4}[self.bits]
-        data_shape = PackedMatrix.data_shape(shape.out_features, shape.in_features, type)
-        weights = {"packed": self._allocate(data_shape, torch.uint8)}
-        if type is Type.I8:
-            weights["scales"] = self._allocate((shape.out_features,), torch.float32)
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+        data_shape = PackedMatrix.data_shape(shape.out_features, shape.in_features, self.type)
+        weights = {"packed": self._allocate(data_shape, torch.uint8, f"{name}.packed")}
+        if self.type is Type.I8:
+            weights["scales"] = self._allocate((shape.out_features,), torch.float32, f"{name}.scales")
         if shape.bias:
             weights["bias"] = torch.empty(shape.out_features, dtype=dtype)
         return weights
@@ -56,9 +57,8 @@ class Packed(QuantizationMethod):
         assert isinstance(ids, StepIndex), "packed weights are looked up by recorded programs only"
         return recorded(ids.builder.embedding(ids, self.matrix(weights, shape)))
 
-    @staticmethod
-    def matrix(weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:
+    def matrix(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:
         """The packed matrix that `create_weights` made."""
-        packed, scales = weights["packed"], weights.get("scales")
-        type = {size: type for type, size in PackedMatrix.tile_sizes().items()}[packed.shape[2]]
-        return PackedMatrix(packed.data, scales, shape.out_features, shape.in_features, type)
+        return PackedMatrix(
+            weights["packed"].data, weights.get("scales"), shape.out_features, shape.in_features, self.type
+        )

@@ -1,8 +1,12 @@
 """Chooses the weight formats of a model. The worker asks once at start-up; a new format is one line here."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire.quantization.base import QuantizationMethod
+import torch
+
+from quire.errors import ModelLoadError
+from quire.quantization.base import MatrixShape, QuantizationMethod
 from quire.quantization.packed import Allocate, Packed
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
@@ -14,19 +18,61 @@ _BITS: dict[str | None, tuple[int | None, int | None]] = {None: (None, None), "i
 
 @dataclass(frozen=True)
 class WeightFormats:
-    """The formats of a model's matrices."""
+    """The formats of a model's matrices.
+
+    Attributes:
+        linear: of linear layers.
+        table: of embeddings and the output head.
+        ignored: names of linear layers that a checkpoint keeps as `plain`, and of modules whose layers all are.
+    """
 
     linear: QuantizationMethod
-    table: QuantizationMethod  # embeddings and the output head
+    table: QuantizationMethod
+    plain: QuantizationMethod
+    ignored: tuple[str, ...] = ()
+
+    def method_for(
+        self, name: str, shape: MatrixShape, *, parts: Collection[str] = (), table: bool = False
+    ) -> QuantizationMethod:
+        """The format of one layer.
+
+        Args:
+            name: the layer's full name.
+            parts: of a merged layer, the names that its parts have in checkpoints, as siblings of the layer.
+            table: whether it is an embedding or the output head.
+
+        Raises:
+            ModelLoadError: parts of a merged layer are to be kept in different formats.
+        """
+        owner = name.rpartition(".")[0]
+        ignored = {self._is_ignored(f"{owner}.{part}" if part else name) for part in parts or ("",)}
+        if len(ignored) > 1:
+            raise ModelLoadError(
+                f"the parts {', '.join(parts)} of {owner!r} are computed as one matrix, but the checkpoint keeps only "
+                "some of them unquantized: use one in which they are alike."
+            )
+        if True in ignored:
+            return self.plain
+        return self.table if table else self.linear
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(name == entry or name.startswith(f"{entry}.") for entry in self.ignored)
 
 
-def select_formats(name: str | None, allocate: Allocate | None, filled: bool = False) -> WeightFormats:
+def uniform(method: QuantizationMethod) -> WeightFormats:
+    """One format for everything."""
+    return WeightFormats(method, method, method)
+
+
+def select_formats(
+    name: str | None, dtype: torch.dtype, allocate: Allocate | None, filled: bool = False
+) -> WeightFormats:
     """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch."""
-    linear, table = _BITS[name]
 
     def method(bits: int | None) -> QuantizationMethod:
         if allocate is not None:
-            return Packed(bits, allocate, filled)
+            return Packed(bits, dtype, allocate, filled)
         return Unquantized() if bits is None else WeightOnly(bits)
 
-    return WeightFormats(method(linear), method(table))
+    linear, table = _BITS[name]
+    return WeightFormats(method(linear), method(table), method(None))

@@ -12,8 +12,9 @@ from quire.quantization.base import MatrixShape, QuantizationMethod
 class Unquantized(QuantizationMethod):
     """`weight` [out, in] and, where the layer has one, `bias` [out]."""
 
-    def create_weights(self, shape: MatrixShape, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: torch.empty(size, dtype=dtype) for name, size in self.checkpoint_shapes(shape).items()}
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+        forms = self.checkpoint_tensors(shape)
+        return {tensor: torch.empty(form.shape, dtype=dtype) for tensor, form in forms.items()}
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         weights[name][start : start + loaded.shape[0]].copy_(loaded)

@@ -28,7 +28,7 @@ class WeightOnly(QuantizationMethod):
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def create_weights(self, shape: MatrixShape, dtype: torch.dtype) -> dict[str, Tensor]:
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         groups = 1 if self.bits == 8 else -(-shape.in_features // GROUP)
         weights = {
             "codes": torch.empty(shape.out_features, shape.in_features, dtype=torch.int8),

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from quire.config.families import family_of
 from quire.errors import ModelLoadError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -23,15 +24,6 @@ REBUILDING_CLASSES: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-}
-# model_type of config.json -> (class used for it, whether it overrides the class that tokenizer_config.json names).
-_CLASS_OF_MODEL = {
-    "gpt2": ("GPT2Tokenizer", False),
-    "opt": ("GPT2Tokenizer", False),
-    "qwen2": ("Qwen2Tokenizer", True),
-    "qwen3": ("Qwen2Tokenizer", False),
-    "mistral": ("", True),
-    "mixtral": ("", True),
 }
 
 
@@ -136,7 +128,8 @@ def _added_token(value: Any, special: bool = False) -> AddedToken:
 
 def _tokenizer_class(directory: Path, settings: dict[str, Any], model_config: dict[str, Any]) -> str:
     """The class whose rules apply: the model type's, or the one that the configuration names."""
-    of_model, overrides = _CLASS_OF_MODEL.get(str(model_config.get("model_type")), ("", False))
+    family = family_of(model_config.get("model_type"))
+    of_model, overrides = family.tokenizer_class, family.tokenizer_overrides
     declared = settings.get("tokenizer_class") or model_config.get("tokenizer_class")
     if overrides and (declared or of_model):
         return of_model

@@ -14,6 +14,7 @@ from quire.attention.base import AttentionBackend
 from quire.layers.step import Step
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
+from quire.protocol.cache import group_layers
 from quire.protocol.step import NewSequence, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import SamplerOutput, sample
@@ -52,6 +53,7 @@ class ModelRunner:
         self.kv_caches = kv_caches
         self.table = table
         self.poison = poison
+        self._num_groups = len(group_layers(model.cache_layers))
         self._broken: dict[int, str] = {}  # sequences without a sampling state of their own, and why
 
     @torch.inference_mode()
@@ -61,7 +63,8 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult(step_id=plan.step_id, token_ids=[])
         batch = gather(plan, self.table)
-        step = Step(batch.positions, self.kv_caches, [self.backend.build(batch.attention)])
+        metadata = self.backend.build(batch.attention)
+        step = Step(batch.positions, self.kv_caches, [metadata] * self._num_groups)
         hidden = self.model(batch.input_ids, step)
         prompt = self._prompt_logprobs(plan, batch, hidden)
         self.table.num_computed[batch.rows] += np.diff(batch.query_start_loc)

@@ -65,15 +65,16 @@ class Worker:
         """The model, its packed weights in the store where it is native."""
         args, model = self._config.args, self._config.model
         if not native:
-            formats = select_formats(args.quantization, None)
-            return build_model(model, self._backend, formats.linear, formats.table)
+            formats = select_formats(args.quantization, DTYPES[model.dtype], None)
+            return build_model(model, self._backend, formats)
         place = None
         if keep and args.weight_cache and args.load_format != "dummy":
             place = place_of(model, args.quantization, int(args.weight_cache_size * 2**30))
         self._store = WeightStore(place)
-        formats = select_formats(args.quantization, self._store.allocate, self._store.filled)
+        store, dtype = self._store, DTYPES[model.dtype]
+        formats = select_formats(args.quantization, dtype, store.allocate, store.filled)
         try:
-            return build_model(model, self._backend, formats.linear, formats.table)
+            return build_model(model, self._backend, formats)
         except StaleStoreError:  # removed, or where that is not allowed done without
             return self._build(native, keep=place is not None and not place.path.exists())
 

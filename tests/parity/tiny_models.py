@@ -17,9 +17,10 @@ from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
 from quire.layers.step import Step
 from quire.models.compiled import CompiledModel
-from quire.models.registry import CausalLM, build_model
+from quire.models.registry import DTYPES, CausalLM, build_model
 from quire.ops.native.library import TORCH
-from quire.quantization.packed import Packed
+from quire.protocol.cache import group_layers
+from quire.quantization.registry import select_formats
 
 LLAMA = {
     "vocab_size": 97,
@@ -185,14 +186,15 @@ def build_ours(directory: Path, dtype: str = "float32", kernels: str = TORCH, **
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
     native = kernels != TORCH
     backend = select_backend("native" if native else "reference")
-    model = build_model(config, backend, Packed(None, zeros) if native else None)
+    formats = select_formats(None, DTYPES[config.dtype], zeros) if native else None
+    model = build_model(config, backend, formats)
     loaded = model.load_weights(checkpoint(directory))
     assert loaded == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights
     return Ours(model, CompiledModel(model) if native else model, backend)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -213,8 +215,11 @@ class Paged:
         random.Random(self.seed).shuffle(blocks)
         self.tables = torch.tensor(blocks).view(self.num_sequences, per_sequence)
         model, backend = self.ours.model, self.ours.backend
-        shape = backend.kv_cache_shape(len(blocks) + 1, self.block_size, model.num_kv_heads, model.head_dim)
-        self.caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(model.num_layers)]
+        self.caches = []
+        for layer in model.cache_layers:
+            shape = backend.kv_cache_shape(len(blocks) + 1, self.block_size, layer.num_kv_heads, layer.head_dim)
+            self.caches.append(torch.full(shape, torch.nan, dtype=model.dtype))
+        self.num_groups = len(group_layers(model.cache_layers))
         self.computed = [0] * self.num_sequences
 
     @torch.inference_mode()
@@ -233,7 +238,7 @@ class Paged:
             block_size=size,
         )
         ids = torch.tensor([token for new in tokens.values() for token in new])
-        step = Step(positions, self.caches, [self.ours.backend.build(batch)])
+        step = Step(positions, self.caches, [self.ours.backend.build(batch)] * self.num_groups)
         hidden = self.ours.run(ids, step)
         logits = self.ours.run.compute_logits(hidden)
         for s, _, high in spans:

@@ -11,7 +11,7 @@ from quire.attention.base import AttentionBackend, AttentionSpec, AttentionStep
 from quire.errors import ModelLoadError
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, Place
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RopeParameters, rope_table
@@ -20,25 +20,25 @@ from quire.quantization.base import MatrixShape
 from quire.quantization.unquantized import Unquantized
 
 F32 = torch.float32
-METHOD = Unquantized()
+PLACE = Place("", Unquantized(), F32)
 STEP = Step(torch.arange(3))
 
 
 def linear(inputs: int, outputs: Any, bias: bool = False) -> Linear:
-    layer = Linear(inputs, outputs, bias=bias, method=METHOD, dtype=F32)
+    layer = Linear(PLACE, inputs, outputs, bias=bias)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     return layer
 
 
 def test_merged_linear_is_its_parts_side_by_side() -> None:
-    merged = Linear(4, {"a": 3, "b": 2}, bias=True, method=METHOD, dtype=F32)
+    merged = Linear(PLACE, 4, {"a": 3, "b": 2}, bias=True)
     parts = {"a": linear(4, 3, bias=True), "b": linear(4, 2, bias=True)}
-    for name, start, shapes in merged.checkpoint_parts():
-        assert shapes == {"weight": (merged.parts[name], 4), "bias": (merged.parts[name],)}
-        for tensor in shapes:
-            parts[name].weights[tensor].mul_(8).round_()  # small integers: a sum's order can't show
-            merged.load(tensor, start, parts[name].weights[tensor])
+    for slot in merged.checkpoint_slots("x.ab"):
+        _, name, tensor = slot.name.split(".")
+        assert slot.form.shape == ((merged.parts[name], 4) if tensor == "weight" else (merged.parts[name],))
+        parts[name].weights[tensor].mul_(8).round_()  # small integers: a sum's order can't show
+        slot.load(parts[name].weights[tensor])
     x = torch.randint(-8, 8, (5, 4)).float()
     assert torch.equal(merged(x), torch.cat([part(x) for part in parts.values()], -1))
     assert merged.shape == MatrixShape(4, 5, bias=True)
@@ -89,8 +89,9 @@ def test_norms_along_the_residual_stream() -> None:
 
 
 def test_tied_head_shares_the_embedding() -> None:
-    embedding, weight = VocabEmbedding(11, 4, METHOD, F32), torch.randn(11, 4)
-    embedding.load("weight", weight)
+    embedding, weight = VocabEmbedding(PLACE, 11, 4), torch.randn(11, 4)
+    [slot] = embedding.checkpoint_slots("")
+    slot.load(weight)
     head = TiedHead(embedding)
     hidden = torch.randn(3, 4)
     torch.testing.assert_close(head(hidden), hidden @ weight.t())
@@ -99,16 +100,15 @@ def test_tied_head_shares_the_embedding() -> None:
 
 
 def test_learned_positions_with_offset() -> None:
-    positions, weight = LearnedPositions(5, 3, METHOD, F32, offset=2), torch.arange(21.0).view(7, 3)
-    positions.load("weight", weight)
+    positions, weight = LearnedPositions(PLACE, 5, 3, offset=2), torch.arange(21.0).view(7, 3)
+    [slot] = positions.checkpoint_slots("")
+    slot.load(weight)
     assert torch.equal(positions(torch.tensor([0, 4])), weight[[2, 6]])
 
 
 def test_mlps() -> None:
-    gated = GatedMLP(4, 6, activation="silu", bias=False, method=METHOD, dtype=F32)
-    plain = MLP(4, 6, activation="relu", bias=True, method=METHOD, dtype=F32)
-    for parameter in (*gated.parameters(), *plain.parameters()):
-        torch.nn.init.normal_(parameter)
+    gated = GatedMLP(linear(4, {"gate_proj": 6, "up_proj": 6}), linear(6, 4), "silu")
+    plain = MLP(linear(4, 6, bias=True), linear(6, 4, bias=True), "relu")
     x = torch.randn(3, 4)
     gate, up = (x @ gated.gate_up_proj.weights["weight"].t()).chunk(2, -1)
     expected = (torch.nn.functional.silu(gate) * up) @ gated.down_proj.weights["weight"].t()
@@ -117,10 +117,10 @@ def test_mlps() -> None:
 
 
 def test_unknown_activations_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match="'gelu' is not supported in a gated MLP"):
-        GatedMLP(4, 6, activation="gelu", bias=False, method=METHOD, dtype=F32)
+    with pytest.raises(ModelLoadError, match="'relu' is not supported in a gated MLP; supported are silu"):
+        GatedMLP(linear(4, 12), linear(6, 4), "relu")
     with pytest.raises(ModelLoadError, match="'mish' is not supported; supported are relu"):
-        MLP(4, 6, activation="mish", bias=False, method=METHOD, dtype=F32)
+        MLP(linear(4, 6), linear(6, 4), "mish")
 
 
 def test_rope_refuses_what_it_does_not_know() -> None:

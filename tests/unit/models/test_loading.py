@@ -14,8 +14,11 @@ from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
-from quire.quantization.base import QuantizationMethod
+from quire.protocol.cache import LayerCache
+from quire.quantization.base import MatrixShape, QuantizationMethod
 from quire.quantization.packed import Packed
+from quire.quantization.registry import uniform
+from quire.quantization.unquantized import Unquantized
 from quire.worker.weights.load import load_model_weights
 
 LLAMA: dict[str, Any] = {
@@ -53,6 +56,10 @@ OPT: dict[str, Any] = {
 }
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
 @pytest.fixture
 def make(tmp_path: Path):
     """Build a model from the contents of a config.json."""
@@ -61,7 +68,7 @@ def make(tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         model_config = ModelConfig.from_pretrained(str(tmp_path), load_format="dummy", **options)
         build.config = model_config  # type: ignore[attr-defined]
-        return build_model(model_config, select_backend("reference"), method)
+        return build_model(model_config, select_backend("reference"), method and uniform(method))
 
     return build
 
@@ -123,18 +130,14 @@ def test_missing_tensors_are_named_as_the_checkpoint_names_them(make) -> None:
 
 def test_matrices_that_are_there_already_need_no_loading(make) -> None:
     """With weights that an earlier start packed, only the vectors are missing."""
-
-    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
     weights = tensors(LLAMA)
     vectors = {name: tensor for name, tensor in weights.items() if tensor.dim() == 1}
-    model = make(LLAMA, method=Packed(None, allocate, filled=True))
+    model = make(LLAMA, method=Packed(None, torch.float32, zeros, filled=True))
     assert model.filled_weights == weights.keys() - vectors.keys()
     assert model.missing_weights == set(vectors)
     assert model.load_weights(vectors.items()) == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights
-    fresh = make(LLAMA, method=Packed(None, allocate))
+    fresh = make(LLAMA, method=Packed(None, torch.float32, zeros))
     assert fresh.filled_weights == set()
     assert fresh.missing_weights == set(weights)
 
@@ -215,14 +218,69 @@ def test_facts_that_size_the_cache(make) -> None:
 
 def test_dummy_weights_are_the_same_in_every_format(make, level: str) -> None:
     """They are made as a checkpoint's tensors are, by those names: merged layers and packed ones get the same."""
-    models = [make(GPT2), make(GPT2, method=Packed(None, lambda shape, dtype: torch.zeros(shape, dtype=dtype)))]
+    models = [
+        make(GPT2),
+        make(GPT2, method=Packed(None, torch.float32, lambda shape, dtype, name: torch.zeros(shape, dtype=dtype))),
+    ]
     for model in models:
         load_model_weights(model, make.config, load_format="dummy", progress=False)
         assert not model.missing_weights
     for path, plain in models[0].named_modules():
         packed = models[1].get_submodule(path)
         if isinstance(plain, Linear | Embedding):
-            assert torch.equal(Packed.matrix(packed.weights, packed.shape).unpack(), plain.weights["weight"]), path
+            assert torch.equal(packed.method.matrix(packed.weights, packed.shape).unpack(), plain.weights["weight"]), (
+                path
+            )
         if isinstance(plain, Linear):
             assert torch.equal(packed.weights["bias"], plain.weights["bias"])
             assert plain.weights["weight"].std() > 0.01
+
+
+def test_layers_know_their_names_and_packed_weights_are_kept_by_them(make) -> None:
+    asked: list[str] = []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+        asked.append(name)
+        return torch.zeros(shape, dtype=dtype)
+
+    for config in (LLAMA, GPT2, OPT):
+        asked.clear()
+        model = make(config, method=Packed(8, torch.float32, allocate))
+        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear | Embedding)]
+        assert all(module.name == path for path, module in layers)
+        assert sorted(asked) == sorted(f"{path}.{tensor}" for path, _ in layers for tensor in ("packed", "scales"))
+
+
+def test_attention_layers_say_what_they_keep_and_know_their_group(make) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3}
+    model = make(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | windows)
+    assert model.cache_layers == [LayerCache(1, 4), LayerCache(1, 4, 8), LayerCache(1, 4, 8)]
+    specs = [layer.self_attn.spec for layer in model.model.layers]
+    assert [(spec.layer, spec.group, spec.window) for spec in specs] == [(0, 0, None), (1, 1, 8), (2, 1, 8)]
+
+
+def test_tensors_of_a_strange_type_are_refused(make) -> None:
+    with pytest.raises(ModelLoadError, match=r"norm\.weight' is of type int32 .* one of float32, float16"):
+        make(LLAMA).load_weights([("model.norm.weight", torch.ones(8, dtype=torch.int32))])
+
+
+class Finishing(Unquantized):
+    """Remembers when matrices were finished."""
+
+    def __init__(self) -> None:
+        self.finished: list[MatrixShape] = []
+
+    def finish(self, weights: Any, shape: MatrixShape) -> None:
+        assert all(weight.isfinite().all() for weight in weights.values())
+        self.finished.append(shape)
+
+
+def test_a_matrix_is_finished_once_when_all_its_tensors_are_there(make) -> None:
+    method, weights = Finishing(), tensors(LLAMA)
+    model = make(LLAMA, method=method)
+    last = weights.pop("model.layers.1.self_attn.v_proj.weight")
+    model.load_weights(weights.items())
+    assert len(method.finished) == 2 + 2 * 4 - 1
+    model.load_weights([("model.layers.1.self_attn.v_proj.weight", last)])
+    assert method.finished[-1] == MatrixShape(8, 16)
+    assert len(method.finished) == 2 + 2 * 4

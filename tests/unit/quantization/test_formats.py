@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, Matrix, Place
+from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.program import ProgramBuilder, StepIndex
+from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
 from quire.quantization.packed import Packed
-from quire.quantization.registry import select_formats
+from quire.quantization.registry import WeightFormats, select_formats
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
@@ -19,7 +22,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 PARTS = {"q_proj": 21, "k_proj": 5, "v_proj": 40}
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -28,13 +31,18 @@ def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
 
 
 def filled_linear(method: QuantizationMethod, dtype: torch.dtype, order: list[str]) -> Linear:
-    layer = Linear(70, PARTS, bias=True, method=method, dtype=dtype)
-    parts = {name: (start, shapes) for name, start, shapes in layer.checkpoint_parts()}
-    for name in order:
-        start, shapes = parts[name]
-        for tensor, shape in shapes.items():
-            layer.load(tensor, start, draw(*shape, dtype=dtype, seed=start))
+    layer = Linear(Place("attn.qkv_proj", method, dtype), 70, PARTS, bias=True)
+    slots = list(layer.checkpoint_slots("attn.qkv_proj"))
+    for part in order:
+        for slot in slots:
+            if slot.name.startswith(f"attn.{part}."):
+                slot.load(draw(*slot.form.shape, dtype=dtype, seed=len(part) + slot.form.shape[0]))
     return layer
+
+
+def packed(layer: Matrix) -> PackedMatrix:
+    assert isinstance(layer.method, Packed)
+    return layer.method.matrix(layer.weights, layer.shape)
 
 
 def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -48,10 +56,10 @@ def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> 
 
 def test_registry() -> None:
     for name, bits in ((None, (None, None)), ("int8", (8, 8)), ("int4", (4, 8))):
-        packed, plain = select_formats(name, zeros), select_formats(name, None)
+        packed, plain = select_formats(name, BF16, zeros), select_formats(name, BF16, None)
         for method, expected in zip((packed.linear, packed.table), bits, strict=True):
             assert isinstance(method, Packed)
-            assert method.bits == expected
+            assert method.type == {None: Type.BF16, 8: Type.I8, 4: Type.I4}[expected]
         for method, expected in zip((plain.linear, plain.table), bits, strict=True):
             assert isinstance(method, Unquantized) if expected is None else isinstance(method, WeightOnly)
             assert getattr(method, "bits", None) == expected
@@ -60,7 +68,7 @@ def test_registry() -> None:
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, bits: int | None) -> None:
-    method = Packed(bits, zeros)
+    method = Packed(bits, dtype, zeros)
     twin = filled_linear(Unquantized() if bits is None else WeightOnly(bits), dtype, ["q_proj", "k_proj", "v_proj"])
     layer = filled_linear(method, dtype, ["v_proj", "q_proj", "k_proj"])
     x = draw(37, 70, dtype=dtype, seed=9)
@@ -101,39 +109,55 @@ def test_a_twin_is_near_what_it_was_given(bits: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dtype, bits: int | None) -> None:
     plain = Unquantized() if bits is None else WeightOnly(bits)
-    pair = [VocabEmbedding(50, 40, method, dtype) for method in (Packed(bits, zeros), plain)]
+    pair = [VocabEmbedding(Place("", m, dtype), 50, 40) for m in (Packed(bits, dtype, zeros), plain)]
     for embedding in pair:
-        embedding.load("weight", draw(50, 40, dtype=dtype))
+        [slot] = embedding.checkpoint_slots("")
+        slot.load(draw(50, 40, dtype=dtype))
     hidden = draw(9, 40, dtype=dtype, seed=4)
     found = recorded(lambda v: TiedHead(pair[0])(v, wide=True), hidden, width=50, dtype=F32)
     torch.testing.assert_close(found, TiedHead(pair[1])(hidden).float(), atol=0.1, rtol=0.1)
-    matrix = Packed.matrix(pair[0].weights, pair[0].shape).unpack()
+    matrix = packed(pair[0]).unpack()
     torch.testing.assert_close(matrix.to(dtype), pair[1](torch.arange(50)), atol=0, rtol=0.01)
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> None:
     twin = Unquantized() if bits is None else WeightOnly(bits)
-    native, plain = (LearnedPositions(9, 40, m, F32, offset=2) for m in (Packed(bits, zeros), twin))
+    native, plain = (LearnedPositions(Place("", m, F32), 9, 40, offset=2) for m in (Packed(bits, F32, zeros), twin))
     for layer in (native, plain):
-        layer.load("weight", draw(11, 40))
+        [slot] = layer.checkpoint_slots("")
+        slot.load(draw(11, 40))
     index: Any = StepIndex(ProgramBuilder(F32), by_position=True)
     value: Any = native(index)
     [step] = value.builder._steps
     assert (step.struct.offset, step.struct.by_position) == (2, 1)
-    rows = Packed.matrix(native.weights, native.shape).unpack()
+    rows = packed(native).unpack()
     assert torch.equal(plain(torch.arange(9)), rows[2:])
 
 
 def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
-    assert Packed(8, zeros).filled == frozenset()
-    assert Packed(8, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
+    assert Packed(8, F32, zeros).filled == frozenset()
+    assert Packed(8, F32, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
     assert Unquantized().filled == WeightOnly(4).filled == frozenset()
 
 
 def test_packed_weights_are_for_programs_only(level: str) -> None:
-    layer = Linear(8, 3, bias=False, method=Packed(None, zeros), dtype=F32)
+    layer = Linear(Place("", Packed(None, F32, zeros), F32), 8, 3)
     with pytest.raises(AssertionError, match="recorded programs only"):
         layer(torch.ones(2, 8))
     with pytest.raises(AssertionError, match="recorded programs only"):
-        Embedding(3, 8, Packed(8, zeros), F32)(torch.tensor([1]))
+        Embedding(Place("", Packed(8, F32, zeros), F32), 3, 8)(torch.tensor([1]))
+
+
+def test_a_layer_that_a_checkpoint_leaves_alone_is_kept_plain() -> None:
+    linear, table, plain = WeightOnly(4), WeightOnly(8), Unquantized()
+    formats = WeightFormats(linear, table, plain, ignored=("lm_head", "layers.1.mlp", "layers.2.q_proj"))
+    shape = MatrixShape(8, 8)
+    assert formats.method_for("layers.1.mlp.down_proj", shape) is plain
+    assert formats.method_for("layers.1.mlp2.down_proj", shape) is linear
+    assert formats.method_for("layers.11.mlp.down_proj", shape) is linear
+    assert formats.method_for("lm_head", shape, table=True) is plain
+    assert formats.method_for("embed", shape, table=True) is table
+    assert formats.method_for("layers.1.mlp.gate_up_proj", shape, parts=("gate_proj", "up_proj")) is plain
+    with pytest.raises(ModelLoadError, match=r"parts q_proj, k_proj of 'layers\.2' .* only some"):
+        formats.method_for("layers.2.qkv_proj", shape, parts=("q_proj", "k_proj"))

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.quantization.base import MatrixShape
+from quire.quantization.base import MatrixShape, TensorForm
 from quire.quantization.unquantized import Unquantized
 
 
@@ -13,8 +13,8 @@ def test_parts_are_loaded_side_by_side_and_cast() -> None:
         "weight": ((6, 3), torch.bfloat16),
         "bias": ((6,), torch.bfloat16),
     }
-    assert method.checkpoint_shapes(MatrixShape(3, 4)) == {"weight": (4, 3)}
-    assert method.checkpoint_shapes(MatrixShape(3, 4, bias=True)) == {"weight": (4, 3), "bias": (4,)}
+    assert method.checkpoint_tensors(MatrixShape(3, 4)) == {"weight": TensorForm((4, 3))}
+    assert method.checkpoint_tensors(MatrixShape(3, 4, bias=True)).keys() == {"weight", "bias"}
     whole, bias = torch.arange(18.0).view(6, 3), torch.arange(6.0)
     method.load(weights, shape, "weight", whole[4:], 4)
     method.load(weights, shape, "weight", whole[:4], 0)

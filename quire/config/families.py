@@ -1,0 +1,103 @@
+"""The model families that have an implementation: one line each, and what their config.json leaves unsaid.
+
+`quire.config.model` reads shapes and windows by it, `quire.text.files` the tokenizer's class, `quire.models.registry`
+finds the builder. Knows no torch: the builder is a name, imported when a model is built.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Get = Callable[..., Any]  # get(key, default=None): a value of config.json, or the family's default
+WindowRule = Callable[[Get, int], bool]
+
+
+def _every_layer(get: Get, layer: int) -> bool:
+    return True
+
+
+def _late_layers(get: Get, layer: int) -> bool:
+    """From max_window_layers on, where windows are switched on at all."""
+    return bool(get("use_sliding_window", default=False)) and layer >= get("max_window_layers", default=28)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        model_type: config.json's, under which it is found where no architecture is named.
+        build: where its builder is, "module:function".
+        defaults: what transformers assumes where a key is absent, as far as that differs between the families.
+        learned_positions: they are a table of the checkpoint, which no scaling makes longer.
+        windowed: whether a layer has the sliding window, where config.json names one and no `layer_types`.
+        window_switch: the key that must be true for any layer to have it; "" for none.
+        tokenizer_class: the class that reads the tokenizer's files; "" takes them as they are.
+        tokenizer_overrides: it does so whatever tokenizer_config.json says.
+    """
+
+    architecture: str
+    model_type: str
+    build: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    learned_positions: bool = False
+    windowed: WindowRule = _every_layer
+    window_switch: str = ""
+    tokenizer_class: str = ""
+    tokenizer_overrides: bool = False
+
+
+_QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding_window"}
+
+FAMILIES = (
+    Family(
+        "GPT2LMHeadModel",
+        "gpt2",
+        "quire.models.gpt2:build",
+        {"tie_word_embeddings": True, "n_positions": 1024},
+        learned_positions=True,
+        tokenizer_class="GPT2Tokenizer",
+    ),
+    Family("LlamaForCausalLM", "llama", "quire.models.llama:build"),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        "quire.models.mistral:build",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        tokenizer_overrides=True,
+    ),
+    Family(
+        "OPTForCausalLM",
+        "opt",
+        "quire.models.opt:build",
+        {"tie_word_embeddings": True, "max_position_embeddings": 2048},
+        learned_positions=True,
+        tokenizer_class="GPT2Tokenizer",
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        "quire.models.qwen2:build",
+        {"sliding_window": 4096},
+        tokenizer_class="Qwen2Tokenizer",
+        tokenizer_overrides=True,
+        **_QWEN,
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        "quire.models.qwen3:build",
+        {"head_dim": 128, "sliding_window": 4096},
+        tokenizer_class="Qwen2Tokenizer",
+        **_QWEN,
+    ),
+)
+_TOKENIZER_ONLY = {"mixtral": Family("", "mixtral", "", tokenizer_overrides=True)}
+BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
+_UNKNOWN = Family("", "", "")
+
+
+def family_of(model_type: Any) -> Family:
+    """The family that a model_type stands for; of one that is not known, a family without peculiarities."""
+    return (_TOKENIZER_ONLY | BY_MODEL_TYPE).get(str(model_type), _UNKNOWN)

@@ -1,0 +1,163 @@
+"""Makes a model's layers, each under its own name.
+
+A family's `build` is given one and asks it for every layer. From the name follow the weight format, the key under which
+packed weights are kept and the LoRA target; attention layers are numbered here, and what they keep of a token is noted,
+by which the KV cache is laid out. Must not know any family, nor a checkpoint's spelling of the names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from quire.attention.base import AttentionBackend, AttentionSpec
+from quire.layers.attention import SelfAttention
+from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
+from quire.layers.linear import Linear, Place, Split
+from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.protocol.cache import LayerCache, group_layers
+from quire.quantization.base import MatrixShape
+from quire.quantization.registry import WeightFormats
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What all layers of a model are built with, and what they leave behind.
+
+    Attributes:
+        dtype: of activations and vectors.
+        cache_layers: what each attention layer keeps of a token, in the order of the step's caches.
+    """
+
+    backend: AttentionBackend[Any]
+    formats: WeightFormats
+    dtype: torch.dtype
+    cache_layers: list[LayerCache] = field(default_factory=list)
+    attentions: list[SelfAttention] = field(default_factory=list)
+
+    def assign_groups(self) -> None:
+        """Tell each attention layer its KV group; the last thing that is done to a model's layers."""
+        for number, group in enumerate(group_layers(self.cache_layers)):
+            for layer in group.layers:
+                attention = self.attentions[layer]
+                attention.spec = replace(attention.spec, group=number)
+
+
+class Builder:
+    """Makes the layers below one name.
+
+    Args:
+        prefix: the name; "" for the model itself.
+    """
+
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        self.context = context
+        self.prefix = prefix
+
+    def name(self, name: str) -> str:
+        """The full name of a layer."""
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def child(self, name: str) -> "Builder":
+        """The builder of what stands below a layer."""
+        return Builder(self.context, self.name(name))
+
+    def layers(self, count: int) -> "list[tuple[int, Builder]]":
+        """Index and builder of each layer of a stack of `count` that is to be built here."""
+        return [(i, self.child(f"layers.{i}")) for i in range(count)]
+
+    def linear(
+        self,
+        name: str,
+        in_features: int,
+        outputs: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        split: Split | None = None,
+    ) -> Linear:
+        """A linear layer, or a merged one of `outputs` by part; see `Linear`."""
+        parts = tuple(outputs) if isinstance(outputs, Mapping) else ()
+        out_features = sum(outputs.values()) if isinstance(outputs, Mapping) else outputs
+        place = self._place(name, MatrixShape(in_features, out_features, bias), parts=parts)
+        return Linear(place, in_features, outputs, bias=bias, split=split)
+
+    def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
+        """A table of vectors by token id."""
+        return VocabEmbedding(self._place(name, MatrixShape(size, num_rows), table=True), num_rows, size)
+
+    def positions(self, name: str, num_positions: int, size: int, offset: int = 0) -> LearnedPositions:
+        """A table of vectors by position; that of position 0 is row `offset`."""
+        place = self._place(name, MatrixShape(size, num_positions + offset), table=True)
+        return LearnedPositions(place, num_positions, size, offset)
+
+    def head(self, embedding: VocabEmbedding, *, tied: bool) -> Linear | TiedHead:
+        """The output head for the vocabulary of an embedding; with its very weights where `tied`."""
+        if tied:
+            return TiedHead(embedding)
+        shape = embedding.shape
+        return Linear(self._place("lm_head", shape, table=True), shape.in_features, shape.out_features, split="out")
+
+    def rms_norm(self, size: int, eps: float) -> RMSNorm:
+        """An RMSNorm."""
+        return RMSNorm(size, eps, self.context.dtype)
+
+    def layer_norm(self, size: int, eps: float, *, affine: bool = True) -> LayerNorm:
+        """A LayerNorm, with weight and bias where `affine`."""
+        return LayerNorm(size, eps, self.context.dtype, affine)
+
+    def attention(
+        self,
+        size: int,
+        spec: AttentionSpec,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        head_norms: bool = False,
+        fused: bool = False,
+    ) -> SelfAttention:
+        """An attention block on hidden states of `size`; this builder's name is the block's.
+
+        Args:
+            spec: without layer, group and norms, which are filled in here.
+            head_norms: RMSNorm over each head of queries and keys, as the spec's eps says.
+            fused: the checkpoint holds queries, keys and values as one matrix.
+        """
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        outputs = sum(parts.values()) if fused else parts
+        q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if head_norms else None
+        k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if head_norms else None
+        spec = replace(
+            spec,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            layer=len(self.context.cache_layers),
+        )
+        block = SelfAttention(
+            self.context.backend,
+            spec,
+            self.linear("qkv_proj", size, outputs, bias=qkv_bias, split="out"),
+            self.linear("o_proj", query_size, size, bias=output_bias, split="out"),
+            q_norm,
+            k_norm,
+        )
+        self.context.cache_layers.append(LayerCache(spec.num_kv_heads, spec.head_dim, spec.window))
+        self.context.attentions.append(block)
+        return block
+
+    def gated_mlp(self, size: int, inner_size: int, *, activation: str, bias: bool = False) -> GatedMLP:
+        """A gated MLP; this builder's name is the block's."""
+        parts = {"gate_proj": inner_size, "up_proj": inner_size}
+        gate_up = self.linear("gate_up_proj", size, parts, bias=bias, split="out")
+        return GatedMLP(gate_up, self.linear("down_proj", inner_size, size, bias=bias, split="out"), activation)
+
+    def mlp(self, size: int, inner_size: int, *, activation: str, bias: bool = False) -> MLP:
+        """A plain MLP; this builder's name is the block's."""
+        fc1 = self.linear("fc1", size, inner_size, bias=bias, split="out")
+        return MLP(fc1, self.linear("fc2", inner_size, size, bias=bias, split="out"), activation)
+
+    def _place(self, name: str, shape: MatrixShape, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
+        full, context = self.name(name), self.context
+        return Place(full, context.formats.method_for(full, shape, parts=parts, table=table), context.dtype)
