@@ -18,7 +18,7 @@ from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.outputs import RequestOutput
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.text.template import ChatTemplate
+from quire.text.conversation import Conversation
 from quire.text.tokenizer import Tokenizer
 
 ChatMessage = dict[str, Any]
@@ -141,21 +141,24 @@ class LLM:
 
         Raises:
             InvalidRequestError: bad messages, no template, or the template's own complaint.
+            RequestFailedError: the process that templates run in can't be started.
         """
         if not messages:
             raise InvalidRequestError("messages is empty; pass at least one message.", "messages")
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
-        template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
         prompts: list[PromptType] = []
         for place, conversation in enumerate(conversations):
             try:
-                text = template.render(
-                    conversation,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    chat_template_kwargs=chat_template_kwargs,
+                text = tokenizer.render(
+                    Conversation(
+                        messages=conversation,
+                        chat_template=chat_template,
+                        tools=tools,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        chat_template_kwargs=chat_template_kwargs,
+                    )
                 )
             except InvalidRequestError as error:
                 raise _of_prompt(error, place, len(conversations), "messages") from None

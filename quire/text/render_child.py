@@ -1,96 +1,78 @@
-"""Chat templates from strangers, rendered in a process that can be killed.
+"""The process in which chat templates are rendered: one job after the other, within limits that the system keeps.
 
-`AsyncLLM` uses it for templates that a request brings. The sandbox bounds what a template does, but not how long a
-single step of C code takes: here a template that overstays is ended with its process, and the next one gets a new
-process. Run as a module, this file is the child: one JSON line in, one out.
+`renderer.Renderer` starts it and talks to it. A template is a program, and no list of what it must not do is complete;
+so the process has no keys in its environment, writes no file, gets no more memory and processor time than a prompt is
+worth, and whatever ends it ends nothing else.
 """
 
-import select
-import subprocess
+import math
+import os
+import resource
+import signal
 import sys
-import threading
-from collections.abc import Mapping
-from typing import Any
+import time
 
 import msgspec
 
 from quire.errors import InvalidRequestError
+from quire.text.renderer import FRAME, MAX_CHARS, Answer, Job
 from quire.text.template import ChatTemplate
-from quire.utils.child import child_environment
 
-SECONDS = 6.0  # a little more than the sandbox itself allows
-
-
-class _Answer(msgspec.Struct):
-    text: str | None = None
-    error: str | None = None
-    param: str | None = None
+_RETIRES_AT = (
+    1 / 4
+)  # share of the memory limit; one that still holds so much after its answer makes way for a fresh one
 
 
-class TemplateProcess:
-    """One child, started when first needed; calls from several threads take turns."""
+def answer(job: Job) -> Answer:
+    """Render; everything that a template can raise becomes an answer."""
+    try:
+        text = ChatTemplate(job.template, job.special_tokens).render(job.messages, **job.options)
+    except InvalidRequestError as error:
+        return Answer(None, str(error), error.param)
+    except RecursionError:
+        return Answer(None, "the conversation, or the chat template, is nested too deeply.", "messages")
+    if len(text) > MAX_CHARS:
+        return Answer(None, f"the chat template wrote {len(text)} characters; the limit is {MAX_CHARS}.", "messages")
+    return Answer(text)
 
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._turn = threading.Lock()
 
-    def render(
-        self, template: str, special_tokens: Mapping[str, str], messages: Any, options: Mapping[str, Any]
-    ) -> str:
-        """`ChatTemplate.render` of this template.
+def main(seconds: int, megabytes: int) -> None:
+    """Answer jobs until the input ends.
 
-        Raises:
-            InvalidRequestError: what the template or the messages are refused for, or too much time taken.
-        """
-        line = msgspec.json.encode([template, dict(special_tokens), messages, dict(options)]) + b"\n"
-        with self._turn:
-            answer = self._ask(line)
-        if answer is None:
-            raise InvalidRequestError("the chat template took too long or too much memory.", "chat_template")
-        if answer.text is None:
-            raise InvalidRequestError(answer.error or "the chat template failed.", answer.param)
-        return answer.text
-
-    def close(self) -> None:
-        """End the child."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.wait()
-
-    def _ask(self, line: bytes) -> _Answer | None:
-        """The child's answer; None, and no child, when there was none in time."""
-        if self._child is None or self._child.poll() is not None:
-            command = [sys.executable, "-P", "-m", "quire.text.render_child"]
-            pipe = subprocess.PIPE
-            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=child_environment())
-        child = self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
+    Args:
+        seconds: of processor time that a job may take; past it, SIGXCPU ends the process, whatever it is in.
+        megabytes: of address space; past it, an allocation fails.
+    """
+    # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    for limit, most in ((resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        _, hard = resource.getrlimit(limit)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, hard))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    decode, encode = msgspec.msgpack.Decoder(Job).decode, msgspec.msgpack.Encoder().encode
+    while len(header := source.read(FRAME.size)) == FRAME.size:
         try:
-            child.stdin.write(line)
-            child.stdin.flush()
-            if select.select([child.stdout], [], [], SECONDS)[0] and (answer := child.stdout.readline()):
-                return msgspec.json.decode(answer, type=_Answer)
-        except BrokenPipeError:
-            pass
-        self.close()
-        return None
+            end = math.ceil(time.process_time()) + seconds
+            resource.setrlimit(resource.RLIMIT_CPU, (end if hard == resource.RLIM_INFINITY else min(end, hard), hard))
+            data = encode(answer(decode(source.read(*FRAME.unpack(header)))))
+        except MemoryError:
+            data = encode(Answer(None, "the conversation needs too much memory.", "messages"))
+        except Exception as error:  # no data that msgpack can hold, such as half a surrogate pair
+            data = encode(Answer(None, f"the chat template failed ({type(error).__name__}).", "messages"))
+        sink.write(FRAME.pack(len(data)) + data)
+        sink.flush()
+        if _resident_bytes() > (megabytes << 20) * _RETIRES_AT:
+            return
 
 
-def main() -> None:
-    """The child: answer lines until the input ends."""
-    for line in sys.stdin.buffer:
-        template, special_tokens, messages, options = msgspec.json.decode(line)
-        try:
-            answer = _Answer(text=ChatTemplate(template, special_tokens).render(messages, **options))
-        except InvalidRequestError as error:
-            answer = _Answer(error=str(error), param=error.param)
-        except Exception as error:
-            answer = _Answer(error=f"the chat template failed ({type(error).__name__}).", param="chat_template")
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:  # getrusage's maximum has the parent's in it
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
+    os._exit(0)  # at once: nothing is left to save

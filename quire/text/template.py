@@ -1,7 +1,7 @@
 """Conversations to prompts by a model's chat template, as transformers renders them.
 
-`LLM.chat`, the tokenizer and the server render through `ChatTemplate`. Messages are checked and copied to plain JSON
-first, so that a template sees nothing else; the template runs in `template_sandbox`. It knows nothing of token ids.
+`render_child` calls it, in a process of its own; everybody else goes through `conversation`. Messages are checked and
+copied to plain JSON first, so that a template sees nothing else. It knows nothing of token ids.
 """
 
 import json
@@ -9,13 +9,14 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
 
 from quire.errors import InvalidRequestError
-from quire.text.sandbox import Sandbox, TemplateLimitError
+from quire.text.conversation import to_plain
+from quire.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -29,53 +30,15 @@ RESERVED_NAMES = frozenset(
 )
 
 
-class TemplateOwner(Protocol):
-    """What a chat template needs of a tokenizer."""
-
-    chat_template: str | dict[str, str] | None
-    special_tokens_map: dict[str, str]
-
-
 class ChatTemplate:
-    """A model's template, or its several by name, with the special tokens that templates may write."""
+    """The text of a template, with the special tokens that it may write."""
 
-    def __init__(
-        self, template: str | Mapping[str, str] | None, special_tokens: Mapping[str, str], name: str | None = None
-    ) -> None:
-        """`name`: which of several templates to use; by default "tool_use" when there are tools, else "default"."""
-        self._template, self._special_tokens, self._name = template, special_tokens, name
-
-    @classmethod
-    def for_tokenizer(cls, tokenizer: TemplateOwner, chat_template: str | None = None) -> "ChatTemplate":
-        """The tokenizer's template, or `chat_template` instead: Jinja text, or the name of one of several."""
-        own = tokenizer.chat_template
-        if chat_template is not None and isinstance(own, dict) and chat_template in own:
-            return cls(own, tokenizer.special_tokens_map, chat_template)
-        return cls(own if chat_template is None else chat_template, tokenizer.special_tokens_map)
-
-    def select(self, tools: Sequence[Any] | None = None) -> str:
-        """The template's text.
-
-        Raises:
-            InvalidRequestError: there is none.
-        """
-        if isinstance(self._template, str):
-            return self._template
-        if not self._template:
-            raise InvalidRequestError(
-                "the model has no chat template; pass one as chat_template, or use a plain prompt.", "chat_template"
-            )
-        name = self._name or ("tool_use" if tools is not None and "tool_use" in self._template else "default")
-        if name not in self._template:
-            raise InvalidRequestError(
-                f"the model has no default chat template; pass chat_template as one of {sorted(self._template)}.",
-                "chat_template",
-            )
-        return self._template[name]
+    def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
+        self._text, self._special_tokens = text, special_tokens
 
     def check(self) -> None:
-        """Raise InvalidRequestError where there is no template, or none that is valid Jinja."""
-        _compile(self.select())
+        """Raise InvalidRequestError where it is no valid Jinja."""
+        _compile(self._text)
 
     def render(
         self,
@@ -87,7 +50,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of one conversation; encode it without adding special tokens.
+        """The prompt of one conversation, made in this very process.
+
+        A message of the role "developer" becomes a system's where the template does not know that role.
 
         Args:
             messages: dicts with role and content. Content is a string, a list of text parts, or None beside
@@ -99,16 +64,20 @@ class ChatTemplate:
             chat_template_kwargs: further variables for the template.
 
         Raises:
-            InvalidRequestError: bad messages, no template, the template's own complaint, or bounds overstepped.
+            InvalidRequestError: bad messages, no valid template, or the template's own complaint.
+            MemoryError, RecursionError: the template needs more than there is.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other; set one of them.",
                 "continue_final_message",
             )
-        text = self.select(tools)
+        text = self._text
         template, takes_parts = _compile(text)
         conversation = _read_messages(messages, takes_parts)
+        if "developer" not in text:
+            for message in conversation:
+                message["role"] = "system" if message["role"] == "developer" else message["role"]
         variables = dict(self._special_tokens) | _read_variables(chat_template_kwargs)
         variables |= {
             "tools": _read_objects(tools, "tools"),
@@ -128,7 +97,7 @@ def _sandbox() -> Sandbox:
     return Sandbox()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _compile(text: str) -> tuple[jinja2.Template, bool]:
     """The compiled template, and whether it goes through lists of content parts."""
     if len(text) > MAX_TEMPLATE_CHARS:
@@ -146,9 +115,9 @@ def _compile(text: str) -> tuple[jinja2.Template, bool]:
 
 def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
-        return _sandbox().run(template, variables)
-    except TemplateLimitError as error:
-        reason, param = f"the chat template was stopped: {error.message}", "chat_template"
+        return template.render(variables)
+    except MemoryError:
+        reason, param = "the chat template was stopped: it takes more memory than a prompt is worth", "chat_template"
     except jinja2.TemplateError as error:
         reason, param = f"the chat template refused the conversation: {error.message}", "messages"
     except Exception as error:  # whatever a template's expressions can raise
@@ -159,35 +128,6 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
 # --- messages
 
 
-def _plain(value: Any, where: str) -> Any:
-    """A fresh copy of JSON data; subclasses become their base types, objects of client libraries dicts."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(k, where): _plain(v, where) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v, where) for v in value]
-    if callable(getattr(value, "model_dump", None)):  # pydantic, as the openai client returns
-        return _plain(value.model_dump(), where)
-    raise InvalidRequestError(
-        f"{where} holds a {type(value).__name__}; only JSON data (dict, list, str, numbers, None) can be passed.",
-        re.split(r"\W", where)[0],
-    )
-
-
-def _to_plain(value: Any, where: str) -> Any:
-    try:
-        return _plain(value, where)
-    except RecursionError:
-        raise InvalidRequestError(f"{where} is nested too deeply.", re.split(r"\W", where)[0]) from None
-
-
 def _read_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in values or {}:
         if not isinstance(name, str) or name in RESERVED_NAMES:
@@ -195,11 +135,11 @@ def _read_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"chat_template_kwargs can't set {name!r}; pass it as an argument of its own, if there is one.",
                 "chat_template_kwargs",
             )
-    return _to_plain(values or {}, "chat_template_kwargs")
+    return to_plain(values or {}, "chat_template_kwargs")
 
 
 def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
-    plain = _to_plain(values, name)
+    plain = to_plain(values, name)
     if plain is not None and not (isinstance(plain, list) and all(isinstance(v, dict) for v in plain)):
         raise InvalidRequestError(f"{name} must be a list of dicts (JSON schemas, for tools).", name)
     return plain
@@ -213,7 +153,7 @@ def _read_messages(messages: Any, takes_parts: bool) -> list[dict[str, Any]]:
 
 def _read_message(given: Any, where: str, takes_parts: bool) -> dict[str, Any]:
     """One message as the template sees it: no None entries, parsed tool calls, reasoning under its names."""
-    plain = _to_plain(given, where)
+    plain = to_plain(given, where)
     if not isinstance(plain, dict):
         raise InvalidRequestError(f"{where} is a {type(given).__name__}, not a dict with role and content.", "messages")
     message = {name: value for name, value in plain.items() if value is not None}

@@ -15,9 +15,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 from quire.text.backend import FastBackend, load_sentencepiece
+from quire.text.conversation import Conversation
 from quire.text.files import TokenizerConfig, read_tokenizer_config
+from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
-from quire.text.template import ChatTemplate
 
 logger = logging.getLogger("quire")
 
@@ -50,6 +51,7 @@ class Tokenizer:
         # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
         self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
         self._streams = StreamFactory(backend, self._clean_up)
+        self._renderer = Renderer()
         self._texts: dict[int, str] = {}  # of single tokens, as far as met
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -130,17 +132,31 @@ class Tokenizer:
         """A conversation as the model's prompt: token ids, or text if not `tokenize`. Further names go to the template.
 
         Raises:
-            InvalidRequestError: see `ChatTemplate.render`.
+            InvalidRequestError, RequestFailedError: see `render`.
         """
-        text = ChatTemplate.for_tokenizer(self, chat_template).render(
-            conversation,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
+        text = self.render(
+            Conversation(
+                messages=conversation,
+                chat_template=chat_template,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render(self, conversation: Conversation) -> str:
+        """A conversation as the model's prompt. A template writes its own special tokens: encode it without more.
+
+        The first one starts the process that templates run in, which stays as long as this tokenizer.
+
+        Raises:
+            InvalidRequestError: bad messages, no template, or the template's own complaint, time or memory.
+            RequestFailedError: the process can't be started, or fails by itself.
+        """
+        return self._renderer.render(conversation.job(self))
 
     def get_vocab(self) -> dict[str, int]:
         """token -> id, with the added tokens."""

@@ -1,10 +1,37 @@
-"""The environment of Python processes that Quire starts of itself: they import the very Quire that started them."""
+"""Starts Python processes that Quire runs of itself: the engine's own, and those that render chat templates.
+
+Each is a module run with `python -P -m`, imports the very Quire that started it, is told what to do on its standard
+input, and leaves when that ends. What is said there is for the two ends to agree on.
+"""
 
 import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+_ROOT = str(Path(__file__).resolve().parents[2])
+_HARMLESS = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_HARMLESS_PREFIXES = ("LC_", "PYTHON")
 
-def child_environment() -> dict[str, str]:
-    """This process's environment, with this copy of Quire first among what `python -P -m` finds."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+def start_child(module: str, *arguments: str, answers: bool = False, keys: bool = True) -> subprocess.Popen[bytes]:
+    """Start a module as a process with a pipe to its standard input.
+
+    Args:
+        answers: read its standard output too; else that is this process's.
+        keys: pass on the whole environment, and not only what an interpreter needs to start.
+
+    Raises:
+        OSError: the system allows no further process.
+    """
+    # -P: the working directory is no place to import from.
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=_environment(os.environ, keys))
+
+
+def _environment(given: Mapping[str, str], keys: bool) -> dict[str, str]:
+    """What the child gets of an environment, with this copy of Quire first among what it may import."""
+    kept = {k: v for k, v in given.items() if keys or k in _HARMLESS or k.startswith(_HARMLESS_PREFIXES)}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, given.get("PYTHONPATH"))))}

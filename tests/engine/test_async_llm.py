@@ -199,24 +199,14 @@ def test_a_refused_request_says_why_and_harms_nobody(engine: Engine) -> None:
     engine.run(attempt())
 
 
-def test_a_chat_template_from_a_stranger_is_killed_when_it_hangs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quire.text.render_child.SECONDS", 1.5)
-    hang = (
-        "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
-        "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
-    )
+def test_chats_by_the_models_template_and_by_a_strangers(engine: Engine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
 
     async def render() -> None:
         text = await engine.llm.render_chat(messages, chat_template="<{{ messages[0].content }}>")
         assert text == "<Hi>"
-        with pytest.raises(InvalidRequestError, match="took too long"):
-            await engine.llm.render_chat(messages, chat_template=hang)
         with pytest.raises(InvalidRequestError, match="no valid Jinja"):
             await engine.llm.render_chat(messages, chat_template="{% if %}")
-        assert await engine.llm.render_chat(messages, chat_template="a") == "a"
         assert "Hi" in await engine.llm.render_chat(messages)
 
     engine.run(render())

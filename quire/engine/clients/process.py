@@ -27,7 +27,7 @@ from quire import errors
 from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError, ModelLoadError, QuireError
 from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
-from quire.utils.child import child_environment
+from quire.utils.child import start_child
 from quire.utils.logs import configure_logging
 
 BEAT_SECONDS = 1.0
@@ -148,9 +148,7 @@ class ProcessClient:
 
 
 def _spawn(birth: Birth) -> subprocess.Popen:
-    # -P: the working directory is no place to import from.
-    command = [sys.executable, "-P", "-m", "quire.engine.clients.process"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment())
+    process = start_child("quire.engine.clients.process")
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it is gone already: the caller sees its exit
         process.stdin.write(msgspec.json.encode(birth) + b"\n")

@@ -36,7 +36,7 @@ from quire.entrypoints.server.sse import CONTENT_TYPES, DONE, event, respond
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.text.template import ChatTemplate
+from quire.text.conversation import select_template
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -102,9 +102,9 @@ class ChatService:
         if tokenizer is None:
             raise InvalidRequestError("chat needs a tokenizer, but this server runs without one.", "messages")
         chat_template = body.chat_template if body.chat_template is not None else args.chat_template
-        text = ChatTemplate.for_tokenizer(tokenizer, chat_template).select(body.tools)
+        text = select_template(tokenizer, chat_template, body.tools)
         return await self._llm.render_chat(
-            _messages(body, text),
+            [dict(message) for message in body.messages],
             tools=body.tools,
             documents=body.documents,
             chat_template=chat_template,
@@ -118,15 +118,6 @@ class ChatService:
 def _opens_turn(body: ChatCompletionRequest) -> bool:
     """Whether the prompt opens the assistant's turn."""
     return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-
-
-def _messages(body: ChatCompletionRequest, template: str) -> list[dict[str, Any]]:
-    """The messages as they came; a template that does not know developers gets a system's message instead."""
-    messages = [dict(message) for message in body.messages]
-    for message in messages:
-        if message["role"] == "developer" and "developer" not in template:
-            message["role"] = "system"
-    return messages
 
 
 def _variables(body: ChatCompletionRequest, template: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """ChatTemplate: messages checked and shaped, names given to templates, errors, continue_final_message."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +8,7 @@ import pytest
 from quire.errors import InvalidRequestError
 from quire.text.sandbox import Sandbox
 from quire.text.template import RESERVED_NAMES, ChatTemplate, iterates_content
-from quire.text.tokenizer import load_tokenizer
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "tokenizers"
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -52,24 +49,6 @@ def test_names_given_to_templates() -> None:
     assert render("{% set ns = namespace(a=1) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}", [USER]) == "2"
     assert render("{{ dict(a=1) }}{{ dict.fromkeys('b') }}", [USER]) == "{'a': 1}{'b': None}"
     assert render("a\n  {% if true %}\n  b\n  {% endif %}\nc", [USER]) == "a\n  b\nc", "blocks leave no lines"
-
-
-def test_named_templates() -> None:
-    named = ChatTemplate({"default": "d", "tool_use": "t"}, {})
-    assert named.render([USER]) == "d"
-    assert named.render([USER], tools=[{}]) == "t"
-    assert ChatTemplate({"default": "d", "tool_use": "t"}, {}, "tool_use").render([USER]) == "t"
-    used = load_tokenizer(FIXTURES / "unigram")
-    assert ChatTemplate.for_tokenizer(used, "rag").render([USER], documents=[{"a": 1}]).startswith('[{"a": 1}]')
-    assert ChatTemplate.for_tokenizer(used, "{{ eos_token }}").render([USER]) == "</s>"
-    with pytest.raises(InvalidRequestError, match="no default.*'a', 'b'"):
-        ChatTemplate({"a": "", "b": ""}, {}).render([USER])
-
-
-def test_no_template() -> None:
-    with pytest.raises(InvalidRequestError, match="pass one as chat_template") as caught:
-        ChatTemplate.for_tokenizer(load_tokenizer(FIXTURES / "sp_bpe")).render([USER])
-    assert caught.value.param == "chat_template"
 
 
 def test_content_parts() -> None:

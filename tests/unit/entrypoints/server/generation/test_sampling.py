@@ -189,7 +189,7 @@ def test_long_texts_are_encoded_off_the_loop(client: TestClient, server: Any, mo
     answer = client.post("/v1/completions", json={"prompt": "word " * 2000, "truncate_prompt_tokens": 5})
     assert answer.status_code == 200
     assert len(threads) == 1
-    assert threads[0].startswith("quire-input")
+    assert threads[0].startswith("quire-encode")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
