@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from quire.errors import ModelLoadError
+from quire.utils.suggest import nearest
 
 CONFIG_PATTERNS = (
     "*.json",
@@ -25,6 +26,7 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 _IGNORE_PATTERNS = ("original/*", "consolidated*.safetensors", "*/*.safetensors", "*/*.json", "adapter_model*")
 _BUNDLED = {"demo": Path("demo"), "demo-draft": Path("demo", "draft")}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
 _TRUE = {"1", "ON", "YES", "TRUE"}
 _METADATA_TIMEOUT = 10.0  # seconds for one answer of the hub
 
@@ -50,6 +52,14 @@ def resolve_model_path(
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
+    if name.lower().endswith(".gguf"):
+        raise ModelLoadError(
+            f"Model {name!r} is a GGUF file, which is not supported yet: use the model's safetensors checkpoint."
+        )
+    if address := _ADDRESS.fullmatch(name):
+        raise ModelLoadError(f"Model {name!r} is a page's address; give the hub id: {address[1]}.")
+    if "://" in name:
+        raise ModelLoadError(f"Model {name!r} is an address; give a directory, or a hub id (owner/name).")
     if path.is_file():
         raise ModelLoadError(f"Model {name!r} is a file; give the directory that holds config.json and *.safetensors.")
     if _looks_local(name):
@@ -117,7 +127,7 @@ def _download(name: str, revision: str | None, cache_dir: str | Path | None, all
     except hub_errors.RepositoryNotFoundError as error:
         raise ModelLoadError(
             f"Model {name!r} is neither a local directory nor a public repository of the hub; check the spelling, or "
-            "log in with `hf auth login` or set HF_TOKEN if it is private."
+            f"log in with `hf auth login` or set HF_TOKEN if it is private.{_hint(name)}"
         ) from error
     except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled) as error:
         why, remedy = "the hub can't be reached", "check the network"
@@ -125,9 +135,18 @@ def _download(name: str, revision: str | None, cache_dir: str | Path | None, all
             why, remedy = "HF_HUB_OFFLINE forbids to download it", "unset HF_HUB_OFFLINE"
         raise ModelLoadError(
             f"Model {name!r}{at} is not, or not wholly, in the local cache, and {why}: {remedy}, or give a directory."
+            f"{_hint(name)}"
         ) from error
     except Exception as error:  # the hub's client lets its transport's and the disk's errors through
         raise ModelLoadError(f"Model {name!r}{at} can't be downloaded ({type(error).__name__}); try again.") from error
+
+
+def _hint(name: str) -> str:
+    """What a name without an owner may have meant."""
+    if "/" in name:
+        return ""
+    close = nearest(name, _BUNDLED)
+    return f" Did you mean {close!r}, the bundled model?" if close else " Most models of the hub are named owner/name."
 
 
 def _hub_answers(name: str, revision: str | None) -> bool:

@@ -60,6 +60,30 @@ def test_what_is_neither_path_nor_hub_id(name: str) -> None:
     assert "neither a directory nor a hub id" in refused(name)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/Qwen/Qwen3-0.6B",
+        "http://www.huggingface.co/Qwen/Qwen3-0.6B/tree/main",
+        "hf.co/Qwen/Qwen3-0.6B",
+    ],
+)
+def test_an_address_of_the_hub(address: str) -> None:
+    assert refused(address) == f"Model {address!r} is a page's address; give the hub id: Qwen/Qwen3-0.6B."
+
+
+def test_other_addresses_and_formats(tmp_path: Path) -> None:
+    assert "is an address; give a directory, or a hub id (owner/name)" in refused("https://example.org/model")
+    for name in ("x.gguf", str(tmp_path / "model-Q4.GGUF")):
+        assert "is a GGUF file, which is not supported yet" in refused(name)
+
+
+def test_a_name_without_an_owner_gets_a_hint(offline: None, tmp_path: Path) -> None:
+    assert refused("demoo", cache_dir=tmp_path).endswith("Did you mean 'demo', the bundled model?")
+    assert refused("llama3.2", cache_dir=tmp_path).endswith("Most models of the hub are named owner/name.")
+    assert refused("owner/demo", cache_dir=tmp_path).endswith("or give a directory.")
+
+
 def test_file_instead_of_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert "is a file" in refused(tmp_path / "model.safetensors")
