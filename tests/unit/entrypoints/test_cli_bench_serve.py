@@ -225,6 +225,24 @@ def test_flags_that_make_no_sense(
     assert server.bodies(COMPLETIONS) == []
 
 
+@pytest.mark.parametrize("flags", [[], ["--random-prefix-len", "40"], ["--random-range-ratio", "0.5"]])
+@pytest.mark.parametrize("vocabulary", [True, False])
+def test_default_lengths_fit_a_short_context(
+    server: Any, bench: Any, flags: list[str], vocabulary: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's is 512, and the defaults are a prompt of 1024 tokens and 128 to generate."""
+    if vocabulary:
+        tell_vocabulary(server)
+    assert bench("--num-prompts", "9", *flags)["completed"] == 9
+    assert "to fit in the server's max_model_len of 512." in capsys.readouterr().err
+    lengths = [
+        len(body["prompt"] if vocabulary else body["prompt"].split()) + body["max_tokens"]
+        for body in server.bodies(COMPLETIONS)
+    ]
+    assert max(lengths) <= 512
+    assert max(lengths) > 300
+
+
 def test_no_server_and_a_server_that_refuses(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--port", "1"]) == 1
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err

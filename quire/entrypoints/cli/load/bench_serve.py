@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import resource
+import sys
 import time
 from datetime import datetime
 from typing import Any
@@ -19,7 +20,7 @@ from quire.entrypoints.cli.load import plot, report
 from quire.entrypoints.cli.load.client import Client
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.load.outcome import send_all
-from quire.entrypoints.cli.load.workload import Request, make_requests
+from quire.entrypoints.cli.load.workload import Request, fit_lengths, make_requests
 from quire.entrypoints.cli.remote import RemoteError, Server
 from quire.errors import ConfigError, QuireError
 
@@ -28,7 +29,11 @@ def run(args: LoadArgs) -> None:
     """Send the load, then print and write the figures; where no request succeeded, that is a RemoteError."""
     server = Server(args.base_url or f"http://{args.host}:{args.port}", args.api_key, args.model)
     max_model_len = next((model.max_model_len for model in server.models() if model.id == server.model), None)
-    requests = make_requests(args, _vocab_size(args, server), max_model_len)
+    vocab_size = _vocab_size(args, server)
+    if (fitted := fit_lengths(args, vocab_size, max_model_len)) != args:
+        lengths = f"prompts of {fitted.random_input_len} and outputs of {fitted.random_output_len} tokens"
+        print(f"{lengths}, to fit in the server's max_model_len of {max_model_len}.", file=sys.stderr)
+    requests = make_requests(fitted, vocab_size, max_model_len)
     bodies = [_body(args, server.model, request) for request in requests]
     _allow_many_connections()
     route = "/chat/completions" if args.backend == "openai-chat" else "/completions"

@@ -19,6 +19,7 @@ from quire.entrypoints.cli.load.options import LoadArgs
 from quire.errors import ConfigError
 
 _NUM_PROMPTS, _INPUT_LEN, _OUTPUT_LEN = 1000, 1024, 128
+_WORDS_SHARE = 0.75  # of a context that is filled with words
 _BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -68,6 +69,23 @@ def make_requests(args: LoadArgs, vocab_size: int | None, max_model_len: int | N
         return requests
     times = arrival_times(len(requests), args.request_rate or math.inf, args.burstiness or 1.0, args.seed)
     return [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
+
+
+def fit_lengths(args: LoadArgs, vocab_size: int | None, max_model_len: int | None) -> LoadArgs:
+    """Where the user named no lengths: the default ones, or shorter ones of their proportion that the server takes."""
+    named = args.random_input_len is not None or args.random_output_len is not None
+    if args.dataset_name != "random" or named or max_model_len is None:
+        return args
+    ratio, prefix = args.random_range_ratio or 0.0, args.random_prefix_len or 0
+    # A word is a token or a few more.
+    room = (max_model_len - prefix) * (1.0 if vocab_size is not None else _WORDS_SHARE) / (1 + ratio)
+    if room >= _INPUT_LEN + _OUTPUT_LEN:
+        return args
+    # Drawn lengths are rounded up, each by less than one.
+    output_len = max(1, int(room * _OUTPUT_LEN / (_INPUT_LEN + _OUTPUT_LEN)))
+    return replace(
+        args, random_input_len=max(1, int(room - output_len - 2 * (ratio > 0))), random_output_len=output_len
+    )
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
