@@ -62,6 +62,24 @@ def test_a_key_from_the_environment(served: list[Any], monkeypatch: pytest.Monke
     assert [args.api_key for args, _ in served] == [["sesame"], ["other"]]
 
 
+def test_a_model_taken_for_a_value_is_refused(
+    served: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flags that take several values are as greedy as vLLM's; there no bundled model would be served instead."""
+    assert main(["serve", "--api-key", "SECRET", str(tmp_path)]) == 2
+    assert f"--api-key took '{tmp_path}', which looks like the model: give the model before --api-key." in (
+        capsys.readouterr().err
+    )
+    assert main(["serve", "--served-model-name", "m", "owner/llama"]) == 2
+    assert "--served-model-name took 'owner/llama', which looks like the model" in capsys.readouterr().err
+    assert main(["serve", "--api-key", "SECRET", "not/a/path"]) == 2
+    assert "not/a/path" not in capsys.readouterr().err, "it may be a key"
+    assert served == []
+    assert main(["serve", str(tmp_path), "--api-key", "SECRET", "a/b"]) == 0
+    assert main(["serve", "--served-model-name", "m", "n"]) == 0
+    assert main(["serve", "--api-key", "with/slash"]) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
