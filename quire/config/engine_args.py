@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.model import ModelConfig
+from quire.config.not_yet import not_yet
 from quire.config.options import check_options, option
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, NotYetSupportedError
@@ -17,6 +18,8 @@ from quire.sampling_params import SamplingParams
 from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
+
+_SWAP_SPACE = 4.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ class EngineArgs:
     kv_cache_memory: int | None = option(None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", 1)
     num_kv_blocks: int | None = option(None, "Number of KV blocks; overrides every measurement.", 1)
     swap_space: float = option(
-        4.0, "Host memory for swapped KV blocks, in GiB, on a GPU; a CPU has one memory, and recomputes instead.", 0
+        _SWAP_SPACE,
+        "Host memory for swapped KV blocks, in GiB, on a GPU; a CPU has one memory, and recomputes instead.",
+        0,
     )
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
     tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1)
@@ -102,11 +107,15 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._refuse_what_is_not_there_yet()
+        self._tell_what_is_not_there_yet()
 
-    def _refuse_what_is_not_there_yet(self) -> None:
+    def _tell_what_is_not_there_yet(self) -> None:
         if self.trust_remote_code:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
+        if not self.enforce_eager:
+            logger.warning("enforce_eager=False has no effect here: nothing is captured on a CPU")
+        if self.swap_space != _SWAP_SPACE:
+            logger.warning("swap_space=%g has no effect here: a CPU has one memory, and recomputes", self.swap_space)
         if self.speculative_config is not None:
             raise NotYetSupportedError(f"speculative_config={self.speculative_config!r} is not supported yet.")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -115,10 +124,15 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":
-        """EngineArgs from keyword arguments; an unknown one is a ConfigError that names the nearest known one."""
+        """EngineArgs from keyword arguments; an unknown one is a ConfigError that names the nearest known one.
+
+        One that vLLM has and Quire has not yet is a NotYetSupportedError.
+        """
         known = [f.name for f in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
+                if told := not_yet(name):
+                    raise NotYetSupportedError(f"{name} {told}")
                 close = nearest(name, known)
                 hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")

@@ -71,6 +71,9 @@ class InputProcessor:
             raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
+        if priority and self._config.scheduler.policy != "priority":
+            message = f"priority={priority} needs an engine with scheduling_policy='priority'; leave it out."
+            raise InvalidRequestError(message, "priority")
         params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         text, token_ids, cache_salt = self._read_prompt(prompt, params)
         limit = self._model.max_model_len

@@ -24,6 +24,14 @@ from quire.text.tokenizer import Tokenizer
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
 
+_NOT_YET = frozenset(
+    ("embed", "encode", "classify", "score", "reward", "beam_search", "collective_rpc", "sleep", "wake_up")
+)  # methods of vLLM's LLM
+
+
+class _NotYetThere(NotYetSupportedError, AttributeError):
+    """Of a method of vLLM's LLM; hasattr() is False."""
+
 
 class LLM:
     """An offline engine for one model.
@@ -45,6 +53,12 @@ class LLM:
         args = EngineArgs.from_kwargs(model=str(model), tokenizer=tokenizer, **kwargs)
         self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress)
         self._request_ids = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are not there only."""
+        if name in _NOT_YET:
+            raise _NotYetThere(f"LLM.{name} is not supported yet.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer (InvalidRequestError under skip_tokenizer_init)."""

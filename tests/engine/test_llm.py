@@ -249,7 +249,7 @@ def test_unknown_and_bad_options() -> None:
         LLM(model="demo", max_modellen=3)
     with pytest.raises(ConfigError, match="max_num_seqs must be an integer, at least 1, got 0"):
         LLM(model="demo", max_num_seqs=0)
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\], got 1.5"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be a number, over 0, at most 1, got 1.5"):
         LLM(model="demo", gpu_memory_utilization=1.5)
     with pytest.raises(NotYetSupportedError, match="tensor_parallel_size=2"):
         LLM(model="demo", tensor_parallel_size=2)
@@ -327,3 +327,18 @@ def test_interrupt_leaves_nothing_behind(llm: LLM) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, greedy(5, logits_processors=[interrupt]), use_tqdm=False)
+
+
+def test_priority_needs_the_policy_of_priorities(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="priority=5 needs an engine with scheduling_policy='priority'"):
+        llm.generate("Once", greedy(1), priority=5)
+    assert llm.generate("Once", greedy(1), priority=0, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["embed", "encode", "score", "beam_search", "sleep"])
+def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
+    with pytest.raises(NotYetSupportedError, match=f"^LLM.{name} is not supported yet.$"):
+        getattr(llm, name)("Once")
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'xyzzy'"):
+        llm.xyzzy  # noqa: B018

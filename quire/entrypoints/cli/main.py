@@ -7,11 +7,13 @@ went away. An error that is not ours to expect keeps its traceback: it is a bug.
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import quire
+from quire.config.not_yet import not_yet
 from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, run_batch, serve
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
@@ -84,11 +86,27 @@ def _with_dashes(arguments: Sequence[str]) -> list[str]:
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Report the first argument that no flag took, with the nearest flag there is."""
+    """Report the first argument that no flag took: it is not there yet, or the nearest flag there is."""
     name = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]
+    field = (name if name.startswith("--") else re.sub(r"\d+$", "", name)).lstrip("-").replace("-", "_")
+    if name.startswith("-") and (told := not_yet(field) or not_yet(field.removeprefix("no_"))):
+        parser.error(f"{name} {told}")
     known = [option for action in parser._actions for option in action.option_strings]
     close = nearest(name, known) if name.startswith("-") else None
     parser.error(f"unknown argument {name}." + (f" Did you mean {close}?" if close else ""))
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Refuse a command that there is not, with the nearest that there is."""
+    for name in arguments:
+        action = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
+        if action is None or name.startswith("-"):
+            return
+        if name not in action.choices:
+            close = nearest(name, action.choices)
+            hint = f"Did you mean {close}?" if close else f"There are {', '.join(action.choices)}."
+            parser.error(f"{action.metavar}: invalid choice: {name!r}. {hint}")
+        parser = action.choices[name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may write what this terminal can't show
     try:
+        _check_command(parser, arguments)
         namespace, unknown = parser.parse_known_args(_with_dashes(arguments))
         if unknown:
             _refuse_unknown(namespace.parser, unknown)

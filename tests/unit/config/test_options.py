@@ -8,10 +8,11 @@ from typing import Any, Literal, get_type_hints
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.config.not_yet import not_yet
 from quire.config.options import check_options, choices_of, option
 from quire.config.server import ServerArgs
 from quire.entrypoints.cli.load.options import LoadArgs
-from quire.errors import ConfigError
+from quire.errors import ConfigError, NotYetSupportedError
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,25 @@ def test_every_option_is_declared_by_one_function(options: type) -> None:
         assert {"help", "least", "most"} <= field.metadata.keys(), field.name
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         assert not choices_of(hints[field.name]) or default in choices_of(hints[field.name])
+
+
+def test_options_of_vllm_that_are_not_there_are_named() -> None:
+    with pytest.raises(NotYetSupportedError, match="^enable_lora is not supported yet.$"):
+        EngineArgs.from_kwargs(enable_lora=True)
+    with pytest.raises(NotYetSupportedError, match="gpu_blocks_override is not an option here: give num_kv_blocks"):
+        EngineArgs.from_kwargs(num_gpu_blocks_override=4)
+    with pytest.raises(ConfigError, match="unknown engine argument 'max_modl_len'. Did you mean 'max_model_len'?"):
+        EngineArgs.from_kwargs(max_modl_len=4)
+
+
+def test_what_is_there_is_not_called_missing() -> None:
+    fields = [field.name for options in (EngineArgs, ServerArgs) for field in dataclasses.fields(options)]
+    assert [name for name in fields if not_yet(name)] == []
+
+
+def test_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    EngineArgs(enforce_eager=True, swap_space=4)
+    assert caplog.text == ""
+    EngineArgs(enforce_eager=False, swap_space=100)
+    assert "enforce_eager=False has no effect here" in caplog.text
+    assert "swap_space=100 has no effect here" in caplog.text

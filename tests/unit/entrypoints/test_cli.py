@@ -108,7 +108,18 @@ def test_both_ways_to_name_the_model() -> None:
         (["generate", "--quantization", "awq"], "invalid choice: 'awq' (choose from"),
         (["bench", "latency", "--batch-size", "0"], "must be at least 1"),
         (["serv"], "invalid choice: 'serv'"),
+        (["srve"], "COMMAND: invalid choice: 'srve'. Did you mean serve?"),
+        (["xyzzy"], "invalid choice: 'xyzzy'. There are serve, generate,"),
+        (["bench", "latncy"], "WHAT: invalid choice: 'latncy'. Did you mean latency?"),
         (["bench"], "required: WHAT"),
+        (["serve", "--enable-lora"], "--enable-lora is not supported yet."),
+        (["serve", "--tool-call-parser", "hermes"], "--tool-call-parser is not supported yet."),
+        (["serve", "--reasoning_parser=x"], "--reasoning-parser is not supported yet."),
+        (["serve", "--no-enable-lora"], "--no-enable-lora is not supported yet."),
+        (["serve", "--override-generation-config", "{}"], "--override-generation-config is not supported yet: "),
+        (["serve", "--max-log-len", "5"], "--max-log-len is not an option here: prompts are never logged."),
+        (["serve", "-tp", "2"], "-tp is not an option here: give tensor_parallel_size."),
+        (["serve", "-O3"], "-O3 is not an option here"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +131,21 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
     assert message in captured.err
     assert "usage:" not in captured.err
     assert captured.out == ""
+
+
+def test_an_interrupt_during_imports_is_quiet() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'quire.entrypoints.cli.main':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from quire.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
