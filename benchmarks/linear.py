@@ -7,12 +7,15 @@ a pure read of the same memory, and the kernel on rows and weights that stay in 
 
 import argparse
 import time
+from typing import Any
 
 import torch
 
-from quire.ops.native.library import current_level, set_num_threads
+from quire import ops
+from quire.ops.native import builder
+from quire.ops.native.library import Target, default_target
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import Program, ProgramBuilder
+from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
 
@@ -45,10 +48,11 @@ def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
     return copies
 
 
-def recorded(matrix: PackedMatrix) -> Program:
+def recorded(matrix: PackedMatrix, target: Target) -> Program:
     """One product as a program."""
-    builder = ProgramBuilder(torch.bfloat16)
-    return builder.finish(builder.linear(builder.input(matrix.cols), matrix, None))
+    making = builder.ProgramBuilder(torch.bfloat16, target)
+    product: Any = ops.linear(builder.recorded(making.input(matrix.cols)), matrix)
+    return making.finish(product)
 
 
 def main() -> None:
@@ -58,9 +62,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     rows, cols = args.shape
-    set_num_threads(args.threads)
+    target = Target(default_target().level, args.threads)
     torch.manual_seed(0)
-    print(f"[{rows} x {cols}], {args.threads} threads, level {current_level()}")
+    print(f"[{rows} x {cols}], {args.threads} threads, level {target.level}")
     for type in (Type.BF16, Type.I8, Type.I4):
         copies = packed_copies(rows, cols, type)
         num_bytes = copies[0].data.numel()
@@ -68,7 +72,7 @@ def main() -> None:
         for copy in copies:
             copy.data.view(torch.int64).sum()
         read = num_bytes * len(copies) / (time.perf_counter() - start) / 1e9
-        programs = [recorded(copy) for copy in copies]
+        programs = [recorded(copy, target) for copy in copies]
         print(f"{type.name}: {num_bytes / 1e6:.1f} MB; torch sums the same memory at {read:.1f} GB/s")
         for m in ROWS:
             x, out = torch.randn(m, cols).bfloat16(), torch.zeros(m, rows, dtype=torch.bfloat16)

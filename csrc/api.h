@@ -1,4 +1,4 @@
-// What the C functions of the library (api*.cpp) share: the level in use and its threads.
+// What the C functions of the library (api*.cpp, program.cpp) share: the contexts that calls run in.
 //
 // The library is plain C to the outside, loaded by quire/ops/native/library.py with ctypes: no Python or torch headers
 // are needed to build it, one build serves every Python, and ctypes lets go of the GIL around each call.
@@ -12,8 +12,15 @@
 
 namespace quire {
 
-const Kernels& kernels();  // of the level in use
-Context& context();        // threads and scratch memory; one step, pack or draw at a time
-std::mutex& call_mutex();  // held by every call that uses the context
+// One call on so many threads, while it lives. Calls on as many threads take turns; others run beside them.
+class Call {
+public:
+    explicit Call(int num_threads);
+
+    Context& context;
+
+private:
+    std::lock_guard<std::mutex> lock_;
+};
 
 }  // namespace quire

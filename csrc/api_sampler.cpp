@@ -2,8 +2,8 @@
 #include "api.h"
 #include "sample_args.h"
 
-QUIRE_API int32_t quire_sample(const quire::SampleArgs* args) {
-    std::lock_guard<std::mutex> lock(quire::call_mutex());
-    quire::kernels().sample(*args, quire::context());
+QUIRE_API int32_t quire_sample(const quire::Kernels* level, int32_t num_threads, const quire::SampleArgs* args) {
+    const quire::Call call(num_threads);
+    level->sample(*args, call.context);
     return 0;
 }

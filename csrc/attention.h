@@ -2,18 +2,21 @@
 // positions, in ascending order, in fp32. What a row does not see changes none of its bits, so neither the rows computed
 // beside it, nor the block size, nor how the sequence was cut into steps can matter. Spans of 1024 keys, at absolute positions
 // too, are summed apart and merged in order, whether one thread does them all or, with few heads and long contexts, many
-// threads one each (split-KV): how many there are does not matter either.
+// threads one each (split-KV): how many there are does not matter either. Nothing before the first key that a task's
+// rows see is read: its blocks may belong to another.
 #pragma once
 
 #include <algorithm>
 #include <utility>
 
-#include "elementwise.h"
+#include "rope.h"
+#include "softcap.h"
 
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kChunk = 64;        // keys
 constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of kChunk
+constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at a time, or one task's
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
 
 // The query rows of one task: rows [begin, end) of a sequence and a KV head, row = token * group + query head of it.
@@ -66,8 +69,9 @@ struct Sight {
         int64_t low = a.window ? position(row) - a.window + 1 : 0;
         return low > 0 ? low : 0;
     }
+    int64_t query_head(int64_t row) const { return range.kv_head * group + row % group; }
     int64_t query_offset(int64_t row, int64_t stride) const {
-        return (first_token + row / group) * stride + (range.kv_head * group + row % group) * a.cache_shape.head_dim;
+        return (first_token + row / group) * stride + query_head(row) * a.cache_shape.head_dim;
     }
     const uint8_t* head(int64_t position, bool value) const {
         int64_t block = a.step->block_tables[range.sequence * a.step->max_blocks + position / a.cache_shape.block_size];
@@ -130,11 +134,13 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float*
 
 // One row meets one chunk: `query` is scaled; updates its maximum, total and weighted sum of values.
 QUIRE_ONE_COPY inline void attend_chunk(const float* query, const float* keys, const float* values, int64_t dim, int64_t first_key,
-                         int64_t end_key, float& highest, float& total, float* weighted) {
+                         int64_t end_key, float softcap, float& highest, float& total, float* weighted) {
     constexpr int kVectors = kChunk / kLanes;
     vf scores[kVectors] = {};
     for (int64_t d = 0; d < dim; d++)
         for (int j = 0; j < kVectors; j++) scores[j] += query[d] * load(keys + d * kChunk + j * kLanes);
+    if (softcap > 0)
+        for (int j = 0; j < kVectors; j++) scores[j] = capped(scores[j], softcap);
     alignas(64) float weights[kChunk];
     for (int j = 0; j < kVectors; j++) store(weights + j * kLanes, scores[j]);
     for (int64_t i = 0; i < first_key; i++) weights[i] = -__builtin_inff();
@@ -170,13 +176,32 @@ struct Partial {
     Partial(float* memory, int64_t rows, int64_t dim) : weighted(memory), highest(memory + rows * dim), total(highest + rows) {}
 };
 
+// A row's sum of weights once its head's sink has been added; scores are in units of which e^x, or 2^x, is the weight.
+struct WithSink {
+    float keep, total;  // what the row's own sums are to be multiplied with, and the total after that
+
+    template <class Exp>
+    WithSink(const float* sinks, int64_t head, float unit, float highest, float before, const Exp& exp_of) : keep(1), total(before) {
+        if (!sinks) return;
+        const float sink = sinks[head] * unit, most = sink > highest ? sink : highest;
+        keep = exp_of(highest - most), total = plain(before * keep) + exp_of(sink - most);
+    }
+};
+
 // The tasks of a step, spans and all, on the pool. A Kernel knows how to compute a range's partial for keys [low, high), to
 // merge a partial into the one before it, and to write out the last:
 //   kernel.compute(range, low, high, partial, thread), kernel.merge(into, from, num_rows), kernel.write(range, partial)
 template <class Kernel>
 void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel) {
     const AttentionTasks tasks(a, rows_per_task);
-    const int64_t dim = a.cache_shape.padded_dim(), state = round_up(Partial::floats(rows_per_task, dim), 16);
+    const int64_t group = a.num_heads / a.cache_shape.num_kv_heads, dim = a.cache_shape.padded_dim();
+    int64_t most_spans = 1, most_rows = 1;
+    for (int64_t s = 0; s < a.step->num_seqs; s++) {
+        const int64_t tokens = a.step->query_start_loc[s + 1] - a.step->query_start_loc[s];
+        most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
+        most_rows = std::max(most_rows, std::min(tokens * group, rows_per_task));
+    }
+    const int64_t rows = round_up(most_rows, 16), state = round_up(Partial::floats(rows, dim), 16);
     auto seen = [&](RowRange range) {  // keys that any row of it sees
         const Sight sight(a, range);
         return std::pair<int64_t, int64_t>{sight.lowest_key(range.begin), sight.position(range.end - 1) + 1};
@@ -186,12 +211,10 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
         const int64_t begin = span * kSpan, end = begin + kSpan;
         kernel.compute(range, low > begin ? low : begin, high < end ? high : end, partial, thread);
     };
-    int64_t most_spans = 1;
-    for (int64_t s = 0; s < a.step->num_seqs; s++) most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
     if (most_spans == 1 || context.pool.size() == 1 || tasks.count() >= 4 * context.pool.size()) {
         context.pool.run(tasks.count(), [&](int64_t task, int thread) {
             float* memory = context.thread_scratch2[thread].get<float>(2 * state);
-            const Partial whole(memory, rows_per_task, dim), next(memory + state, rows_per_task, dim);
+            const Partial whole(memory, rows, dim), next(memory + state, rows, dim);
             const RowRange range = tasks[task];
             auto [low, high] = seen(range);
             for (int64_t span = low / kSpan; span * kSpan < high; span++) {
@@ -203,22 +226,27 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
         });
         return;
     }
-    float* memory = context.shared.get<float>(tasks.count() * most_spans * state);
-    auto partial = [&](int64_t task, int64_t span) { return Partial(memory + (task * most_spans + span) * state, rows_per_task, dim); };
-    context.pool.run(tasks.count() * most_spans, [&](int64_t i, int thread) {
-        const RowRange range = tasks[i / most_spans];
-        auto [low, high] = seen(range);
-        const int64_t span = i % most_spans;
-        if ((span + 1) * kSpan > low && span * kSpan < high) span_of(range, span, partial(i / most_spans, span), thread);
-    });
-    context.pool.run(tasks.count(), [&](int64_t task, int thread) {
-        const RowRange range = tasks[task];
-        auto [low, high] = seen(range);
-        const Partial whole = partial(task, low / kSpan);
-        for (int64_t span = low / kSpan + 1; span * kSpan < high; span++)
-            kernel.merge(whole, partial(task, span), range.end - range.begin);
-        kernel.write(range, whole, thread);
-    });
+    // In waves of tasks, so that what the partials take is bounded however many threads and tokens there are.
+    const int64_t wave = std::max<int64_t>(1, kMostPartials / (most_spans * state));
+    float* memory = context.shared.get<float>(std::min(wave, tasks.count()) * most_spans * state);
+    for (int64_t first = 0; first < tasks.count(); first += wave) {
+        const int64_t count = std::min(wave, tasks.count() - first);
+        auto partial = [&](int64_t task, int64_t span) { return Partial(memory + (task * most_spans + span) * state, rows, dim); };
+        context.pool.run(count * most_spans, [&](int64_t i, int thread) {
+            const RowRange range = tasks[first + i / most_spans];
+            auto [low, high] = seen(range);
+            const int64_t span = i % most_spans;
+            if ((span + 1) * kSpan > low && span * kSpan < high) span_of(range, span, partial(i / most_spans, span), thread);
+        });
+        context.pool.run(count, [&](int64_t task, int thread) {
+            const RowRange range = tasks[first + task];
+            auto [low, high] = seen(range);
+            const Partial whole = partial(task, low / kSpan);
+            for (int64_t span = low / kSpan + 1; span * kSpan < high; span++)
+                kernel.merge(whole, partial(task, span), range.end - range.begin);
+            kernel.write(range, whole, thread);
+        });
+    }
 }
 
 template <class T, class Cached>
@@ -245,7 +273,7 @@ struct RowKernel {
                 const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
                 if (first >= kChunk || end <= 0) continue;
                 attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk,
-                             partial.highest[r], partial.total[r], partial.weighted + r * dim);
+                             a.softcap, partial.highest[r], partial.total[r], partial.weighted + r * dim);
             }
         }
     }
@@ -269,7 +297,9 @@ struct RowKernel {
         const int64_t dim = a.cache_shape.padded_dim();
         for (int64_t r = 0; r < range.end - range.begin; r++) {
             T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
-            const float factor = 1.0f / partial.total[r];
+            const WithSink sum(a.sinks, sight.query_head(range.begin + r), 1.0f, partial.highest[r], partial.total[r],
+                               [](float x) { return exp(splat(x))[0]; });
+            const float factor = sum.keep / sum.total;
             for_vectors(a.cache_shape.head_dim,
                         [&](int64_t i, int n) { store_n(out + i, load_n(partial.weighted + r * dim + i, n) * factor, n); });
         }

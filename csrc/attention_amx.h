@@ -146,12 +146,25 @@ ChunkTiles chunk_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t h
     return {{s.keys, s.keys + 16 * dim, s.keys + 32 * dim, s.keys + 48 * dim}, {s.values, s.values + 32}, kChunk * 2};
 }
 
+// What products of queries and keys are multiplied with, to be the powers of 2 that weigh: the scale times log2(e), or with a
+// softcap that times log2(e), once tanh(product * inner) has been taken.
+struct ScoreFactors {
+    float outer, inner;
+
+    explicit ScoreFactors(const AttentionArgs& a)
+        : outer((a.softcap > 0 ? a.softcap : a.scale) * kLog2e), inner(a.softcap > 0 ? a.scale / a.softcap : 0) {}
+    static constexpr float kLog2e = 1.44269504088896341f;
+};
+
+// One copy: the masked form must round as the other does.
+QUIRE_ONE_COPY inline __m512 tanh_of(__m512 product, float inner) { return (__m512)tanh((vf)product * inner); }
+
 // The softmax of a chunk's scores [key][row]: updates maximum and total of each row, and leaves the weights as B tiles.
-// Scores are in powers of 2: `factor` is the scale times log2(e). Returns whether the weighted sums shrink, by `decay`.
-template <bool kScaled, bool kMasked>
-inline bool weigh_chunk(const AttentionScratch& s, Partial partial, int64_t tile, int64_t chunk, float factor, __m512i first, __m512i last,
-                        const NextChunk& next, __m512& decay) {
-    const __m512 scale = _mm512_set1_ps(factor), lowest = _mm512_set1_ps(kLowest);
+// Returns whether the weighted sums shrink, by `decay`.
+template <bool kScaled, bool kMasked, bool kCapped>
+inline bool weigh_chunk(const AttentionScratch& s, Partial partial, int64_t tile, int64_t chunk, ScoreFactors factors, __m512i first,
+                        __m512i last, const NextChunk& next, __m512& decay) {
+    const __m512 scale = _mm512_set1_ps(factors.outer), lowest = _mm512_set1_ps(kLowest);
     float* highest = partial.highest + tile * 16;
     const __m512 before = _mm512_load_ps(highest);
     __m512 most[4] = {before, before, before, before};
@@ -160,13 +173,14 @@ inline bool weigh_chunk(const AttentionScratch& s, Partial partial, int64_t tile
         next.fetch(i);
         __m512 raw = _mm512_load_ps(s.scores + i * 16);
         if (kScaled) raw = _mm512_mul_ps(raw, _mm512_set1_ps(s.key_scales[i]));
+        if (kCapped) raw = tanh_of(raw, factors.inner);
         __m512 v = _mm512_mul_ps(raw, scale);
         if (kMasked) {
             const __mmask16 seen = _mm512_cmple_epi32_mask(first, key) & _mm512_cmple_epi32_mask(key, last);
             raw = _mm512_mask_mov_ps(lowest, seen, raw), v = _mm512_mask_mov_ps(lowest, seen, v);
             key = _mm512_add_epi32(key, _mm512_set1_epi32(1));
         }
-        if (kScaled || kMasked) _mm512_store_ps(s.scores + i * 16, raw);
+        if (kScaled || kMasked || kCapped) _mm512_store_ps(s.scores + i * 16, raw);
         most[i % 4] = _mm512_max_ps(most[i % 4], v);
     }
     const __m512 now = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
@@ -236,7 +250,7 @@ inline void multiply_values(const AttentionScratch& s, const ChunkTiles& chunk, 
 }
 
 // A partial holds tiles of 16 rows: weighted [tile][feature][row], highest and total [tile][row].
-template <class Cached>
+template <class Cached, bool kCapped>
 struct TileKernel {
     const AttentionArgs& a;
     Context& context;
@@ -267,7 +281,7 @@ struct TileKernel {
             store(partial.highest + t * 16, splat(kLowest));
             store(partial.total + t * 16, vf{});
         }
-        const float factor = a.scale * 1.44269504088896341f;
+        const ScoreFactors factors(a);
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
             const ChunkTiles tiles =
                 chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
@@ -277,8 +291,9 @@ struct TileKernel {
                 const bool masked = earliest[t][1] > chunk || latest[t][0] < chunk + kChunk - 1;
                 multiply_keys(s, tiles, t, dim);
                 __m512 decay;
-                const bool shrink = masked ? weigh_chunk<kScaled, true>(s, partial, t, chunk, factor, first[t], last[t], next, decay)
-                                           : weigh_chunk<kScaled, false>(s, partial, t, chunk, factor, first[t], last[t], next, decay);
+                const bool shrink =
+                    masked ? weigh_chunk<kScaled, true, kCapped>(s, partial, t, chunk, factors, first[t], last[t], next, decay)
+                           : weigh_chunk<kScaled, false, kCapped>(s, partial, t, chunk, factors, first[t], last[t], next, decay);
                 next.piece_bytes = 0;  // once is enough
                 float* weighted = partial.weighted + t * dim * 16;
                 for (int64_t d = 0; shrink && d < dim; d++)
@@ -309,7 +324,12 @@ struct TileKernel {
         for (int64_t t = 0; t * kTileRows < range.end - range.begin; t++) {
             const int64_t begin = range.begin + t * kTileRows;
             const int64_t count = range.end - begin < kTileRows ? range.end - begin : kTileRows;
-            const vf factor = 1.0f / load(partial.total + t * 16);
+            vf factor = 1.0f / load(partial.total + t * 16);
+            for (int r = 0; a.sinks && r < count; r++) {
+                const WithSink sum(a.sinks, sight.query_head(begin + r), ScoreFactors::kLog2e, partial.highest[t * 16 + r],
+                                   partial.total[t * 16 + r], [](float x) { return _mm512_cvtss_f32(exp2_of(_mm512_set1_ps(x))); });
+                factor[r] = sum.keep / sum.total;
+            }
             alignas(64) float in[256], out[256];
             for (int64_t d = 0; d < head_dim; d += 16) {
                 for (int64_t i = 0; i < 16; i++) store(in + i * 16, load(partial.weighted + (t * dim + d + i) * 16) * factor);
@@ -325,8 +345,12 @@ struct TileKernel {
 inline void attention_amx(const AttentionArgs& a, Context& context) {
     if (a.type != Type::bf16) return attention(a, context);
     constexpr int64_t kRows = kTaskTiles * kTileRows;
-    a.cache_shape.type == Type::i8 ? run_attention(a, context, kRows, TileKernel<int8_t>{a, context})
-                                   : run_attention(a, context, kRows, TileKernel<bf16>{a, context});
+    auto run = [&](auto kernel) { run_attention(a, context, kRows, kernel); };
+    const bool i8 = a.cache_shape.type == Type::i8;
+    if (a.softcap > 0)
+        i8 ? run(TileKernel<int8_t, true>{a, context}) : run(TileKernel<bf16, true>{a, context});
+    else
+        i8 ? run(TileKernel<int8_t, false>{a, context}) : run(TileKernel<bf16, false>{a, context});
 }
 
 }  // namespace quire::QUIRE_NS

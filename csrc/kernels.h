@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "thread_pool.h"
@@ -13,7 +14,10 @@
 namespace quire {
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, i8 = 2, i4 = 3 };
-enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4 };
+// What follows a product. The gated ones, *_mul, halve the columns: function(first half) * second half.
+enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4, gelu_mul = 5, gelu_tanh_mul = 6 };
+
+constexpr bool is_gated(Epilogue e) { return e == Epilogue::silu_mul || e == Epilogue::gelu_mul || e == Epilogue::gelu_tanh_mul; }
 
 inline int64_t type_bytes(Type type) { return type == Type::f32 ? 4 : type == Type::bf16 ? 2 : 1; }
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -56,6 +60,8 @@ public:
         return reinterpret_cast<T*>(memory_.get());
     }
 
+    size_t bytes() const { return size_; }
+
 private:
     struct Free {
         void operator()(uint8_t* p) const { std::free(p); }
@@ -64,11 +70,20 @@ private:
     size_t size_ = 0;
 };
 
+// Threads, and the memory that kernels work in: one call at a time. Programs of as many threads share one.
 struct Context {
     explicit Context(int num_threads) : pool(num_threads), thread_scratch(num_threads), thread_scratch2(num_threads) {}
+    std::mutex mutex;  // held by every call
     ThreadPool pool;
     Scratch shared;
     std::vector<Scratch> thread_scratch, thread_scratch2;
+
+    size_t scratch_bytes() const {
+        size_t bytes = shared.bytes();
+        for (const Scratch& scratch : thread_scratch) bytes += scratch.bytes();
+        for (const Scratch& scratch : thread_scratch2) bytes += scratch.bytes();
+        return bytes;
+    }
 };
 
 struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
@@ -81,7 +96,7 @@ struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias
     int64_t x_stride, out_stride, residual_stride;  // elements from row to row
     Type type;           // of x, bias, residual: f32 or bf16
     Type out_type;       // f32 or bf16
-    Epilogue epilogue;   // silu_mul: out has half as many columns, silu(first half) * second half
+    Epilogue epilogue;   // gated: out has half as many columns
 };
 
 struct NormArgs {  // out = norm(x) * weight + bias
@@ -90,6 +105,7 @@ struct NormArgs {  // out = norm(x) * weight + bias
     int64_t num_rows, size, x_stride, out_stride;
     float eps;
     bool subtract_mean;  // LayerNorm; else RMSNorm
+    bool plus_one;       // times 1 + weight
     Type type;
 };
 
@@ -100,7 +116,15 @@ struct AddArgs {  // out = x + y
     Type type;
 };
 
-struct ActivationArgs {  // out = activation(x); with silu_mul out has half as many columns: silu(first half) * second half
+struct ScaleArgs {  // out = x * factor, or with softcap factor * tanh(x / factor)
+    const void* x;
+    void* out;
+    int64_t num_rows, size, x_stride, out_stride;
+    float factor;
+    Type type;
+};
+
+struct ActivationArgs {  // out = activation(x); gated, out has half as many columns
     const void* x;
     void* out;
     int64_t num_rows, size, x_stride, out_stride;  // size: columns of out
@@ -110,7 +134,7 @@ struct ActivationArgs {  // out = activation(x); with silu_mul out has half as m
 
 struct EmbeddingArgs {  // out[t] = table[indices[t] + offset]; zeros where the table has no such row
     Matrix table;
-    const int64_t* indices;
+    const int32_t* indices;
     int64_t offset;
     void* out;
     int64_t num_rows, out_stride;
@@ -132,14 +156,15 @@ struct CacheShape {
     int64_t block_bytes() const { return 2 * num_kv_heads * head_bytes(); }
 };
 
-struct StepArgs {
+struct StepArgs {  // the step as one KV group sees it
     int64_t num_tokens, num_seqs;
     int64_t max_blocks;              // width of block_tables
-    const int64_t *ids, *positions;  // [T]
-    const int64_t* slots;            // [T], block * block_size + offset
-    const int64_t* query_start_loc;  // [S + 1]
-    const int64_t* seq_lens;         // [S]
-    const int64_t* block_tables;     // [S, max_blocks]
+    int64_t block_size;              // tokens
+    const int32_t *ids, *positions;  // [T]
+    const int32_t* slots;            // [T], block * block_size + offset
+    const int32_t* query_start_loc;  // [S + 1]
+    const int32_t* seq_lens;         // [S]
+    const int32_t* block_tables;     // [S, max_blocks]
 };
 
 struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) * D] in place; write keys and values
@@ -149,6 +174,7 @@ struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv
     uint8_t* cache;
     const void *q_norm, *k_norm;  // [D] or null
     float eps;
+    bool plus_one;  // norms multiply with 1 + weight
     const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
     int64_t rotary_dim;
     const StepArgs* step;
@@ -162,6 +188,8 @@ struct AttentionArgs {
     CacheShape cache_shape;
     const uint8_t* cache;
     float scale;
+    float softcap;   // scores become softcap * tanh(score / softcap); 0: they stay
+    const float* sinks;  // [Hq], a score of each head that weighs in the softmax and has no value; or null
     int64_t window;  // tokens seen, the query's own included; 0: all
     const StepArgs* step;
     Type type;
@@ -184,6 +212,8 @@ struct Kernels {
     void (*embedding)(const EmbeddingArgs&, Context&);
     void (*add)(const AddArgs&, Context&);
     void (*activation)(const ActivationArgs&, Context&);
+    void (*scale)(const ScaleArgs&, Context&);
+    void (*softcap)(const ScaleArgs&, Context&);
     void (*prepare)(const PrepareArgs&, Context&);
     void (*attention)(const AttentionArgs&, Context&);
     void (*pack)(const PackArgs&, Context&);

@@ -1,9 +1,11 @@
 // Compiled once for each level of CPU features, with QUIRE_NS naming its namespace (see CMakeLists.txt).
+#include "add.h"
 #include "attention.h"
-#include "elementwise.h"
+#include "embedding.h"
 #include "kernels.h"
 #include "linear.h"
 #include "sampler.h"
+#include "scale.h"
 
 #if defined(__AMX_BF16__)
 #include "attention_amx.h"
@@ -14,8 +16,8 @@ namespace quire {
 
 #define QUIRE_KERNELS(name, ns, linear_kernel, attention_kernel)                                                            \
     {                                                                                                                     \
-        name, ns::linear_kernel, ns::norm, ns::embedding, ns::add_rows, ns::activation, ns::prepare, ns::attention_kernel, ns::pack,      \
-            ns::unpack_row, ns::sample                                                                                    \
+        name, ns::linear_kernel, ns::norm, ns::embedding, ns::add_rows, ns::activation, ns::scale, ns::softcap, ns::prepare,        \
+            ns::attention_kernel, ns::pack, ns::unpack_row, ns::sample                                                      \
     }
 
 #if defined(__AMX_BF16__)

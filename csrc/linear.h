@@ -4,27 +4,15 @@
 // and then across lanes, however many rows there are and whichever thread computes it.
 #pragma once
 
+#include "activation.h"
 #include "pack.h"
 
 namespace quire::QUIRE_NS {
 
-inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
-inline vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f)); }
-inline vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x))); }
-template <Epilogue kEpilogue>
-inline vf activate(vf x) {
-    switch (kEpilogue) {
-        case Epilogue::gelu: return gelu(x);
-        case Epilogue::gelu_tanh: return gelu_tanh(x);
-        case Epilogue::relu: return select(x < vf{}, vf{}, x);  // NaN stays
-        default: return x;
-    }
-}
-
 // Sums to be finished: `width` output features from `first` on, of `num_rows` rows from `first_row` on.
 struct Sums {
     const float* gate;     // [row][stride]
-    const float* up;       // with silu_mul, what the gate is multiplied with; else null
+    const float* up;       // with a gated epilogue, what the gate is multiplied with; else null
     int64_t stride, width, first;  // width, first: features
     int64_t up_first;      // the first of `up` among the weight's rows
     int64_t first_row, num_rows;
@@ -33,7 +21,7 @@ struct Sums {
 // The end of a product. Only the features there are are written.
 template <class T, class Out, Epilogue kEpilogue>
 QUIRE_ONE_COPY void finish_rows(const LinearArgs& a, const Sums& s) {
-    constexpr bool kGated = kEpilogue == Epilogue::silu_mul;
+    constexpr bool kGated = is_gated(kEpilogue);
     const int64_t num_features = kGated ? a.weight.rows / 2 : a.weight.rows;
     const int64_t count = num_features - s.first < s.width ? num_features - s.first : s.width;
     auto factor = [&](int64_t i, int n) { return a.weight.scales ? load_n(a.weight.scales + i, n) : splat(1.0f); };
@@ -54,11 +42,8 @@ QUIRE_ONE_COPY void finish_rows(const LinearArgs& a, const Sums& s) {
             for (int j = 0; j < kStep; j++) {
                 int64_t at = j * kLanes;
                 if (n[j] == 0) break;
-                vf v = load(s.gate + r * s.stride + i + at) * scale[j] + shift[j];
-                if (kGated)
-                    v = silu(v) * (load(s.up + r * s.stride + i + at) * up_scale[j] + up_shift[j]);
-                else
-                    v = activate<kEpilogue>(v);
+                vf v = activate<kEpilogue>(load(s.gate + r * s.stride + i + at) * scale[j] + shift[j]);
+                if (kGated) v = v * (load(s.up + r * s.stride + i + at) * up_scale[j] + up_shift[j]);
                 if (a.residual)
                     v = v + load_n(static_cast<const T*>(a.residual) + (s.first_row + r) * a.residual_stride + s.first + i + at, n[j]);
                 store_n(out + at, v, n[j]);
@@ -76,6 +61,8 @@ void finish_with(const LinearArgs& a, const Sums& s) {
         case Epilogue::gelu: return run(finish_rows<T, Out, Epilogue::gelu>);
         case Epilogue::gelu_tanh: return run(finish_rows<T, Out, Epilogue::gelu_tanh>);
         case Epilogue::relu: return run(finish_rows<T, Out, Epilogue::relu>);
+        case Epilogue::gelu_mul: return run(finish_rows<T, Out, Epilogue::gelu_mul>);
+        case Epilogue::gelu_tanh_mul: return run(finish_rows<T, Out, Epilogue::gelu_tanh_mul>);
     }
 }
 
@@ -134,7 +121,7 @@ inline void linear(const LinearArgs& a, Context& context) {
             for (int64_t i = w.cols; i < padded; i++) out[i] = 0;
         }
     });
-    const bool gated = a.epilogue == Epilogue::silu_mul;
+    const bool gated = is_gated(a.epilogue);
     const int64_t up_offset = gated ? w.num_blocks() / 2 : 0;
     const int64_t num_blocks = gated ? w.num_blocks() / 2 : w.num_blocks();
     context.pool.run(num_blocks, [&](int64_t block, int thread) {

@@ -161,7 +161,7 @@ inline void store_sums(float* c, bool two) {
 
 // Rows [32] of a pair's sums, a gate's and its factor's or neighbours', to where they belong.
 inline void finish_pair(const LinearArgs& a, BlockPair pair, const float* rows, int64_t first_row, int64_t count) {
-    const bool gated = a.epilogue == Epilogue::silu_mul;
+    const bool gated = is_gated(a.epilogue);
     // Neighbours are finished as one piece of 32 features: a row's cache line is written once and whole.
     const int64_t width = pair.has_second && !gated ? 32 : 16;
     finish(a, {rows, gated ? rows + 16 : nullptr, 32, width, pair.first * 16, pair.second * 16, first_row, count});
@@ -312,7 +312,7 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
         pack_columns(static_cast<const bf16*>(a.x) + i * 16 * a.x_stride, a.x_stride, rows, w.cols, x + i * tiles * 16 * width,
                      width);
     });
-    const bool gated = a.epilogue == Epilogue::silu_mul;
+    const bool gated = is_gated(a.epilogue);
     const int64_t num_blocks = w.num_blocks(), num_pairs = gated ? num_blocks / 2 : divide_up(num_blocks, 2);
     auto pair = [&](int64_t i) {
         if (gated) return BlockPair{i, num_blocks / 2 + i, true};

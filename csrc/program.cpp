@@ -24,37 +24,58 @@ struct Run {
         if (i < 0) return 0;
         return buffers[i].bound ? args.bound_strides[i] : stride_of(buffers[i]);
     }
-    CacheShape cache_shape(const Instruction& i) const { return {args.block_size, i.num_kv_heads, i.head_dim, args.cache_type}; }
+    const StepArgs* step(const HeadSpec& heads) const { return args.steps + heads.group; }
+    CacheShape cache_shape(const HeadSpec& heads) const {
+        return {step(heads)->block_size, heads.num_kv_heads, heads.head_dim, args.cache_type};
+    }
+
+    void embedding(const EmbeddingSpec& s, int32_t out) const {
+        const int32_t* indices = s.by_position ? args.steps->positions : args.steps->ids;
+        kernels.embedding({s.table, indices, s.offset, at(out), args.num_rows, stride(out), type}, context);
+    }
+    void norm(const NormSpec& s, int32_t x, int32_t out) const {
+        kernels.norm({at(x), s.weight, s.bias, at(out), args.num_rows, s.size, stride(x), stride(out), s.eps, s.subtract_mean != 0,
+                      s.plus_one != 0, type},
+                     context);
+    }
+    void linear(const LinearSpec& s, int32_t x, int32_t residual, int32_t out) const {
+        kernels.linear({s.weight, s.bias, at(x), at(out), at(residual), args.num_rows, stride(x), stride(out), stride(residual), type,
+                        buffers[out].type, s.epilogue},
+                       context);
+    }
+    void prepare(const PrepareSpec& s, int32_t qkv) const {
+        kernels.prepare({at(qkv), stride(qkv), s.heads.num_heads, cache_shape(s.heads), args.caches[s.heads.layer], s.q_norm, s.k_norm,
+                         s.eps, s.plus_one != 0, s.cos_sin, s.rotary_dim, step(s.heads), type},
+                        context);
+    }
+    void attention(const AttentionSpec& s, int32_t query, int32_t out) const {
+        kernels.attention({at(query), at(out), stride(query), stride(out), s.heads.num_heads, cache_shape(s.heads),
+                           args.caches[s.heads.layer], s.scale, s.softcap, s.sinks, s.window, step(s.heads), type},
+                          context);
+    }
+    void add(const ElementwiseSpec& s, int32_t x, int32_t y, int32_t out) const {
+        kernels.add({at(x), at(y), at(out), args.num_rows, s.size, stride(x), stride(y), stride(out), buffers[x].type}, context);
+    }
+    void activation(const ActivationSpec& s, int32_t x, int32_t out) const {
+        kernels.activation({at(x), at(out), args.num_rows, s.size, stride(x), stride(out), s.function, type}, context);
+    }
+    ScaleArgs scaling(const ElementwiseSpec& s, int32_t x, int32_t out) const {
+        return {at(x), at(out), args.num_rows, s.size, stride(x), stride(out), s.factor, buffers[x].type};
+    }
 
     void operator()(const Instruction& i) const {
+        const int32_t x = i.inputs[0], y = i.inputs[1], out = i.output;
         switch (i.op) {
-            case Op::embedding:
-                return kernels.embedding({i.weight, i.by_position ? args.step->positions : args.step->ids, i.offset, at(i.out),
-                                          args.num_rows, stride(i.out), type},
-                                         context);
-            case Op::norm:
-                return kernels.norm({at(i.in), i.vector, i.bias, at(i.out), args.num_rows, i.size, stride(i.in), stride(i.out), i.eps,
-                                     i.subtract_mean != 0, type},
-                                    context);
-            case Op::linear:
-                return kernels.linear({i.weight, i.bias, at(i.in), at(i.out), at(i.other), args.num_rows, stride(i.in), stride(i.out),
-                                       stride(i.other), type, buffers[i.out].type, i.epilogue},
-                                      context);
-            case Op::prepare:
-                return kernels.prepare({at(i.in), stride(i.in), i.num_heads, cache_shape(i), args.caches[i.layer], i.q_norm, i.k_norm,
-                                        i.eps, i.cos_sin, i.rotary_dim, args.step, type},
-                                       context);
-            case Op::attention:
-                return kernels.attention({at(i.in), at(i.out), stride(i.in), stride(i.out), i.num_heads, cache_shape(i),
-                                          args.caches[i.layer], i.scale, i.window, args.step, type},
-                                         context);
-            case Op::add:
-                return kernels.add({at(i.in), at(i.other), at(i.out), args.num_rows, i.size, stride(i.in), stride(i.other), stride(i.out),
-                                    type},
-                                   context);
-            case Op::activation:
-                return kernels.activation({at(i.in), at(i.out), args.num_rows, i.size, stride(i.in), stride(i.out), i.epilogue, type},
-                                          context);
+            case Op::embedding: return embedding(i.spec.embedding, out);
+            case Op::norm: return norm(i.spec.norm, x, out);
+            case Op::linear: return linear(i.spec.linear, x, y, out);
+            case Op::prepare: return prepare(i.spec.prepare, x);
+            case Op::attention: return attention(i.spec.attention, x, out);
+            case Op::add: return add(i.spec.elementwise, x, y, out);
+            case Op::activation: return activation(i.spec.activation, x, out);
+            case Op::scale: return kernels.scale(scaling(i.spec.elementwise, x, out), context);
+            case Op::softcap: return kernels.softcap(scaling(i.spec.elementwise, x, out), context);
+            case Op::count: return;
         }
     }
 };
@@ -78,14 +99,14 @@ void Program::run(const RunArgs& args, Context& context) {
     }
     const Run run{args, buffers_, memory, kernels_, context, type_};
     if (!timed_) {
-        for (const Instruction& instruction : instructions_) run(instruction);
+        for (int64_t i = args.first; i < args.last; i++) run(instructions_[i]);
         return;
     }
     using Clock = std::chrono::steady_clock;
-    for (const Instruction& instruction : instructions_) {
+    for (int64_t i = args.first; i < args.last; i++) {
         const auto start = Clock::now();
-        run(instruction);
-        seconds_[int32_t(instruction.op)] += std::chrono::duration<double>(Clock::now() - start).count();
+        run(instructions_[i]);
+        seconds_[int32_t(instructions_[i].op)] += std::chrono::duration<double>(Clock::now() - start).count();
     }
 }
 
@@ -93,41 +114,32 @@ void Program::run(const RunArgs& args, Context& context) {
 
 using namespace quire;
 
-QUIRE_API Program* quire_program_create(const Instruction* instructions, int64_t count, const Buffer* buffers, int64_t num_buffers,
-                                        int32_t type) {
-    return new Program(instructions, count, buffers, num_buffers, Type(type), kernels());
-}
+QUIRE_API Program* quire_program_create(const ProgramSpec* spec) { return new Program(*spec); }
 QUIRE_API void quire_program_destroy(Program* program) { delete program; }
 QUIRE_API void quire_program_reserve(Program* program, int64_t num_rows) {
-    std::lock_guard<std::mutex> lock(call_mutex());
+    const Call call(program->num_threads());
     program->reserve(num_rows);
 }
 QUIRE_API void quire_program_run(Program* program, const RunArgs* args) {
-    std::lock_guard<std::mutex> lock(call_mutex());
-    program->run(*args, context());
+    const Call call(program->num_threads());
+    program->run(*args, call.context);
 }
 
 QUIRE_API const double* quire_program_times(Program* program) { return program->times(); }
 
-// Sizes of what Python mirrors, so that a library and a package of different versions refuse each other.
-QUIRE_API int64_t quire_struct_size(int32_t i) {
-    constexpr int64_t kSizes[] = {sizeof(Matrix), sizeof(Instruction), sizeof(Buffer), sizeof(RunArgs), sizeof(StepArgs), sizeof(PackArgs)};
-    return i >= 0 && i < 6 ? kSizes[i] : -1;
+QUIRE_API void quire_pack(const Kernels* level, int32_t num_threads, const PackArgs* args) {
+    const Call call(num_threads);
+    level->pack(*args, call.context);
 }
-
-QUIRE_API void quire_pack(const PackArgs* args) {
-    std::lock_guard<std::mutex> lock(call_mutex());
-    kernels().pack(*args, context());
-}
-QUIRE_API void quire_unpack(const Matrix* matrix, int64_t first_row, int64_t num_rows, float* out) {
-    for (int64_t i = 0; i < num_rows; i++) kernels().unpack_row(*matrix, first_row + i, out + i * matrix->cols);
+QUIRE_API void quire_unpack(const Kernels* level, const Matrix* matrix, int64_t first_row, int64_t num_rows, float* out) {
+    for (int64_t i = 0; i < num_rows; i++) level->unpack_row(*matrix, first_row + i, out + i * matrix->cols);
 }
 
 // Touches every page of writable memory, on all threads. Contents are kept.
-QUIRE_API void quire_prefault(uint8_t* memory, int64_t num_bytes) {
-    std::lock_guard<std::mutex> lock(call_mutex());
+QUIRE_API void quire_prefault(int32_t num_threads, uint8_t* memory, int64_t num_bytes) {
+    const Call call(num_threads);
     constexpr int64_t kPage = 4096, kPiece = 2 << 20;
-    context().pool.run(divide_up(num_bytes, kPiece), [&](int64_t piece, int) {
+    call.context.pool.run(divide_up(num_bytes, kPiece), [&](int64_t piece, int) {
         for (int64_t i = piece * kPiece; i < num_bytes && i < (piece + 1) * kPiece; i += kPage) {
             volatile uint8_t* p = memory + i;
             *p = *p;

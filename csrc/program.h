@@ -1,33 +1,74 @@
 // A program: the kernels of a model's forward pass in order, recorded once and run for every step with its sizes.
 //
-// quire/ops/native/program.py records it and mirrors these structs. Values live in numbered buffers of as many rows as
-// the step has tokens; a buffer is the program's own or bound to the caller's memory for a run.
+// quire/ops/native/builder.py records it, and structs.py mirrors these structs (layout.cpp checks that). Values live in
+// numbered buffers of as many rows as the step has tokens; a buffer is the program's own or bound to the caller's memory
+// for a run.
 #pragma once
 
 #include "kernels.h"
 
 namespace quire {
 
-enum class Op : int32_t { embedding = 0, norm = 1, linear = 2, prepare = 3, attention = 4, add = 5, activation = 6 };
-constexpr int kNumOps = 7;
+enum class Op : int32_t { embedding, norm, linear, prepare, attention, add, activation, scale, softcap, count };
+
+// What an instruction says beside its buffers, one struct an operation; see kernels.h for what the fields mean.
+struct EmbeddingSpec {
+    Matrix table;
+    int64_t offset;
+    int32_t by_position;  // rows of the tokens' positions, not of their ids
+};
+struct NormSpec {
+    const void *weight, *bias;
+    int64_t size;
+    float eps;
+    int32_t subtract_mean, plus_one;
+};
+struct LinearSpec {  // inputs: x, and a residual or none
+    Matrix weight;
+    const void* bias;
+    Epilogue epilogue;
+};
+struct HeadSpec {
+    int64_t num_heads, num_kv_heads, head_dim;
+    int32_t layer;  // which of the run's caches
+    int32_t group;  // which of the run's steps says where tokens lie in it
+};
+struct PrepareSpec {  // in place: the output is the input
+    HeadSpec heads;
+    const void *q_norm, *k_norm;
+    const float* cos_sin;
+    int64_t rotary_dim;
+    float eps;
+    int32_t plus_one;
+};
+struct AttentionSpec {
+    HeadSpec heads;
+    const float* sinks;
+    int64_t window;
+    float scale, softcap;
+};
+struct ActivationSpec {
+    int64_t size;
+    Epilogue function;
+};
+struct ElementwiseSpec {  // add; scale and softcap, of which alone the factor is
+    int64_t size;
+    float factor;
+};
 
 struct Instruction {
     Op op;
-    Epilogue epilogue;        // linear; activation
-    int32_t in, other, out;   // buffers; `other` is linear's residual or add's second operand, -1: none
-    int32_t subtract_mean;    // norm
-    int32_t layer;            // prepare, attention: which cache
-    float eps;                // norm, prepare
-    float scale;              // attention
-    int32_t by_position;      // embedding: of the token's position, not of its id
-    Matrix weight;            // linear, embedding
-    const void *vector, *bias;     // norm's weight; linear's and norm's bias
-    const void *q_norm, *k_norm;   // prepare
-    const float* cos_sin;          // prepare
-    int64_t rotary_dim, num_heads, num_kv_heads, head_dim;  // prepare, attention
-    int64_t window;                // attention
-    int64_t offset;                // embedding: added to the index
-    int64_t size;                  // columns: norm, add, activation's result
+    int32_t inputs[2];  // buffers; -1: none
+    int32_t output;
+    union {
+        EmbeddingSpec embedding;
+        NormSpec norm;
+        LinearSpec linear;
+        PrepareSpec prepare;
+        AttentionSpec attention;
+        ActivationSpec activation;
+        ElementwiseSpec elementwise;
+    } spec;
 };
 
 struct Buffer {
@@ -36,22 +77,34 @@ struct Buffer {
     int32_t bound;  // the caller brings the memory
 };
 
+struct ProgramSpec {
+    const Instruction* instructions;
+    int64_t num_instructions;
+    const Buffer* buffers;
+    int64_t num_buffers;
+    const Kernels* kernels;  // of a level; a KV cache's layout belongs to one
+    int32_t num_threads;
+    Type type;  // of activations
+};
+
 struct RunArgs {
     int64_t num_rows;
-    const StepArgs* step;           // null when no instruction needs it
+    const StepArgs* steps;          // by KV group; null when no instruction needs one
     void* const* bound;             // by buffer; null for the program's own
     const int64_t* bound_strides;   // by buffer, elements
     uint8_t* const* caches;         // by layer
-    int64_t block_size;
+    int64_t first, last;            // instructions [first, last)
     Type cache_type;
 };
 
 class Program {
 public:
-    Program(const Instruction* instructions, int64_t count, const Buffer* buffers, int64_t num_buffers, Type type,
-            const Kernels& kernels)
-        : instructions_(instructions, instructions + count), buffers_(buffers, buffers + num_buffers), own_(num_buffers), type_(type),
-          kernels_(kernels) {}
+    explicit Program(const ProgramSpec& spec)
+        : instructions_(spec.instructions, spec.instructions + spec.num_instructions),
+          buffers_(spec.buffers, spec.buffers + spec.num_buffers), own_(spec.num_buffers), type_(spec.type), kernels_(*spec.kernels),
+          num_threads_(spec.num_threads) {}
+
+    int num_threads() const { return num_threads_; }
 
     // Makes room for that many rows and touches it: fresh pages are slow.
     void reserve(int64_t num_rows);
@@ -67,11 +120,12 @@ private:
     std::vector<Instruction> instructions_;
     std::vector<Buffer> buffers_;
     std::vector<Scratch> own_;
-    Type type_;  // of activations
-    const Kernels& kernels_;  // of the level it was made for: a KV cache's layout belongs to one
+    Type type_;
+    const Kernels& kernels_;
+    int num_threads_;
     int64_t reserved_rows_ = 0;
     bool timed_ = false;
-    double seconds_[kNumOps] = {};
+    double seconds_[int(Op::count)] = {};
 };
 
 }  // namespace quire

@@ -47,11 +47,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """The level of kernels in use; level and number of threads are as before afterwards."""
-    from quire.ops.native.library import current_level, loaded_library, set_level, set_num_threads
+    import torch
 
-    before, num_threads = current_level(), loaded_library().quire_num_threads()
-    set_level(request.param)
-    set_num_threads(1)
-    yield request.param
-    set_level(before)
-    set_num_threads(num_threads)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_KERNELS", request.param)
+        yield request.param
+    torch.set_num_threads(num_threads)

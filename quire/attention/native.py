@@ -9,8 +9,11 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep
 from quire.errors import ModelLoadError
-from quire.ops.native.program import Caches, HeadShape, Preparation, ProgramBuilder, StepData, Value, recorded
+from quire.ops.attention import Scoring, attend
+from quire.ops.native.builder import ProgramBuilder, Value, recorded
+from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import TYPE_OF
+from quire.ops.rope import HeadShape, Preparation, prepare
 
 DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
 _SCALE_BYTES = 4  # of a token and head in an int8 cache
@@ -48,7 +51,7 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
         builder = ProgramBuilder(qkv.dtype)
         program = builder.finish(_record(builder.input(spec.qkv_size), spec))
         out = qkv.new_empty(qkv.shape[0], spec.num_heads * spec.head_dim)
-        data = step_data(step.attention[spec.group], positions=step.positions)
+        data = [step_data(step.attention[spec.group], positions=step.positions)] * (spec.group + 1)
         cache = step.caches[spec.layer]
         program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
         return out
@@ -75,12 +78,12 @@ def step_data(batch: AttentionBatch, ids: Tensor | None = None, positions: Tenso
 
 
 def _record(qkv: Value, spec: AttentionSpec) -> Value:
-    if spec.softcap is not None or spec.sinks is not None or not spec.causal or spec.norm_plus_one:
+    if not spec.causal:
         raise ModelLoadError(
-            "the compiled kernels have no attention with softcaps, sinks, shifted norms or without order; "
-            "kernels='torch' serves this model."
+            "the compiled kernels have no attention to what comes later; kernels='torch' serves this model."
         )
     heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    preparation = Preparation(spec.q_norm, spec.k_norm, spec.norm_eps, spec.rope)
-    prepared = qkv.builder.prepare(qkv, heads, preparation, layer=spec.layer)
-    return qkv.builder.attend(prepared, heads, layer=spec.layer, scale=spec.scale, window=spec.window)
+    preparation = Preparation(spec.q_norm, spec.k_norm, spec.norm_eps, spec.rope, spec.norm_plus_one)
+    scoring = Scoring(spec.scale, spec.window, spec.softcap, spec.sinks)
+    prepared = prepare(qkv, heads, preparation, layer=spec.layer, group=spec.group)
+    return attend(prepared, heads, scoring, layer=spec.layer, group=spec.group)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep
-from quire.ops.reference_attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
+from quire.ops.attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
 
 SHARED_FROM = 5  # query tiles from which a sequence is a group of its own: its tiles then share each gathered key tile
 NO_WINDOW = 1 << 40  # positions: more than any sequence has

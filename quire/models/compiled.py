@@ -12,24 +12,31 @@ from torch import Tensor
 from quire.attention.native import step_data
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
-from quire.ops.native.program import Caches, ProgramBuilder, recorded
+from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.library import Target
+from quire.ops.native.program import Caches
 from quire.ops.native.structs import TYPE_OF
 
 
 class CompiledModel:
-    """Token ids -> hidden states -> logits, as `CausalLM`, on the level of kernels in use when it is made."""
+    """Token ids -> hidden states -> logits, as `CausalLM`.
 
-    def __init__(self, model: CausalLM) -> None:
+    Args:
+        target: the level of kernels and the threads that its steps run on; default: `default_target`.
+    """
+
+    def __init__(self, model: CausalLM, target: Target | None = None) -> None:
         self.vocab_size = model.vocab_size
         self.cache_layers = model.cache_layers
         self._dtype = model.dtype
-        builder = ProgramBuilder(model.dtype)
+        builder = ProgramBuilder(model.dtype, target)
         hidden: Any = model(recorded(builder.ids), Step(recorded(builder.positions)))
         self._width = hidden.width
         self._body = builder.finish(hidden)
-        builder = ProgramBuilder(model.dtype)
+        builder = ProgramBuilder(model.dtype, target)
         logits: Any = model.compute_logits(recorded(builder.input(self._width)))
         self._head = builder.finish(logits)
+        self.target = builder.target
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for steps of that many tokens."""
@@ -43,7 +50,9 @@ class CompiledModel:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
         hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
         caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
-        self._body.run([hidden], step_data(step.attention[0], input_ids, step.positions), caches)
+        first, *others = step.attention
+        steps = [step_data(first, input_ids, step.positions), *map(step_data, others)]
+        self._body.run([hidden], steps, caches)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,94 +1,42 @@
 """The operations that layers are made of: one name each, whatever carries it out.
 
-Given tensors, plain torch computes (`quire.ops.reference`, the meaning of each operation). Given the builder's values
-in place of tensors, the operation appends itself to a program of native kernels (`quire.ops.native.program`). Layers
-call these and don't see the difference. Nothing here knows models, batches or caches beyond what it is given.
+Given tensors, plain torch computes, which is the meaning of each operation. Given a builder's values in place of
+tensors, the operation appends itself to a program of native kernels (`quire.ops.native.builder`). Layers call these and
+don't see the difference (`quire.ops.table`). Nothing here knows models, batches or caches beyond what it is given.
 """
 
-from collections.abc import Callable
-
-from torch import Tensor
-
-from quire.ops import reference
-from quire.ops.native.program import StepIndex, Value, recorded
-from quire.ops.native.structs import Epilogue
-from quire.ops.reference import linear, rotary, write_kv
-from quire.ops.reference_attention import paged_attention
+from quire.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, relu, silu_and_mul
+from quire.ops.add import add
+from quire.ops.attention import Scoring, attend, paged_attention
+from quire.ops.embedding import embedding
+from quire.ops.linear import linear
+from quire.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.ops.rope import HeadShape, Preparation, prepare, rotary, write_kv
+from quire.ops.scale import scale
+from quire.ops.softcap import softcap
 
 __all__ = [
+    "HeadShape",
+    "Preparation",
+    "Scoring",
+    "add",
     "add_layer_norm",
     "add_rms_norm",
+    "attend",
     "embedding",
     "gelu",
+    "gelu_and_mul",
     "gelu_tanh",
+    "gelu_tanh_and_mul",
     "layer_norm",
     "linear",
     "paged_attention",
+    "prepare",
     "relu",
     "rms_norm",
     "rotary",
+    "scale",
     "silu_and_mul",
+    "softcap",
     "write_kv",
 ]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `quire.ops.reference.rms_norm`."""
-    if isinstance(x, Value):
-        return recorded(x.builder.norm(x, weight, None, eps, subtract_mean=False))
-    return reference.rms_norm(x, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `quire.ops.reference.add_rms_norm`."""
-    if isinstance(x, Value):
-        total = x + residual
-        return rms_norm(total, weight, eps), total
-    return reference.add_rms_norm(x, residual, weight, eps)
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """See `quire.ops.reference.layer_norm`."""
-    if isinstance(x, Value):
-        return recorded(x.builder.norm(x, weight, bias, eps, subtract_mean=True))
-    return reference.layer_norm(x, weight, bias, eps)
-
-
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See `quire.ops.reference.add_layer_norm`."""
-    if isinstance(x, Value):
-        total = x + residual
-        return layer_norm(total, weight, bias, eps), total
-    return reference.add_layer_norm(x, residual, weight, bias, eps)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """See `quire.ops.reference.silu_and_mul`."""
-    return _activate(x, reference.silu_and_mul, Epilogue.SILU_MUL)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """See `quire.ops.reference.gelu`."""
-    return _activate(x, reference.gelu, Epilogue.GELU)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """See `quire.ops.reference.gelu_tanh`."""
-    return _activate(x, reference.gelu_tanh, Epilogue.GELU_TANH)
-
-
-def relu(x: Tensor) -> Tensor:
-    """See `quire.ops.reference.relu`."""
-    return _activate(x, reference.relu, Epilogue.RELU)
-
-
-def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """See `quire.ops.reference.embedding`."""
-    assert not isinstance(ids, StepIndex), "a program looks up packed tables only: see the weight format's lookup"
-    return reference.embedding(ids, table)
-
-
-def _activate(x: Tensor, function: Callable[[Tensor], Tensor], epilogue: Epilogue) -> Tensor:
-    return recorded(x.builder.activation(x, epilogue)) if isinstance(x, Value) else function(x)

@@ -1,7 +1,7 @@
 """Weights in the layout of the native kernels: packed, and quantized where the format says so, as they are loaded.
 
 There is never a second copy: rows go from the mapped checkpoint straight into their tiles. What is asked of a packed
-matrix is recorded in a program (`quire.ops.native.program`); there are no tensors to multiply here.
+matrix is recorded in a program (`quire.ops.native.builder`); there are no tensors to multiply here.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from quire import ops
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import StepIndex, Value, recorded
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
 
@@ -49,13 +49,11 @@ class Packed(QuantizationMethod):
             self.matrix(weights, shape).pack(loaded, start)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
-        assert isinstance(x, Value), "packed weights are multiplied by recorded programs only"
         out_dtype = torch.float32 if wide else None
-        return recorded(x.builder.linear(x, self.matrix(weights, shape), weights.get("bias"), out_dtype))
+        return ops.linear(x, self.matrix(weights, shape), weights.get("bias"), out_dtype)
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        assert isinstance(ids, StepIndex), "packed weights are looked up by recorded programs only"
-        return recorded(ids.builder.embedding(ids, self.matrix(weights, shape)))
+        return ops.embedding(ids, self.matrix(weights, shape))
 
     def matrix(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:
         """The packed matrix that `create_weights` made."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from quire.ops.native.library import Target, default_target
 from quire.protocol.step import TokenLogprobs
 from quire.sampling import native
 from quire.sampling.processing import float32_array
@@ -42,11 +43,12 @@ def row_logprobs(logits: Floats, token_ids: Sequence[int], k: int) -> list[Token
     return entries
 
 
-def prompt_logprobs(logits: Tensor, target_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+def prompt_logprobs(
+    logits: Tensor, target_ids: Sequence[int], k: int, target: Target | None = None
+) -> list[TokenLogprobs]:
     """Entry r is for `target_ids[r]` under row r of `logits`, [R, V] of any float type; as `row_logprobs`."""
-    compiled = native.library()
-    if compiled is not None and len(target_ids) == len(logits) > 0 and 0 <= k <= native.MAX_LOGPROBS:
-        return native.given_logprobs(compiled, logits.cpu(), target_ids, k)
+    if native.library() is not None and len(target_ids) == len(logits) > 0 and 0 <= k <= native.MAX_LOGPROBS:
+        return native.given_logprobs(target or default_target(), logits.cpu(), target_ids, k)
     rows = zip(logits.cpu(), target_ids, strict=True)
     return [row_logprobs(float32_array(row), [token_id], k)[0] for row, token_id in rows]
 

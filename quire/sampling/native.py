@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.native import library as compiled
+from quire.ops.native.library import Target
+from quire.ops.native.structs import SampleStruct, check_layout
 from quire.protocol.step import TokenLogprobs
 from quire.sampling.select import WEIGHT_BITS, power_scales
 from quire.sampling.state import Ids, SamplingState
@@ -37,29 +39,10 @@ _COMPLETING_AT, _STOP_AT, _SEEN_AT = 72 + 2 * 16, 72 + 3 * 16, 72 + 5 * 16 + 8
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, where there are any."""
-    return compiled.library()
-
-
-class _Args(ctypes.Structure):
-    """struct SampleArgs."""
-
-    _fields_ = [
-        ("logits", ctypes.c_void_p),
-        ("type", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
-        ("rows", ctypes.c_char_p),
-        ("logits_rows", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("first_sample", ctypes.c_void_p),
-        ("errors", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("width", ctypes.c_int64),
-        ("listed_ids", ctypes.c_void_p),
-        ("logprobs", ctypes.c_void_p),
-        ("ranks", ctypes.c_void_p),
-    ]
+    found = compiled.library()
+    if found is not None:
+        check_layout()
+    return found
 
 
 class _LiveRow:
@@ -100,7 +83,7 @@ class _Call:
         self.errors = self.numbers[3 * num_rows + 1 : 4 * num_rows + 1]
         self.token_ids = self.numbers[4 * num_rows + 1 :]
         at = self.numbers.ctypes.data
-        self.args = _Args(
+        self.args = SampleStruct(
             logits.data_ptr(), _TYPES[logits.dtype], logits.shape[1], logits.stride(0), num_rows, records,
             at, at + 8 * num_rows, at + 16 * num_rows, at + 24 * num_rows + 8, at + 32 * num_rows + 8, width,
         )  # fmt: skip
@@ -112,9 +95,10 @@ class _Call:
             self.args.logprobs = self.logprobs.ctypes.data
             self.args.ranks = self.ranks.ctypes.data
 
-    def run(self, native: ctypes.CDLL) -> dict[int, int]:
+    def run(self, target: Target) -> dict[int, int]:
         """Returns the errors, by row; token_ids and the lists are then filled in."""
-        native.quire_sample(ctypes.byref(self.args))
+        native = compiled.loaded_library()
+        native.quire_sample(target.kernels, target.num_threads, ctypes.addressof(self.args))
         codes = self.errors.tolist()
         if not any(codes):
             return {}
@@ -129,7 +113,7 @@ class _Call:
 
 
 def sample_rows(
-    native: ctypes.CDLL,
+    target: Target,
     logits: Tensor,
     states: Sequence[SamplingState],
     num_samples: Sequence[int],
@@ -144,7 +128,7 @@ def sample_rows(
     records = b"".join([s.record or _current(s) for s in states])
     first = list(accumulate(num_samples, initial=0))
     call = _Call(logits, records, rows, [len(s.output_token_ids) for s in states], first, width)
-    errors = call.run(native)
+    errors = call.run(target)
     flat = call.token_ids.tolist()
     token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
     for i in errors:
@@ -159,13 +143,13 @@ def sample_rows(
     return token_ids, errors, listed
 
 
-def given_logprobs(native: ctypes.CDLL, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
     """Of `token_ids[r]` under row r of [R, V] raw logits, with the k <= MAX_LOGPROBS most likely."""
     num_rows, width = len(token_ids), 1 + min(k, logits.shape[1])
     record = _ROW.pack(_GIVEN, 0, 0, 1, 0, 1.0, 1.0, 1.0, 0.0, 0.0, k, *[0] * 14)
     call = _Call(logits, record * num_rows, range(num_rows), [0] * num_rows, list(range(num_rows + 1)), width)
     call.token_ids[:] = token_ids
-    call.run(native)
+    call.run(target)
     return [TokenLogprobs(*entry) for entry in call.entries()]
 
 

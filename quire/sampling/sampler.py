@@ -9,7 +9,6 @@ sampled is reported in `errors`; the others go on. Called by the runner.
 import logging
 import math
 from collections.abc import Sequence
-from ctypes import CDLL
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.ops.native.library import Target, default_target
 from quire.protocol.step import NO_TOKEN_LEFT, TokenLogprobs
 from quire.sampling import native
 from quire.sampling.logprobs import row_logprobs
@@ -53,7 +53,9 @@ class _Pending:
     maximum: float
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int]) -> SamplerOutput:
+def sample(
+    logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int], target: Target | None = None
+) -> SamplerOutput:
     """Choose the next token or tokens of each sequence. Appends nothing to the states.
 
     Where that breaks, each row is sampled by itself, so that only one that breaks by itself fails.
@@ -62,32 +64,34 @@ def sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequenc
         logits: [R, V], any float type.
         states: one per row.
         num_samples: one per row. Where it is > 1, sample j is drawn as sequence `sequence_index` + j would.
+        target: threads of the compiled sampler; default: `default_target`. The result is the same on any.
     """
     assert logits.shape[0] == len(states) == len(num_samples)
     try:
-        return _sample(logits, states, num_samples)
+        return _sample(logits, states, num_samples, target)
     except Exception as error:
         logger.exception("sampling %d rows broke", len(states))
         if len(states) == 1:
             return SamplerOutput([[]], [None], {0: f"{type(error).__name__} while its token was chosen"})
     output = SamplerOutput([], [])
     for row, state in enumerate(states):
-        one = sample(logits[row : row + 1], [state], num_samples[row : row + 1])
+        one = sample(logits[row : row + 1], [state], num_samples[row : row + 1], target)
         output.token_ids += one.token_ids
         output.logprobs += one.logprobs
         output.errors.update((row, message) for message in one.errors.values())
     return output
 
 
-def _sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int]) -> SamplerOutput:
+def _sample(
+    logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int], target: Target | None
+) -> SamplerOutput:
     logits = logits.cpu()
     output = SamplerOutput([[] for _ in states], [None] * len(states))
     rows: Sequence[int] = range(len(states))
-    compiled = native.library()
-    if compiled is not None:
+    if native.library() is not None:
         can = [row for row in rows if not states[row].logits_processors]
         if can:
-            _sample_natively(compiled, logits, states, num_samples, can, output)
+            _sample_natively(target or default_target(), logits, states, num_samples, can, output)
         rows = [row for row in rows if states[row].logits_processors] if len(can) < len(states) else []
     if rows:
         _sample_in_numpy(logits, states, num_samples, rows, output)
@@ -99,7 +103,7 @@ def _sample(logits: Tensor, states: Sequence[SamplingState], num_samples: Sequen
 
 
 def _sample_natively(
-    compiled: CDLL,
+    target: Target,
     logits: Tensor,
     states: Sequence[SamplingState],
     num_samples: Sequence[int],
@@ -108,7 +112,7 @@ def _sample_natively(
 ) -> None:
     if len(rows) < len(states):
         states, num_samples = [states[row] for row in rows], [num_samples[row] for row in rows]
-    token_ids, errors, logprobs = native.sample_rows(compiled, logits, states, num_samples, rows)
+    token_ids, errors, logprobs = native.sample_rows(target, logits, states, num_samples, rows)
     for i, row in enumerate(rows):
         output.token_ids[row] = token_ids[i]
     for i, code in errors.items():

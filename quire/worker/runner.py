@@ -49,6 +49,7 @@ class ModelRunner:
         poison: bool = False,
     ) -> None:
         self.model = model
+        self._target = model.target if isinstance(model, CompiledModel) else None  # where sampling is done
         self.backend = backend
         self.kv_caches = kv_caches
         self.table = table
@@ -127,7 +128,7 @@ class ModelRunner:
             return StepResult(step_id=plan.step_id, token_ids=[], prompt_logprobs=prompt)
         logits = self.model.compute_logits(_take_rows(hidden, batch.sampled_tokens))
         states = [self.table.state(s.sequence_id) for s in scheduled]
-        output: SamplerOutput = sample(logits, states, [s.num_samples for s in scheduled])
+        output: SamplerOutput = sample(logits, states, [s.num_samples for s in scheduled], self._target)
         token_ids: list[int] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
@@ -164,7 +165,7 @@ class ModelRunner:
                 high = min(low + PROMPT_LOGPROBS_ROWS, end)
                 logits = self.model.compute_logits(hidden[first + low : first + high])
                 targets = self.table.token_ids[row, low + 1 : high + 1].tolist()
-                entries.extend(prompt_logprobs(logits, targets, top))
+                entries.extend(prompt_logprobs(logits, targets, top, self._target))
             found[s.sequence_id] = PromptLogprobs(start=start + 1, entries=entries)
         return found
 

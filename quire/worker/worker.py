@@ -14,7 +14,7 @@ from quire.config.engine_args import EngineConfig
 from quire.errors import ConfigError
 from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
-from quire.ops.native.library import TORCH, choose_level, prefault, set_level, set_num_threads
+from quire.ops.native.library import TORCH, Target, choose_level, prefault
 from quire.protocol.cache import MemoryReport
 from quire.protocol.step import StepPlan, StepResult
 from quire.quantization.registry import select_formats
@@ -49,8 +49,6 @@ class Worker:
         native = self.kernels != TORCH
         if config.args.kv_cache_dtype == "int8" and not native:
             raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
-        if native:
-            set_level(self.kernels)
         int8 = "-int8" if config.args.kv_cache_dtype == "int8" else ""
         self._backend = select_backend(f"native{int8}" if native else "reference")
         self._store: WeightStore | None = None
@@ -58,8 +56,6 @@ class Worker:
         self._runner: ModelRunner | None = None
         num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
         self._num_threads = 1 if num_parameters < SMALL_MODEL else torch.get_num_threads()
-        if native:
-            set_num_threads(self._num_threads)
 
     def _build(self, native: bool, keep: bool = True) -> CausalLM:
         """The model, its packed weights in the store where it is native."""
@@ -121,12 +117,12 @@ class Worker:
         table = RowTable(self._config.scheduler.max_num_seqs, max_model_len, self._config.args.block_size)
         model: CausalLM | CompiledModel = self._model
         if self.kernels != TORCH:
-            model = CompiledModel(self._model)
+            model = CompiledModel(self._model, Target(self.kernels, self._num_threads))
             model.reserve(min(self._config.scheduler.max_num_batched_tokens, TOUCHED_ACTIVATIONS))
             # The pool hands out its first blocks first.
             touched = min(num_blocks, TOUCHED_TOKENS // self._config.args.block_size)
             for cache in caches:
-                prefault(cache[:touched])
+                prefault(cache[:touched], self._num_threads)
         self._runner = ModelRunner(model, self._backend, caches, table, poison=self._config.args.debug)
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -106,7 +106,7 @@ def two_threads(native: str, monkeypatch: pytest.MonkeyPatch):
         try:
             yield
             found = library()
-            assert found is None or not used or found.quire_num_threads() == 2
+            assert found is None or not used or found.quire_scratch_bytes(2) > 0, "nothing ran on two threads"
         finally:
             torch.set_num_threads(before)
 

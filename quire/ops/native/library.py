@@ -1,13 +1,14 @@
-"""Finds and loads the compiled kernels, and chooses the level of CPU features that they use.
+"""Finds and loads the compiled kernels, and says which of their levels of CPU features a call is to use.
 
 The library is plain C, loaded with ctypes: nothing to build per Python version, and every call lets go of the GIL. It
-is absent where Quire was installed without a compiler; then the plain-torch twins (`quire.ops.reference`) do the work.
+is absent where Quire was installed without a compiler; then plain torch (the references in `quire.ops`) does the work.
 Two environment variables serve tests: QUIRE_NATIVE_LIBRARY names another file, QUIRE_KERNELS another default level.
 """
 
 import ctypes
 import logging
 import os
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -17,29 +18,25 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 1  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 2  # as quire_abi_version() in csrc/api.cpp
 TORCH = "torch"  # the level that is no library at all
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_abi_version": (ctypes.c_int32, []),
     "quire_level": (ctypes.c_char_p, [ctypes.c_int32]),
-    "quire_set_level": (ctypes.c_int32, [ctypes.c_char_p]),
-    "quire_current_level": (ctypes.c_char_p, []),
-    "quire_set_num_threads": (None, [ctypes.c_int32]),
-    "quire_num_threads": (ctypes.c_int32, []),
-    "quire_struct_size": (ctypes.c_int64, [ctypes.c_int32]),
-    "quire_program_create": (
-        ctypes.c_void_p,
-        [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32],
-    ),
+    "quire_kernels": (ctypes.c_void_p, [ctypes.c_char_p]),
+    "quire_scratch_bytes": (ctypes.c_int64, [ctypes.c_int32]),
+    "quire_fields": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "quire_num_ops": (ctypes.c_int32, []),
+    "quire_program_create": (ctypes.c_void_p, [ctypes.c_void_p]),
     "quire_program_destroy": (None, [ctypes.c_void_p]),
     "quire_program_reserve": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "quire_program_run": (None, [ctypes.c_void_p, ctypes.c_void_p]),
     "quire_program_times": (ctypes.POINTER(ctypes.c_double), [ctypes.c_void_p]),
-    "quire_pack": (None, [ctypes.c_void_p]),
-    "quire_unpack": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]),
-    "quire_sample": (ctypes.c_int32, [ctypes.c_void_p]),
-    "quire_prefault": (None, [ctypes.c_void_p, ctypes.c_int64]),
+    "quire_pack": (None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
+    "quire_unpack": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]),
+    "quire_sample": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
+    "quire_prefault": (None, [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),
 }
 
 
@@ -96,28 +93,44 @@ def choose_level(wanted: str = "auto") -> str:
     return wanted
 
 
-def set_level(name: str) -> None:
-    """Use a level from now on, for packing, sampling and programs yet to be recorded; "torch" changes nothing here."""
-    if name != TORCH and loaded_library().quire_set_level(name.encode()):
-        raise ConfigError(f"kernels={name!r} can't be used on this machine; it has {', '.join(levels())}.")
+@dataclass(frozen=True)
+class Target:
+    """Which kernels a program or a call uses, and on how many threads, the caller's among them.
+
+    Two programs of different targets don't disturb each other; results do not depend on the number of threads.
+    """
+
+    level: str
+    num_threads: int = 1
+
+    @property
+    def kernels(self) -> int:
+        """The level's kernels, for a call of the library.
+
+        Raises:
+            ConfigError: this CPU, or this library, has no such level.
+        """
+        return _kernels(self.level)
 
 
-def current_level() -> str:
-    """The level in use."""
+@cache
+def _kernels(level: str) -> int:
     found = library()
-    return TORCH if found is None else found.quire_current_level().decode()
+    address = None if found is None else found.quire_kernels(level.encode())
+    if address is None:
+        raise ConfigError(f"kernels={level!r} can't be used on this machine; it has {', '.join(levels())}.")
+    return address
 
 
-def set_num_threads(count: int) -> None:
-    """Threads of every kernel from now on, the caller among them."""
-    found = library()
-    if found is not None:
-        found.quire_set_num_threads(count)
+def default_target() -> Target:
+    """The best level (or what QUIRE_KERNELS says) on as many threads as torch has: for who was told nothing else."""
+    level = choose_level()
+    return Target(levels()[0] if level == TORCH else level, torch.get_num_threads())
 
 
-def prefault(tensor: torch.Tensor) -> None:
-    """Touch every page of a contiguous tensor on all threads; its contents stay. Nothing where there is no library."""
+def prefault(tensor: torch.Tensor, num_threads: int) -> None:
+    """Touch every page of a contiguous tensor; its contents stay. Nothing where there is no library."""
     found = library()
     if found is not None and tensor.numel():
         assert tensor.is_contiguous()
-        found.quire_prefault(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        found.quire_prefault(num_threads, tensor.data_ptr(), tensor.numel() * tensor.element_size())

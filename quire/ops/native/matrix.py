@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.ops.native.library import loaded_library
+from quire.ops.native.library import Target, default_target, loaded_library
 from quire.ops.native.structs import TYPE_OF, MatrixStruct, PackStruct, Type, check_layout
 
 BLOCK_ROWS = 16
@@ -38,11 +38,6 @@ class PackedMatrix:
         """Shape of `data`."""
         return -(-rows // BLOCK_ROWS), -(-cols // TILE_COLS), _TILE_BYTES[type]
 
-    @staticmethod
-    def tile_sizes() -> dict[Type, int]:
-        """Bytes of a tile of 16 x 32 weights; no two types have the same."""
-        return _TILE_BYTES
-
     def __post_init__(self) -> None:
         check_layout()
         expected = self.data_shape(self.rows, self.cols, self.type)
@@ -60,8 +55,11 @@ class PackedMatrix:
         scales = None if self.scales is None else self.scales.data_ptr()
         return MatrixStruct(self.data.data_ptr(), scales, self.rows, self.cols, self.type)
 
-    def pack(self, source: Tensor, start: int) -> None:
-        """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type."""
+    def pack(self, source: Tensor, start: int, target: Target | None = None) -> None:
+        """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type.
+
+        The bytes are the same whatever the `target` (default: `default_target`).
+        """
         if source.dim() != 2 or source.shape[1] != self.cols or start < 0 or start + source.shape[0] > self.rows:
             raise ValueError(f"rows {start}.. of [{self.rows}, {self.cols}] can't be filled from {tuple(source.shape)}")
         if source.dtype not in (torch.float32, torch.bfloat16):
@@ -71,11 +69,12 @@ class PackedMatrix:
         arguments = PackStruct(
             self.struct(), source.data_ptr(), source.stride(0), start, source.shape[0], TYPE_OF[source.dtype]
         )
-        loaded_library().quire_pack(ctypes.addressof(arguments))
+        target = target or default_target()
+        loaded_library().quire_pack(target.kernels, target.num_threads, ctypes.addressof(arguments))
 
     def unpack(self) -> Tensor:
         """What the kernels multiply with, as float32 [rows, cols]."""
         out = torch.empty(self.rows, self.cols)
         struct = self.struct()
-        loaded_library().quire_unpack(ctypes.addressof(struct), 0, self.rows, out.data_ptr())
+        loaded_library().quire_unpack(default_target().kernels, ctypes.addressof(struct), 0, self.rows, out.data_ptr())
         return out

@@ -9,7 +9,7 @@ import pytest
 
 from quire.attention.base import AttentionBackend
 from quire.attention.registry import select_backend
-from quire.ops.native.library import TORCH, current_level, levels, set_level
+from quire.ops.native.library import TORCH, levels
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "ops")]  # paged, native_cases
 
@@ -20,7 +20,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend[Any]]:
     if request.param == "reference":
         yield select_backend("reference")
         return
-    before = current_level()
-    set_level(request.param)
-    yield select_backend("native")
-    set_level(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_KERNELS", request.param)
+        yield select_backend("native")

@@ -12,7 +12,6 @@ from quire.attention.native import NativeBackend
 from quire.attention.reference import ReferenceBackend
 from quire.attention.registry import select_backend
 from quire.errors import ConfigError
-from quire.ops.native.library import set_num_threads
 
 Backend = AttentionBackend[Any]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -69,11 +68,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(backend: Backend, dtype: to
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        set_num_threads(2)
         found = attend(backend, sequences, mixed(sequences, 1), 16)
     finally:
         torch.set_num_threads(before)
-        set_num_threads(1)
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
 
 

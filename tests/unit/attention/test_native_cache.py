@@ -22,7 +22,6 @@ from quire import ops
 from quire.attention.base import AttentionBatch, AttentionSpec
 from quire.attention.native import NativeBackend
 from quire.layers.step import Step
-from quire.ops.native.library import set_num_threads
 
 INT8 = NativeBackend(int8=True)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -55,7 +54,7 @@ def test_int8_bits_do_not_depend_on_composition(
     for name, (steps, block_size) in variants(sequences).items():
         found = attend(INT8, sequences, steps, block_size, window, seed=len(name))
         assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True)), name
-    set_num_threads(2)
+    torch.set_num_threads(2)
     found = attend(INT8, sequences, whole(sequences), 16, window)
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
 
@@ -174,11 +173,11 @@ def test_long_contexts_are_split_among_threads_without_a_trace(
     backend = NativeBackend(int8)
     [sequence] = make_sequences([2600], (4, 1), 16, dtype)
     decodes = [[2590], *([1] for _ in range(10))]
-    set_num_threads(1)
+    torch.set_num_threads(1)
     [expected] = attend(backend, [sequence], [[2600]], 64, window)
     [alone_] = attend(backend, [sequence], decodes, 32, window)
     assert torch.equal(alone_, expected)
-    set_num_threads(4)
+    torch.set_num_threads(4)
     [split] = attend(backend, [sequence], decodes, 16, window)
     assert torch.equal(split, expected)
     if not int8:

@@ -7,14 +7,17 @@ is likely: around every width of a vector, a tile and a panel.
 import ctypes
 import mmap
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.native.library import loaded_library, set_num_threads
+from quire import ops
+from quire.ops import activation
+from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import Program, ProgramBuilder, StepData, Value
+from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -84,19 +87,24 @@ class Product:
         residual: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        builder = ProgramBuilder(dtype)
-        x = builder.input(matrix.cols)
-        others = [builder.input(matrix.rows)] if residual else []
-        value = builder.linear(x, matrix, bias, out_dtype)
-        if function is not Epilogue.NONE:
-            value = builder.activation(value, function)
-        for other in others:
-            value = builder.add(value, other)
-        self.width, self.dtype = value.width, out_dtype or dtype
-        self.program = builder.finish(value)
+        def made() -> tuple[Program, int]:
+            builder = ProgramBuilder(dtype)
+            x = builder.input(matrix.cols)
+            others = [builder.input(matrix.rows)] if residual else []
+            value: Any = ops.linear(recorded(x), matrix, bias, out_dtype)
+            if function is not Epilogue.NONE:
+                value = activation.FUNCTIONS[function](value)
+            for other in others:
+                value = value + other
+            return builder.finish(value), value.width
+
+        self._made, self.dtype = made, out_dtype or dtype
+        self.program, self.width = made()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        return run(self.program, list(inputs), self.width, self.dtype)
+        """Made anew where the number of threads is another by now."""
+        same = self.program.target.num_threads == torch.get_num_threads()
+        return run(self.program if same else self._made()[0], list(inputs), self.width, self.dtype)
 
 
 FUNCTIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
@@ -105,6 +113,8 @@ FUNCTIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
     Epilogue.GELU: F.gelu,
     Epilogue.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     Epilogue.RELU: F.relu,
+    Epilogue.GELU_MUL: lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    Epilogue.GELU_TANH_MUL: lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
 }
 
 
@@ -124,14 +134,14 @@ def assert_near(found: Tensor, expected: Tensor, error: Tensor | float = 0.0, ro
 
 
 class Threads:
-    """`with Threads(2):` kernels run on that many threads inside."""
+    """`with Threads(2):` programs that are made inside, and matrices packed there, use that many threads."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def __enter__(self) -> None:
-        self.before = loaded_library().quire_num_threads()
-        set_num_threads(self.count)
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
 
     def __exit__(self, *exception: object) -> None:
-        set_num_threads(self.before)
+        torch.set_num_threads(self.before)

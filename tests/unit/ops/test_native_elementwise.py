@@ -11,7 +11,10 @@ from torch import Tensor
 
 from quire import ops
 from quire.attention.native import NativeBackend
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder, StepData
+from quire.ops import HeadShape, Preparation
+from quire.ops.attention import Scoring
+from quire.ops.native.builder import ProgramBuilder
+from quire.ops.native.program import Caches, Program, StepData
 from quire.ops.native.structs import TYPE_OF, Type
 
 SIZES = [1, 2, 7, 40, 100, 128, 257, 1000]
@@ -130,9 +133,19 @@ def test_activations_all_along_their_range(level: str, name: str) -> None:
 
 def step_of(ids: Tensor, positions: Tensor) -> StepData:
     """A step of one sequence, for programs that only look up."""
-    one = torch.tensor([len(ids)])
-    rows = torch.tensor([0, len(ids)])
-    return StepData(ids, positions, torch.arange(len(ids)), rows, one, torch.zeros(1, 1, dtype=torch.int64), 1024)
+    return StepData(
+        ids=ids,
+        positions=positions,
+        slots=torch.arange(len(ids)),
+        query_start_loc=torch.tensor([0, len(ids)]),
+        seq_lens=torch.tensor([len(ids)]),
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        block_size=1024,
+    )
+
+
+def embedded(index: Any, table: Any) -> Any:
+    return ops.embedding(index, table)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -145,7 +158,7 @@ def test_embedding(level: str, dtype: torch.dtype, type: Type, size: int) -> Non
     def lookup(by_position: bool, offset: int = 0) -> Tensor:
         builder = ProgramBuilder(dtype)
         index = (builder.positions if by_position else builder.ids) + offset
-        program = builder.finish(builder.embedding(index, table))
+        program = builder.finish(embedded(index, table))
         return run(program, [], size, dtype, step_of(ids, positions))
 
     rows = table.unpack().to(dtype)
@@ -163,9 +176,9 @@ def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: T
     table = packed(draw(50, 40), type)
     ids = torch.tensor([50, 3, -1, 49, 2**31 - 1, -(2**31), 64095])
     builder = ProgramBuilder(dtype)
-    by_id = builder.finish(builder.embedding(builder.ids, table))
+    by_id = builder.finish(embedded(builder.ids, table))
     builder = ProgramBuilder(dtype)
-    by_position = builder.finish(builder.embedding(builder.positions + 2, table))
+    by_position = builder.finish(embedded(builder.positions + 2, table))
     rows = table.unpack().to(dtype)
     found = run(by_id, [], 40, dtype, step_of(ids, ids))
     assert torch.equal(found[[1, 3]], rows[[3, 49]])
@@ -190,8 +203,8 @@ def test_queries_are_normed_and_rotated_in_place(
     q_norm, k_norm = (weight, weight * 2) if norms else (None, None)
     builder = ProgramBuilder(dtype)
     qkv = builder.input(5 * head_dim)
-    prepared = builder.prepare(qkv, heads, Preparation(q_norm, k_norm, 1e-5, cos_sin), layer=0)
-    program = builder.finish(builder.attend(prepared, heads, layer=0, scale=1.0, window=None))
+    prepared = ops.prepare(qkv, heads, Preparation(q_norm, k_norm, 1e-5, cos_sin), layer=0)
+    program = builder.finish(ops.attend(prepared, heads, Scoring(1.0), layer=0))
     positions = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:num_tokens]
     x = draw(num_tokens, 5 * head_dim, dtype=dtype)
     found = prepare(program, x, positions, head_dim)

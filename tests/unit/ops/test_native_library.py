@@ -7,7 +7,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.ops.native import library
-from quire.ops.native.library import TORCH, choose_level, current_level, levels, set_level
+from quire.ops.native.library import TORCH, Target, choose_level, default_target, levels
 
 load_anew = library.library.__wrapped__  # the function itself remembers its answer
 
@@ -50,12 +50,17 @@ def test_a_library_of_another_version(compiled: None, monkeypatch: pytest.Monkey
 
 def test_levels(compiled: None, level: str) -> None:
     assert levels()[-2:] == ["portable", TORCH]
-    assert current_level() == level
-    set_level(TORCH)
-    assert current_level() == level
+    assert default_target() == Target(level, 1)
+    assert default_target().kernels
     with pytest.raises(ConfigError, match="kernels='neon' can't be used on this machine; it has amx|it has "):
-        set_level("neon")
-    assert current_level() == level
+        _ = Target("neon").kernels
+
+
+def test_torch_has_no_kernels_but_sampling_and_packing_have(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_KERNELS", TORCH)
+    assert default_target().level == levels()[0]
+    with pytest.raises(ConfigError, match="kernels='torch' can't be used on this machine"):
+        _ = Target(TORCH).kernels
 
 
 def test_choosing_a_level(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +78,5 @@ def test_choosing_a_level(compiled: None, monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_the_library_there_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library", lambda: None)
     assert levels.__wrapped__() == [TORCH]
-    assert current_level() == TORCH
-    set_level(TORCH)
-    library.set_num_threads(3)
+    with pytest.raises(ConfigError, match="kernels='portable' can't be used"):
+        _ = library._kernels.__wrapped__("portable")

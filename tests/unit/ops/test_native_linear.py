@@ -18,8 +18,9 @@ from native_cases import (
 )
 from torch import Tensor
 
-from quire.ops.native.program import ProgramBuilder
-from quire.ops.native.structs import Epilogue, Type
+from quire import ops
+from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.structs import GATED, Epilogue, Type
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -43,7 +44,7 @@ def test_equals_fp64_and_no_row_depends_on_another(
 
 
 # With halves of 20 and 7 columns the activation is a kernel of its own: a gated product is cut in blocks of 16.
-FUNCTION_SIZES = [(f, n) for f in Epilogue for n in ((32, 96, 40, 14) if f is Epilogue.SILU_MUL else (45,))]
+FUNCTION_SIZES = [(f, n) for f in Epilogue for n in ((32, 96, 40, 14) if f in GATED else (45,))]
 
 
 @pytest.mark.parametrize(("function", "features"), FUNCTION_SIZES)
@@ -57,9 +58,9 @@ def test_bias_activation_and_residual(
     error = product_error(x, dense)
     expected = x.double() @ dense.double().t() + bias.double()
     # Where kernels are not fused, what lies between them is rounded.
-    fused = function is not Epilogue.SILU_MUL or features % 32 == 0
+    fused = function not in GATED or features % 32 == 0
     error = error + (0 if fused else expected.abs() * EPSILON[dtype] if dtype == torch.bfloat16 else 0)
-    if function is Epilogue.SILU_MUL:
+    if function in GATED:
         gate, up = expected.chunk(2, -1)
         error = 1.1 * (error.chunk(2, -1)[0] * up.abs() + error.chunk(2, -1)[1] * gate.abs()) + up.abs() * 1e-6
     else:
@@ -152,11 +153,11 @@ def test_magnitudes_far_apart(level: str) -> None:
 def test_widths_must_agree(level: str) -> None:
     builder, matrix = ProgramBuilder(torch.float32), packed(draw(5, 8), Type.F32)
     with pytest.raises(ValueError, match=r"a matrix \[5, 8\] can't multiply rows of 9"):
-        builder.linear(builder.input(9), matrix, None)
+        ops.linear(recorded(builder.input(9)), matrix, None)
 
 
 @pytest.mark.parametrize("bias", [draw(6), draw(5).bfloat16(), draw(10)[::2]], ids=["size", "type", "stride"])
 def test_a_bias_must_fit(level: str, bias: Tensor) -> None:
     builder, matrix = ProgramBuilder(torch.float32), packed(draw(5, 8), Type.F32)
     with pytest.raises(ValueError, match=r"expected 5 contiguous torch\.float32"):
-        builder.linear(builder.input(8), matrix, bias)
+        ops.linear(recorded(builder.input(8)), matrix, bias)

@@ -11,24 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import DTYPES, EPSILON, Product, Threads, assert_near, draw, elementwise, packed
+from native_cases import DTYPES, EPSILON, Product, Threads, assert_near, draw, elementwise, packed, run
 from torch import Tensor
 
 from quire import ops
 from quire.attention.native import NativeBackend
-from quire.ops.native.library import library, set_level
-from quire.ops.native.program import Caches, HeadShape, Preparation, Program, ProgramBuilder, StepData, StepIndex, Value
+from quire.ops import HeadShape, Preparation, activation
+from quire.ops.attention import Scoring
+from quire.ops.native.builder import ProgramBuilder, Value, recorded
+from quire.ops.native.library import Target, library
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.program import Caches, Program, StepData
 from quire.ops.native.structs import Epilogue, Type
 
 F32 = torch.float32
+
+
+def product_of(x: Value, matrix: PackedMatrix) -> Any:
+    return ops.linear(recorded(x), matrix)
 
 
 def test_a_fused_product_is_the_product_and_then_the_rest(level: str) -> None:
     """In float32 nothing is rounded between the kernels, so fusing them changes no bit."""
     matrix, x, residual = packed(draw(64, 45), Type.F32), draw(40, 45), draw(40, 64, seed=1)
     plain = Product(matrix, F32)(x)
-    for function in (Epilogue.GELU, Epilogue.GELU_TANH, Epilogue.RELU, Epilogue.SILU_MUL):
-        alone = elementwise(lambda v, function=function: v.builder.activation(v, function), plain)
+    for function in activation.FUNCTIONS:
+        alone = elementwise(activation.FUNCTIONS[function], plain)
         assert torch.equal(Product(matrix, F32, function=function)(x), alone), function
     assert torch.equal(Product(matrix, F32, residual=True)(x, residual), plain + residual)
 
@@ -36,11 +44,11 @@ def test_a_fused_product_is_the_product_and_then_the_rest(level: str) -> None:
 def test_a_value_is_gone_once_it_is_fused(level: str) -> None:
     builder, matrix = ProgramBuilder(F32), packed(draw(8, 8), Type.F32)
     x = builder.input(8)
-    product = builder.linear(x, matrix, None)
-    builder.activation(product, Epilogue.RELU)
+    product = product_of(x, matrix)
+    ops.relu(recorded(product))
     with pytest.raises(AssertionError, match="used after it was fused"):
-        builder.norm(product, None, None, 1e-5, subtract_mean=True)
-    product = builder.linear(x, matrix, None)
+        ops.layer_norm(recorded(product), None, None, 1e-5)
+    product = product_of(x, matrix)
     builder.add(product, x)
     with pytest.raises(AssertionError, match="used after it was fused"):
         builder.add(x, product)
@@ -60,7 +68,7 @@ def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, 
         kind = rng.choice(["linear", "gelu", "norm", "add", "add"])
         if kind == "linear":  # the product itself may be fused to what follows, so only the sum is kept
             matrix = packed(draw(24, 24, seed=i) * 0.2, Type.BF16)
-            values.append(builder.linear(values[a], matrix, None) + values[b])
+            values.append(product_of(values[a], matrix) + values[b])
             exact.append(exact[a] @ matrix.unpack().double().t() + exact[b])
         elif kind == "add":
             values.append(values[a] + values[b])
@@ -97,46 +105,58 @@ def test_a_program_keeps_what_it_points_to(level: str) -> None:
     del scribble
 
 
-def test_a_program_stays_on_the_level_it_was_recorded_on(level: str) -> None:
-    """A KV cache's layout belongs to a level: changing it under a running engine must not matter."""
+def test_a_program_stays_on_the_level_it_was_recorded_on(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KV cache's layout belongs to a level: changing the default under a running engine must not matter."""
     matrix, x = packed(draw(33, 500), Type.BF16), draw(20, 500, dtype=torch.bfloat16)
     here = Product(matrix, torch.bfloat16, out_dtype=F32)
     expected = here(x)
-    set_level("portable")
+    monkeypatch.setenv("QUIRE_KERNELS", "portable")
     assert torch.equal(here(x), expected)
     there = Product(matrix, torch.bfloat16, out_dtype=F32)(x)
     assert torch.equal(there, expected) == (level == "portable")
 
 
 def test_two_threads_at_once(level: str) -> None:
-    """Calls take turns; meanwhile others run Python."""
+    """Calls on as many kernel threads take turns, others run side by side; meanwhile Python goes on."""
     cases = []
-    for i, (features, dtype) in enumerate([(64, F32), (200, torch.bfloat16), (33, F32)]):
-        product = Product(packed(draw(features, 90, seed=i), Type.I8), dtype)
+    for i, (features, dtype, count) in enumerate([(64, F32, 2), (200, torch.bfloat16, 2), (33, F32, 3)]):
         x = draw(37, 90, dtype=dtype, seed=i)
-        cases.append((product, x, product(x)))
+        with Threads(count):
+            product = Product(packed(draw(features, 90, seed=i), Type.I8), dtype)
+            cases.append((product, x, product(x)))
     wrong: list[int] = []
 
     def work(i: int) -> None:
         product, x, expected = cases[i]
-        wrong.extend(i for _ in range(60) if not torch.equal(product(x), expected))
+        for _ in range(60):
+            if not torch.equal(run(product.program, [x], product.width, product.dtype), expected):
+                wrong.append(i)
 
-    with Threads(2):
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-            assert not thread.is_alive()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
     assert not wrong
+
+
+def test_programs_keep_their_own_numbers_of_threads(level: str) -> None:
+    """Two engines in one process: what the second is given takes nothing from the first."""
+    matrix, x = packed(draw(300, 90), Type.F32), draw(20, 90)
+    with Threads(2):
+        first = Product(matrix, F32)
+    second = Product(matrix, F32)
+    assert (first.program.target, second.program.target) == (Target(level, 2), Target(level, 1))
+    assert torch.equal(first(x), second(x))
+    assert first.program.target.num_threads == 2
 
 
 FORK = """
 import os, signal, sys, threading, torch
 sys.path.insert(0, {here!r})
 from native_cases import Product, Type, draw, packed
-from quire.ops.native.library import set_num_threads
-set_num_threads(2)
+torch.set_num_threads(2)
 product, x = Product(packed(draw(512, 512), Type.F32), torch.float32), draw(64, 512)
 expected = product(x)
 stop = threading.Event()
@@ -217,8 +237,8 @@ def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, T
     builder, heads = ProgramBuilder(dtype), HeadShape(4, 2, 8)
     x = qkv = builder.input(64)
     for layer in range(num_layers):
-        qkv = builder.prepare(qkv, heads, Preparation(), layer=layer)
-        attended = builder.attend(qkv, heads, layer=layer, scale=1.0, window=None)
+        qkv = ops.prepare(qkv, heads, Preparation(), layer=layer)
+        attended = ops.attend(qkv, heads, Scoring(1.0), layer=layer)
     shape = NativeBackend().kv_cache_shape(4, 16, 2, 8)
     caches = [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]
     assert x is qkv
@@ -228,9 +248,9 @@ def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, T
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ids": torch.zeros(4, dtype=torch.int32)}, "contiguous int64, got torch.int32"),
-        ({"slots": torch.zeros(8, dtype=torch.int64)[::2]}, "contiguous int64"),
-        ({"block_tables": torch.zeros(2, 2, dtype=torch.int64).t()}, "contiguous int64"),
+        ({"ids": torch.zeros(4)}, "contiguous int32 .*, got torch.float32"),
+        ({"slots": torch.zeros(8, dtype=torch.int64)[::2]}, "contiguous int32"),
+        ({"block_tables": torch.zeros(2, 2, dtype=torch.int32).t()}, "contiguous int32"),
         ({"positions": torch.arange(5)}, "ids, positions and slots must be of one length"),
         ({"slots": torch.arange(3)}, "ids, positions and slots must be of one length"),
         ({"query_start_loc": torch.tensor([0, 4])}, "different numbers of sequences"),
@@ -274,26 +294,159 @@ def test_no_rows_no_step(level: str) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (lambda r, x: r.norm(x, torch.ones(63), None, 1e-5, subtract_mean=False), "expected 64 contiguous"),
-        (lambda r, x: r.norm(x, torch.ones(64), torch.ones(64).double(), 1e-5, subtract_mean=True), "expected 64"),
-        (lambda r, x: r.prepare(x, HeadShape(4, 4, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
-        (lambda r, x: r.prepare(x, HeadShape(4, 3, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
-        (lambda r, x: r.attend(x, HeadShape(4, 3, 8), layer=0, scale=1.0, window=None), "whole groups"),
-        (lambda r, x: r.attend(x, HeadShape(1, 1, 513), layer=0, scale=1.0, window=None), "head_dim is at most 512"),
-        (lambda r, x: r.prepare(x, HeadShape(4, 2, 8), Preparation(q_norm=torch.ones(4)), layer=0), "expected 8"),
+        (lambda x: ops.rms_norm(x, torch.ones(63), 1e-5), "expected 64 contiguous"),
+        (lambda x: ops.layer_norm(x, torch.ones(64), torch.ones(64).double(), 1e-5), "expected 64"),
+        (lambda x: ops.prepare(x, HeadShape(4, 4, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
+        (lambda x: ops.prepare(x, HeadShape(4, 3, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
+        (lambda x: ops.attend(x, HeadShape(4, 3, 8), Scoring(1.0), layer=0), "whole groups"),
+        (lambda x: ops.attend(x, HeadShape(1, 1, 513), Scoring(1.0), layer=0), "head_dim is at most 512"),
+        (lambda x: ops.attend(x, HeadShape(4, 2, 8), Scoring(1.0, sinks=torch.ones(2)), layer=0), r"sinks must be \[4"),
+        (lambda x: ops.prepare(x, HeadShape(4, 2, 8), Preparation(q_norm=torch.ones(4)), layer=0), "expected 8"),
         *(
-            (lambda r, x, t=table: r.prepare(x, HeadShape(4, 2, 8), Preparation(cos_sin=t), layer=0), "cos_sin must be")
+            (lambda x, t=table: ops.prepare(x, HeadShape(4, 2, 8), Preparation(cos_sin=t), layer=0), "cos_sin must be")
             for table in (torch.ones(9, 10), torch.ones(9, 8).double(), torch.ones(8, 9).t())
         ),
     ],
 )
-def test_recording_is_checked(level: str, record: Callable[[ProgramBuilder, Value], object], message: str) -> None:
+def test_recording_is_checked(level: str, record: Callable[[Any], object], message: str) -> None:
     builder = ProgramBuilder(F32)
     with pytest.raises(ValueError, match=message):
-        record(builder, builder.input(64))
+        record(builder.input(64))
+    x = builder.input(64)
+    for outputs in (x, [x + x, x], [value := x + x, value]):
+        with pytest.raises(ValueError, match="an output must be computed, and be there once"):
+            builder.finish(outputs)
 
 
-def test_plain_tables_cannot_be_looked_up_by_a_program(level: str) -> None:
-    ids: Any = StepIndex(ProgramBuilder(F32), by_position=False)
-    with pytest.raises(AssertionError, match="packed tables only"):
-        ops.embedding(ids, torch.ones(3, 4))
+# ---- host instructions, several outputs
+
+
+def test_plain_weights_are_multiplied_and_looked_up_between_native_parts(level: str) -> None:
+    """What no kernel reads is torch's: a layer whose weights are as in the checkpoint works in a program."""
+    table, weight, bias = draw(30, 24), draw(16, 24, seed=1), draw(16, seed=2)
+    builder = ProgramBuilder(F32)
+    rows = ops.embedding(recorded(builder.ids), table)
+    found: Any = ops.relu(ops.linear(ops.gelu(rows), weight, bias))
+    ids = torch.tensor([3, 29, 0, 3])
+    out = run(builder.finish(found), [], 16, F32, step(ids=ids))
+    expected = ops.relu(ops.linear(ops.gelu(ops.embedding(ids, table)), weight, bias))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(6))
+def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, seed: int) -> None:
+    """Random programs, with a host function in place of some operations, and with native kernels only."""
+
+    def made(with_host: bool) -> tuple[list[Tensor], Program]:
+        rng = random.Random(seed)
+        builder = ProgramBuilder(dtype)
+        values: list[Any] = [builder.input(24), builder.input(24)]
+        for _ in range(25):
+            a, b = rng.choice(values), rng.choice(values)
+            kind, host = rng.choice(["add", "scale", "two"]), rng.random() < 0.4
+            if kind == "add":
+                made = builder.host(lambda x, y: x + y, [a, b], [24]) if host and with_host else [a + b]
+            elif kind == "scale":
+                made = builder.host(lambda x: x * 0.5, [a], [24]) if host and with_host else [a * 0.5]
+            elif host and with_host:
+                made = builder.host(lambda x, y: (x * 0.25, y * 2.0), [a, b], [24, 24])
+            else:
+                made = [a * 0.25, b * 2.0]
+            values += made
+        taps = [values[9], values[-1]]
+        program = builder.finish(taps)
+        inputs = [draw(11, 24, dtype=dtype, seed=i) for i in range(2)]
+        outputs = [torch.full((11, 24), torch.nan, dtype=dtype) for _ in taps]
+        for _ in range(2):  # a second run finds nothing of the first
+            program.run([*inputs, *outputs])
+        assert all(torch.equal(x, draw(11, 24, dtype=dtype, seed=i)) for i, x in enumerate(inputs))
+        return outputs, program
+
+    (expected, _), (found, program) = made(False), made(True)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert expected[0].isfinite().all()
+    assert program.times()["host"] == 0
+
+
+def test_a_host_function_may_ask_for_the_step(level: str) -> None:
+    builder = ProgramBuilder(F32)
+
+    def function(x: Tensor, positions: Tensor, step: StepData) -> Tensor:
+        assert positions.dtype == step.slots.dtype == torch.int32
+        return x * positions[:, None] + step.slots[:, None]
+
+    inputs: list[Any] = [builder.input(6), builder.positions + 1]
+    [out] = builder.host(function, inputs, [6], wants_step=True)
+    program = builder.finish(out * 2.0)
+    program.times()
+    found = run(program, [GOOD + 1], 6, F32, step())
+    expected = (torch.tensor([1.0, 2, 3, 8]) + torch.tensor([16.0, 17, 18, 39])) * 2
+    assert torch.equal(found, expected[:, None].expand(4, 6))
+    assert program.times()["host"] > 0
+    assert program.times()["scale"] > 0
+    with pytest.raises(ValueError, match="needs a step"):
+        program.run([GOOD, GOOD])
+
+
+@pytest.mark.parametrize("result", [torch.zeros(4, 5), torch.zeros(3, 6), torch.zeros(4, 6).double()])
+def test_a_host_functions_result_is_checked(level: str, result: Tensor) -> None:
+    builder = ProgramBuilder(F32)
+    [out] = builder.host(lambda x: result, [builder.input(6)], [6])
+    with pytest.raises(
+        ValueError, match=r"a host function must return F32 \[4, 6\], got torch.float(32|64) \([34], [56]\)"
+    ):
+        builder.finish(out).run([GOOD, GOOD.clone()])
+
+
+def test_a_tap_is_not_fused_away(level: str) -> None:
+    builder, matrix = ProgramBuilder(F32), packed(draw(8, 8), Type.F32)
+    x = builder.input(8)
+    product = builder.keep(product_of(x, matrix))
+    program = builder.finish([product, product + x])
+    rows, tap, out = draw(5, 8), torch.empty(5, 8), torch.empty(5, 8)
+    program.run([rows, tap, out])
+    assert torch.equal(tap, Product(matrix, F32)(rows))
+    assert torch.equal(out, tap + rows)
+
+
+def test_kv_groups_have_steps_of_their_own(level: str) -> None:
+    """Two layers whose tokens lie in other blocks, of another size, equal two programs of one layer each."""
+    heads, rows = HeadShape(4, 2, 8), draw(4, 64)
+    other = step(slots=torch.tensor([40, 41, 42, 15]), block_tables=torch.tensor([[5, 0], [0, 1]]), block_size=8)
+    caches = [torch.zeros(NativeBackend().kv_cache_shape(8, size, 2, 8)) for size in (16, 8)]
+
+    def made(layers: list[tuple[int, int]]) -> Program:
+        builder = ProgramBuilder(F32)
+        outputs = []
+        for layer, group in layers:
+            qkv = ops.prepare(builder.input(64), heads, Preparation(), layer=layer, group=group)
+            outputs.append(ops.attend(qkv, heads, Scoring(1.0), layer=layer, group=group))
+        return builder.finish(outputs)
+
+    both = [torch.empty(4, 32) for _ in range(2)]
+    made([(0, 0), (1, 1)]).run([rows.clone(), rows.clone(), *both], [step(), other], Caches(caches, Type.F32))
+    for found, where, cache in zip(both, (step(), other), caches, strict=True):
+        out, fresh = torch.empty(4, 32), torch.zeros_like(cache)
+        made([(0, 0)]).run([rows.clone(), out], where, Caches([fresh], Type.F32))
+        assert torch.equal(out, found)
+        assert torch.equal(fresh, cache)
+    with pytest.raises(ValueError, match="has 2 KV groups, got steps of 1"):
+        made([(0, 0), (1, 1)]).run([rows, rows, *both], step(), Caches(caches, Type.F32))
+
+
+def test_more_slots_than_int32_can_count_are_refused(level: str) -> None:
+    program, qkv, out, _ = attending()
+    cache = torch.empty(1).expand(2**27 + 1, 1)  # blocks of 16 tokens
+    with pytest.raises(ValueError, match="are more than the 2147483648 slots that int32 can count"):
+        program.run([qkv, out], step(), Caches([cache], Type.F32))
+
+
+def test_both_integer_types_are_taken(level: str) -> None:
+    program, qkv, out, caches = attending()
+    program.run([qkv.clone(), out], step(), Caches(caches, Type.F32))
+    narrow = step(**{n: t.int() for n, t in vars(step()).items() if isinstance(t, Tensor)})
+    again = torch.zeros_like(out)
+    program.run([qkv.clone(), again], narrow, Caches(caches, Type.F32))
+    assert torch.equal(again, out)
+    assert all(narrow.__dict__[n] is t for n, t in vars(narrow).items())

@@ -9,8 +9,8 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix, Place
+from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import ProgramBuilder, StepIndex
 from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
 from quire.quantization.packed import Packed
@@ -130,7 +130,7 @@ def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> N
     index: Any = StepIndex(ProgramBuilder(F32), by_position=True)
     value: Any = native(index)
     [step] = value.builder._steps
-    assert (step.struct.offset, step.struct.by_position) == (2, 1)
+    assert (step.spec.offset, step.spec.by_position) == (2, 1)
     rows = packed(native).unpack()
     assert torch.equal(plain(torch.arange(9)), rows[2:])
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops.native.library import loaded_library, set_num_threads
+from quire.ops.native.library import Target, default_target
 from quire.sampling import SamplingState, native, prompt_logprobs, sample
 from quire.sampling_params import SamplingParams
 
@@ -113,9 +113,9 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 def test_native_and_numpy_are_equal_step_after_step(level, seed, vocab, dtype, num_rows, num_threads) -> None:
     logits, states, num_samples = batch(seed, vocab, dtype, num_rows)
     generator = np.random.default_rng(seed)
-    set_num_threads(num_threads)
+    target = Target(level, num_threads)
     for _ in range(3):
-        output = sample(logits, states, num_samples)
+        output = sample(logits, states, num_samples, target)
         assert output == in_numpy(sample, logits, states, num_samples)
         for row, state in enumerate(states):
             alone = sample(logits[row : row + 1], [state], num_samples[row : row + 1])
@@ -129,8 +129,7 @@ def test_native_and_numpy_are_equal_step_after_step(level, seed, vocab, dtype, n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_and_numpy_are_equal_at_the_size_of_a_real_vocabulary(level: str, dtype: torch.dtype) -> None:
     logits, states, num_samples = batch(5, 151_936, dtype, 40)
-    set_num_threads(2)
-    assert sample(logits, states, num_samples) == in_numpy(sample, logits, states, num_samples)
+    assert sample(logits, states, num_samples, Target(level, 2)) == in_numpy(sample, logits, states, num_samples)
 
 
 @settings(same_level, max_examples=40)
@@ -196,11 +195,11 @@ def test_ids_outside_the_logits_and_shapes_that_do_not_fit_are_refused() -> None
     assert sample(torch.zeros(2, 50), penalised, [1, 1]).errors == {}
     assert sample(torch.zeros(2, 40), penalised, [1, 1]).errors == {1: "IndexError while its token was chosen"}
     with pytest.raises(IndexError, match="vocabulary of 40"):
-        native.sample_rows(loaded_library(), torch.zeros(2, 40), penalised, [1, 1], [0, 1])
+        native.sample_rows(default_target(), torch.zeros(2, 40), penalised, [1, 1], [0, 1])
     with pytest.raises(IndexError, match="vocabulary of 40"):
         prompt_logprobs(torch.zeros(1, 40), [40], 2)
     states = make_states(2, 50)
-    compiled = loaded_library()
+    compiled = default_target()
     with pytest.raises(ValueError, match="rows"):
         native.sample_rows(compiled, torch.zeros(2, 50), states, [1, 1], [0, 2])
     with pytest.raises(ValueError, match="logits must be"):

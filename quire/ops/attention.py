@@ -1,6 +1,6 @@
-"""Paged attention in plain torch, exact by construction: one tile shape, one order.
+"""Paged attention: in plain torch, exact by construction, with one tile shape and one order; and recorded.
 
-Called by the reference attention backend, which cuts a step into the index tensors of `AttentionWork`. All products
+The reference attention backend cuts a step into the index tensors of `AttentionWork`. All products
 have QUERY_ROWS rows and KEY_TILE keys, and a query meets the key tiles (cut at absolute positions) in ascending order
 with an online softmax (arXiv:1805.02867) in fp32. A tile that a query cannot see changes nothing, bit for bit, so it
 does not matter which other queries or which surplus tiles are computed beside it. Knows no requests.
@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from quire.ops.native.builder import Value
+from quire.ops.native.structs import AttentionSpec, Op
+from quire.ops.rope import HeadShape
 
 QUERY_ROWS = 16  # rows of a query tile (more when one KV head serves more query heads); a multiple of 16 keeps
 # every tile aligned to a cache line
@@ -165,3 +169,41 @@ def _tile_product(a: Tensor, b: Tensor) -> Tensor:
     for head in range(a.shape[0]):  # a batch stride of 0 shares the tile without a copy, but only within one head
         torch.bmm(a[head].expand(num_items, -1, -1), b[head].expand(num_items, -1, -1), out=out[head])
     return out
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """From the product of a query and a key to its weight.
+
+    Attributes:
+        scale: factor on the products.
+        window: tokens that a query sees, its own included; None: all.
+        softcap: scores s become ``softcap * tanh(s / softcap)``.
+        sinks: [Hq], scores of one more key for each head, whose value is zero.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def attend(query: Value, heads: HeadShape, scoring: Scoring, *, layer: int, group: int = 0) -> Value:
+    """Record causal attention to a layer's cache: query [T, Hq D], or wider (what follows is not read), -> [T, Hq D].
+
+    layer, group: which of the run's caches, and which of its steps says where tokens lie in it.
+
+    Raises:
+        ValueError: heads or sinks that don't fit.
+    """
+    builder, sinks = query.builder, scoring.sinks
+    if sinks is not None and sinks.shape != (heads.num_heads,):
+        raise ValueError(f"sinks must be [{heads.num_heads}], got {tuple(sinks.shape)}")
+    spec = AttentionSpec(
+        heads=heads.spec(layer, group),
+        sinks=None if sinks is None else builder.address(sinks.float().contiguous()),
+        window=scoring.window or 0,
+        scale=scoring.scale,
+        softcap=scoring.softcap or 0.0,
+    )
+    return builder.append(Op.ATTENTION, spec, [query], heads.num_heads * heads.head_dim)

@@ -1,128 +1,13 @@
-// The kernels between the products: norms, embeddings, and what stands between the projections and attention.
-//
-// Each row is computed by itself, in fp32, and rounded once.
+// What stands between a merged projection and attention: norms of heads, rotation by position, the write to the cache.
 #pragma once
 
-#include "linear.h"
+#include "norm.h"
+#include "pack.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
 #endif
 
 namespace quire::QUIRE_NS {
-
-constexpr int64_t kRowsPerTask = 8;  // rows that are worth waking a thread for
-
-// Calls body(row) for every row, in parallel where there are many.
-template <class Body>
-void for_rows(int64_t num_rows, Context& context, const Body& body) {
-    context.pool.run(divide_up(num_rows, kRowsPerTask), [&](int64_t task, int) {
-        int64_t end = task * kRowsPerTask + kRowsPerTask;
-        for (int64_t row = task * kRowsPerTask; row < num_rows && row < end; row++) body(row);
-    });
-}
-
-template <class T>
-inline vf weight_or(const void* weight, int64_t i, int n, float otherwise) {
-    return weight ? load_n(static_cast<const T*>(weight) + i, n) : splat(otherwise);
-}
-
-// x -> (x - mean) / sqrt(variance + eps) * weight + bias, or without the mean and the bias; `out` may be x.
-template <class T, class Out>
-QUIRE_ONE_COPY void norm_row(const T* x, Out* out, int64_t size, const void* weight, const void* bias, float eps, bool subtract_mean) {
-    vf mean = vf{};
-    if (subtract_mean) {
-        vf sum = vf{};
-        for_vectors(size, [&](int64_t i, int n) { sum += load_n(x + i, n); });
-        mean = splat(hsum(sum) / float(size));
-    }
-    vf squares = vf{};
-    for_vectors(size, [&](int64_t i, int n) {
-        vf v = load_n(x + i, n) - mean;
-        if (n < kLanes && subtract_mean)  // the lanes beyond the end hold -mean
-            for (int j = n; j < kLanes; j++) v[j] = 0;
-        squares += v * v;
-    });
-    vf factor = splat(1.0f / __builtin_sqrtf(hsum(squares) / float(size) + eps));
-    for_vectors(size, [&](int64_t i, int n) {
-        vf v = (load_n(x + i, n) - mean) * factor * weight_or<T>(weight, i, n, 1.0f);
-        if (bias) v = v + load_n(static_cast<const T*>(bias) + i, n);
-        store_n(out + i, v, n);
-    });
-}
-
-template <class T>
-void norm_rows(const NormArgs& a, Context& context) {
-    for_rows(a.num_rows, context, [&](int64_t row) {
-        norm_row(static_cast<const T*>(a.x) + row * a.x_stride, static_cast<T*>(a.out) + row * a.out_stride, a.size, a.weight,
-                 a.bias, a.eps, a.subtract_mean);
-    });
-}
-
-inline void norm(const NormArgs& a, Context& context) {
-    a.type == Type::f32 ? norm_rows<float>(a, context) : norm_rows<bf16>(a, context);
-}
-
-template <class T>
-void embed_rows(const EmbeddingArgs& a, Context& context) {
-    const int64_t size = a.table.cols;
-    context.pool.run(divide_up(a.num_rows, kRowsPerTask), [&](int64_t task, int thread) {
-        float* row = context.thread_scratch[thread].get<float>(size);
-        for (int64_t t = task * kRowsPerTask; t < a.num_rows && t < (task + 1) * kRowsPerTask; t++) {
-            // An index beyond the table is the caller's fault; here it must not read foreign memory.
-            const int64_t index = a.indices[t] + a.offset;
-            if (index >= 0 && index < a.table.rows)
-                unpack_row(a.table, index, row);
-            else
-                std::memset(row, 0, size * sizeof(float));
-            T* out = static_cast<T*>(a.out) + t * a.out_stride;
-            for_vectors(size, [&](int64_t i, int n) { store_n(out + i, load_n(row + i, n), n); });
-        }
-    });
-}
-
-inline void embedding(const EmbeddingArgs& a, Context& context) {
-    a.type == Type::f32 ? embed_rows<float>(a, context) : embed_rows<bf16>(a, context);
-}
-
-inline void add_rows(const AddArgs& a, Context& context) {
-    for_rows(a.num_rows, context, [&](int64_t row) {
-        auto add = [&](auto zero) {
-            using T = decltype(zero);
-            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-            const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
-            T* out = static_cast<T*>(a.out) + row * a.out_stride;
-            for_vectors(a.size, [&](int64_t i, int n) { store_n(out + i, load_n(x + i, n) + load_n(y + i, n), n); });
-        };
-        a.type == Type::f32 ? add(float{}) : add(bf16{});
-    });
-}
-
-template <class T, Epilogue kFunction>
-void activate_rows(const ActivationArgs& a, Context& context) {
-    for_rows(a.num_rows, context, [&](int64_t row) {
-        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        T* out = static_cast<T*>(a.out) + row * a.out_stride;
-        for_vectors(a.size, [&](int64_t i, int n) {
-            vf v = load_n(x + i, n);
-            store_n(out + i, kFunction == Epilogue::silu_mul ? silu(v) * load_n(x + a.size + i, n) : activate<kFunction>(v), n);
-        });
-    });
-}
-
-template <class T>
-void activation_of(const ActivationArgs& a, Context& context) {
-    switch (a.function) {
-        case Epilogue::none: return activate_rows<T, Epilogue::none>(a, context);
-        case Epilogue::silu_mul: return activate_rows<T, Epilogue::silu_mul>(a, context);
-        case Epilogue::gelu: return activate_rows<T, Epilogue::gelu>(a, context);
-        case Epilogue::gelu_tanh: return activate_rows<T, Epilogue::gelu_tanh>(a, context);
-        case Epilogue::relu: return activate_rows<T, Epilogue::relu>(a, context);
-    }
-}
-
-inline void activation(const ActivationArgs& a, Context& context) {
-    a.type == Type::f32 ? activation_of<float>(a, context) : activation_of<bf16>(a, context);
-}
 
 constexpr int64_t kMaxHeadDim = 512;
 
@@ -198,7 +83,7 @@ QUIRE_ONE_COPY void prepare_row(const PrepareArgs& a, int64_t t, bool write_valu
         const void* weight = is_value ? nullptr : is_key ? a.k_norm : a.q_norm;
         if (!weight && !angles && h < a.num_heads) continue;
         if (weight)
-            norm_row(row, x, dim, weight, nullptr, a.eps, false);
+            norm_row(row, x, dim, {weight, nullptr, a.eps, false, a.plus_one});
         else
             for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(row + i, n), n); });
         if (angles && !is_value) rotate(x, angles, a.rotary_dim);

@@ -1,0 +1,29 @@
+"""Rows of a table, by token id or by position."""
+
+from torch import Tensor
+
+from quire.ops.native.builder import StepIndex, Value
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.structs import EmbeddingSpec, Op
+from quire.ops.table import op
+
+
+@op
+def embedding(ids: Tensor, table: Tensor | PackedMatrix) -> Tensor:
+    """Rows of `table`: [T] integers, [V, H] -> [T, H].
+
+    Raises:
+        IndexError: an id that the table has no row for. (A native program answers with zeros.)
+    """
+    assert isinstance(table, Tensor), "packed weights are looked up by recorded programs only"
+    return table.index_select(0, ids)
+
+
+@embedding.native
+def _build(ids: StepIndex, table: Tensor | PackedMatrix) -> Value:
+    builder = ids.builder
+    if isinstance(table, Tensor):  # as the checkpoint has it: by torch, between two parts of the program
+        [out] = builder.host(lambda rows: embedding.reference(rows, table), [ids], [table.shape[1]], table.dtype)
+        return out
+    spec = EmbeddingSpec(builder.matrix(table), ids.offset, ids.by_position)
+    return builder.append(Op.EMBEDDING, spec, [], table.cols)

@@ -1,0 +1,56 @@
+"""Products with a matrix of weights: the reference in plain torch, and the packed matrices of the native kernels."""
+
+import torch
+from torch import Tensor
+
+from quire.ops.native.builder import Value
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.structs import TYPE_OF, LinearSpec, Op
+from quire.ops.table import op
+
+ROW_TILE = 32  # rows of every matrix product: one shape, hence one order of summation
+_ALIGNMENT = 64  # bytes; a GEMM may choose another path for rows that start elsewhere
+
+
+@op
+def linear(
+    x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x @ weight.T + bias``: [M, K], [N, K], [N] -> [M, N], in the dtype of `weight` or in `out_dtype`.
+
+    Each tile of ROW_TILE rows is one product; the last is padded with zero rows.
+    """
+    assert isinstance(weight, Tensor), "packed weights are multiplied by recorded programs only"
+    num_rows, num_features = x.shape
+    num_tiles = -(-num_rows // ROW_TILE)
+    out = x.new_empty(num_tiles * ROW_TILE, weight.shape[0])
+    x = x.contiguous()
+    if x.data_ptr() % _ALIGNMENT:
+        x = x.clone()
+    transposed = weight.t()
+    for start in range(0, num_rows, ROW_TILE):
+        tile = x[start : start + ROW_TILE]
+        if tile.shape[0] < ROW_TILE:
+            padded = x.new_zeros(ROW_TILE, num_features)
+            padded[: tile.shape[0]] = tile
+            tile = padded
+        torch.mm(tile, transposed, out=out[start : start + ROW_TILE])
+    out = out[:num_rows]
+    out = out if bias is None else out.add_(bias)
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+@linear.native
+def _build(
+    x: Value, weight: Tensor | PackedMatrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Value:
+    if isinstance(weight, Tensor):  # as the checkpoint has it: by torch, between two parts of the program
+        [out] = x.builder.host(
+            lambda rows: linear.reference(rows, weight, bias, out_dtype), [x], [weight.shape[0]], out_dtype
+        )
+        return out
+    if x.width != weight.cols:
+        raise ValueError(f"a matrix [{weight.rows}, {weight.cols}] can't multiply rows of {x.width}")
+    builder = x.builder
+    spec = LinearSpec(weight=builder.matrix(weight), bias=builder.vector(bias, weight.rows))
+    return builder.append(Op.LINEAR, spec, [x], weight.rows, None if out_dtype is None else TYPE_OF[out_dtype])

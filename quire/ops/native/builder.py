@@ -1,0 +1,318 @@
+"""Records a model's forward pass as a native program: kernel calls, listed once and then run in one call a step.
+
+Recording runs the model's own `forward` with `Value`s in place of tensors: each operation of `quire.ops` appends itself
+to the `ProgramBuilder` that the value belongs to. Neighbours are fused where a kernel does both (a product with the
+activation or the residual sum after it). What no kernel does is a host instruction: a function in torch, between two
+parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the `Program`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.ops.native.library import Target, default_target
+from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.program import HostCall, NativePart, Part, Plan, Program, StepInput
+from quire.ops.native.structs import (
+    DTYPE_OF,
+    SPEC_FIELD,
+    TYPE_OF,
+    BufferStruct,
+    ElementwiseSpec,
+    Epilogue,
+    InstructionStruct,
+    LinearSpec,
+    MatrixStruct,
+    Op,
+    Spec,
+    Type,
+    check_layout,
+)
+
+
+@dataclass(frozen=True)
+class StepIndex:
+    """In place of the tensor of token ids, or of positions plus an offset."""
+
+    builder: "ProgramBuilder"
+    by_position: bool
+    offset: int = 0
+
+    def __add__(self, offset: int) -> "StepIndex":
+        return StepIndex(self.builder, self.by_position, self.offset + offset)
+
+
+class Value:
+    """In place of an activation [T, width], T being the step's number of tokens."""
+
+    def __init__(self, builder: "ProgramBuilder", width: int, type: Type) -> None:
+        self.builder = builder
+        self.width = width
+        self.type = type
+        self.kept = False  # somebody else wants it too: it is not fused into what follows
+        self.fused = False  # no longer computed: only what followed it is
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return DTYPE_OF[self.type]
+
+    def __add__(self, other: "Value") -> "Value":
+        return self.builder.add(self, other)
+
+    def __mul__(self, factor: float) -> "Value":
+        return self.builder.scale(self, factor)
+
+    __rmul__ = __mul__
+
+
+def recorded(value: Value | StepIndex) -> Tensor:
+    """The value, for code that says Tensor and only hands it on: layers are written for tensors."""
+    return cast(Tensor, cast(Any, value))
+
+
+@dataclass
+class NativeStep:
+    """An instruction whose buffers are still values; in place where it writes what it reads."""
+
+    op: Op
+    spec: Spec
+    reads: list[Value]
+    writes: Value
+
+    def values(self) -> list[Value]:
+        return [*self.reads, self.writes]
+
+    def struct(self, number: dict[int, int]) -> InstructionStruct:
+        inputs = [number[id(value)] for value in self.reads]
+        struct = InstructionStruct(op=self.op, output=number[id(self.writes)])
+        struct.inputs[:] = [*inputs, *[-1] * (2 - len(inputs))]
+        setattr(struct.spec, SPEC_FIELD[type(self.spec)], self.spec)
+        return struct
+
+
+@dataclass
+class HostStep:
+    """A function in torch, between two native parts."""
+
+    function: Callable[..., Any]
+    reads: list[Value | StepIndex]
+    writes: list[Value]
+    wants_step: bool
+
+    def values(self) -> list[Value]:
+        return [*(value for value in self.reads if isinstance(value, Value)), *self.writes]
+
+    def call(self, number: dict[int, int], done: tuple[int, ...]) -> HostCall:
+        inputs = tuple(
+            StepInput(value.by_position, value.offset) if isinstance(value, StepIndex) else number[id(value)]
+            for value in self.reads
+        )
+        return HostCall(self.function, inputs, tuple(number[id(v)] for v in self.writes), self.wants_step, done)
+
+
+class ProgramBuilder:
+    """Collects the instructions of one program.
+
+    Args:
+        dtype: of activations, vectors and biases; float32 or bfloat16.
+        target: the level and the threads that the program will run on; default: `default_target`.
+    """
+
+    def __init__(self, dtype: torch.dtype, target: Target | None = None) -> None:
+        check_layout()
+        self.type = TYPE_OF[dtype]
+        self.dtype = dtype
+        self.target = target or default_target()
+        self._steps: list[NativeStep | HostStep] = []
+        self._inputs: list[Value] = []
+        self._held: list[object] = []  # tensors that instructions point to
+
+    @property
+    def ids(self) -> StepIndex:
+        """In place of the token ids [T]."""
+        return StepIndex(self, by_position=False)
+
+    @property
+    def positions(self) -> StepIndex:
+        """In place of the positions [T]."""
+        return StepIndex(self, by_position=True)
+
+    def input(self, width: int, dtype: torch.dtype | None = None) -> Value:
+        """An activation that the caller brings to each run."""
+        value = Value(self, width, self.type if dtype is None else TYPE_OF[dtype])
+        self._inputs.append(value)
+        return value
+
+    def keep(self, value: Value) -> Value:
+        """The value, which is to be an output beside what follows from it (a tap): nothing is fused into it."""
+        value.kept = True
+        return value
+
+    def append(self, op: Op, spec: Spec, reads: list[Value], width: int, type: Type | None = None) -> Value:
+        """Record an instruction; returns its result, in the activations' type where no other is named."""
+        return self._append(NativeStep(op, spec, reads, Value(self, width, self.type if type is None else type)))
+
+    def append_in_place(self, op: Op, spec: Spec, value: Value) -> Value:
+        """Record an instruction that changes `value`."""
+        return self._append(NativeStep(op, spec, [value], value))
+
+    def host(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Value | StepIndex],
+        widths: Sequence[int],
+        dtype: torch.dtype | None = None,
+        *,
+        wants_step: bool = False,
+    ) -> list[Value]:
+        """Record a function that torch carries out: ``function(*tensors) -> tensor``, or a tuple of them.
+
+        It is given a tensor [T, width] for each value and one int32 [T] for each index, which it must not write to, and
+        returns one [T, width] for each of `widths`, in `dtype` (default: the activations'). A row of the result must
+        be a function of that row alone, as of any operation.
+
+        wants_step: it is also given the step, as the keyword ``step``: a `StepData`.
+        """
+        type = self.type if dtype is None else TYPE_OF[dtype]
+        step = HostStep(function, list(inputs), [Value(self, width, type) for width in widths], wants_step)
+        self._check_alive(step)
+        self._steps.append(step)
+        return step.writes
+
+    def add(self, x: Value, y: Value) -> Value:
+        """The sum of two activations; `x` is best the product that was just recorded."""
+        product = self.fusible_product(x)
+        if product is not None and y is not x and y.type == self.type:
+            product.reads.append(y)
+            return self.fuse(product, x.width)
+        return self.append(Op.ADD, ElementwiseSpec(x.width), [x, y], x.width, x.type)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """``x * factor``."""
+        return self.append(Op.SCALE, ElementwiseSpec(x.width, factor), [x], x.width, x.type)
+
+    def fusible_product(self, x: Value) -> NativeStep | None:
+        """The product that made `x`, if it is the latest step and nothing has been fused to it yet."""
+        step = self._steps[-1] if self._steps else None
+        if not isinstance(step, NativeStep) or step.writes is not x or not isinstance(step.spec, LinearSpec):
+            return None
+        whole = len(step.reads) == 1 and step.spec.epilogue == Epilogue.NONE
+        return step if whole and x.type == self.type and not x.kept else None
+
+    def fuse(self, product: NativeStep, width: int) -> Value:
+        """The result of a product that has just been given more to do; what it made before is gone."""
+        product.writes.fused = True
+        product.writes = Value(self, width, self.type)
+        self._check_alive(product)
+        return product.writes
+
+    def matrix(self, matrix: PackedMatrix) -> MatrixStruct:
+        """For a spec; the program keeps the matrix."""
+        self._held.append(matrix)
+        return matrix.struct()
+
+    def vector(self, vector: Tensor | None, size: int) -> int | None:
+        """The address of `size` numbers in the activations' type, for a spec; the program keeps them.
+
+        Raises:
+            ValueError: another size, type or layout.
+        """
+        if vector is None:
+            return None
+        if vector.dtype != self.dtype or vector.numel() != size or not vector.is_contiguous():
+            raise ValueError(f"expected {size} contiguous {self.dtype}, got {vector.dtype} {tuple(vector.shape)}")
+        return self.address(vector)
+
+    def address(self, tensor: Tensor) -> int:
+        """Of a tensor's first element, for a spec; the program keeps the tensor."""
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def finish(self, outputs: Value | Sequence[Value]) -> Program:
+        """The program that computes `outputs`, one or several.
+
+        Raises:
+            ValueError: an output that is an input, or there twice.
+        """
+        outputs = [outputs] if isinstance(outputs, Value) else list(outputs)
+        bound = [*self._inputs, *outputs]
+        if len({id(value) for value in bound}) < len(bound):
+            raise ValueError("an output must be computed, and be there once")
+        assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
+        return Program(_plan(self._steps, bound), self.dtype, self.target, self._held)
+
+    def _append(self, step: NativeStep) -> Value:
+        self._check_alive(step)
+        self._steps.append(step)
+        return step.writes
+
+    def _check_alive(self, step: NativeStep | HostStep) -> None:
+        assert not any(value.fused for value in step.values()), "a value was used after it was fused into another"
+
+
+def _plan(steps: list[NativeStep | HostStep], bound: list[Value]) -> Plan:
+    """Number the buffers: first those that the caller brings, then what host functions touch; the rest is reused."""
+    shared = {id(value): value for value in bound}
+    for step in steps:
+        if isinstance(step, HostStep):
+            shared |= {id(value): value for value in step.values()}
+    number = {key: i for i, key in enumerate(shared)}
+    buffers = [BufferStruct(value.width, value.type, True) for value in shared.values()]
+    _assign_own(steps, number, buffers)
+    return Plan(
+        [step.struct(number) for step in steps if isinstance(step, NativeStep)],
+        buffers,
+        _parts(steps, number, len(bound), len(shared)),
+        num_bound=len(bound),
+    )
+
+
+def _assign_own(steps: list[NativeStep | HostStep], number: dict[int, int], buffers: list[BufferStruct]) -> None:
+    """Give the values that only kernels touch buffers of the program's own, each reused once its value is done with."""
+    num_shared = len(buffers)
+    last_use = {id(value): i for i, step in enumerate(steps) for value in step.values()}
+    free: dict[tuple[int, Type], list[int]] = {}
+    for i, step in enumerate(steps):
+        for value in step.values():
+            if id(value) not in number:
+                kind = (value.width, value.type)
+                if not free.get(kind):
+                    buffers.append(BufferStruct(value.width, value.type, False))
+                    free[kind] = [len(buffers) - 1]
+                number[id(value)] = free[kind].pop()
+        for value in {id(v): v for v in step.values()}.values():
+            if last_use[id(value)] == i and number[id(value)] >= num_shared:
+                free.setdefault((value.width, value.type), []).append(number[id(value)])
+
+
+def _parts(steps: list[NativeStep | HostStep], number: dict[int, int], num_bound: int, num_shared: int) -> list[Part]:
+    """The steps as native parts with host calls between them, and when the buffers that they share come and go."""
+    passing = range(num_bound, num_shared)
+    last_use = {number[id(value)]: i for i, step in enumerate(steps) for value in step.values()}
+    parts: list[Part] = []
+    made: set[int] = set()  # buffers that are there, or were
+    fresh: list[int] = []  # of the part that is being collected
+    gone: set[int] = set()
+    first = last = 0
+    for i, step in enumerate(steps):
+        if isinstance(step, NativeStep):
+            last += 1
+            written = number[id(step.writes)]
+            if written in passing and written not in made:
+                made.add(written)
+                fresh.append(written)
+            continue
+        if last > first:
+            parts.append(NativePart(first, last, tuple(fresh)))
+            first, fresh = last, []
+        made |= {number[id(value)] for value in step.writes}
+        done = {n for n in passing if last_use[n] <= i} - gone
+        parts.append(step.call(number, tuple(sorted(done))))
+        gone |= done
+    if last > first or not parts:
+        parts.append(NativePart(first, last, tuple(fresh)))
+    return parts

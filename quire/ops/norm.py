@@ -1,0 +1,77 @@
+"""RMSNorm and LayerNorm over the last dimension, alone or after the addition to the residual stream."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.native.builder import Value
+from quire.ops.native.structs import NormSpec, Op
+from quire.ops.rows import in_blocks
+from quire.ops.table import op
+
+
+@op
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once (arXiv:1910.07467).
+
+    plus_one: multiply with ``1 + weight`` instead, summed in fp32 (Gemma).
+    """
+    wide_weight = weight.float() + 1.0 if plus_one else weight.float()
+
+    def norm(rows: Tensor) -> Tensor:
+        wide = rows.float()
+        scale = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_()
+        return (wide / scale).mul_(wide_weight)
+
+    return in_blocks(norm, x.shape[-1], x)
+
+
+@op
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm of ``x + residual``, and that sum: the residual stream's next value."""
+    total = x + residual
+    return rms_norm.reference(total, weight, eps, plus_one), total
+
+
+@op
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (arXiv:1607.06450)."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@op
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of ``x + residual``, and that sum."""
+    total = x + residual
+    return layer_norm.reference(total, weight, bias, eps), total
+
+
+@rms_norm.native
+def _build_rms(x: Value, weight: Tensor, eps: float, plus_one: bool = False) -> Value:
+    spec = NormSpec(weight=x.builder.vector(weight, x.width), size=x.width, eps=eps, plus_one=plus_one)
+    return x.builder.append(Op.NORM, spec, [x], x.width)
+
+
+@layer_norm.native
+def _build_layer(x: Value, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
+    vectors = {"weight": x.builder.vector(weight, x.width), "bias": x.builder.vector(bias, x.width)}
+    return x.builder.append(Op.NORM, NormSpec(size=x.width, eps=eps, subtract_mean=True, **vectors), [x], x.width)
+
+
+@add_rms_norm.native
+def _build_add_rms(
+    x: Value, residual: Value, weight: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Value, Value]:
+    total = x + residual
+    return _build_rms(total, weight, eps, plus_one), total
+
+
+@add_layer_norm.native
+def _build_add_layer(
+    x: Value, residual: Value, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Value, Value]:
+    total = x + residual
+    return _build_layer(total, weight, bias, eps), total
