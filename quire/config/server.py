@@ -63,6 +63,11 @@ class ServerArgs:
     trust_request_chat_template: bool = option(False, "Let requests bring chat templates of their own.")
     response_role: str = option("assistant", "Role of the messages that the server writes.")
     return_tokens_as_token_ids: bool = option(False, "Show tokens in logprobs as 'token_id:ID', not as text.")
+    max_answer_entries: int = option(
+        5_000_000,
+        "Most tokens, and alternatives to them, that the answer to a request may hold with ids or logprobs.",
+        1,
+    )
     max_body_bytes: int = option(16 * 2**20, "Largest body of a request, in bytes.", 1)
     engine: Literal["process", "thread"] = option("process", "Where the engine computes: its own process, or a thread.")
     step_timeout: float = option(

@@ -148,14 +148,14 @@ class Batch:
     """Answers lines by the server's services."""
 
     def __init__(self, state: "ServerState") -> None:
-        from quire.entrypoints.server.chat import ChatService
+        from quire.entrypoints.server.chat import chat_service
         from quire.entrypoints.server.chat_request import ChatCompletionRequest
         from quire.entrypoints.server.completion_request import CompletionRequest
-        from quire.entrypoints.server.completions import CompletionService
+        from quire.entrypoints.server.completions import completion_service
 
         self._routes: dict[str, tuple[Callable[..., Any], Any]] = {
-            "/v1/completions": (CompletionRequest.model_validate, CompletionService(state)),
-            "/v1/chat/completions": (ChatCompletionRequest.model_validate, ChatService(state)),
+            "/v1/completions": (CompletionRequest.model_validate, completion_service(state)),
+            "/v1/chat/completions": (ChatCompletionRequest.model_validate, chat_service(state)),
         }
 
     async def answer(self, line: bytes) -> Answer:
@@ -173,7 +173,7 @@ class Batch:
             answer.error = {"code": "invalid_line", "message": f"this line is no request of a batch: {error}"}
             return answer
         try:
-            status, body = 200, msgspec.json.encode(await self._create(request, number))
+            status, body = 200, b"".join(await self._create(request, number))
         except EngineDeadError:
             raise
         except Exception as error:  # whatever it is, it is this request's alone
@@ -182,7 +182,7 @@ class Batch:
         answer.response = {"status_code": status, "request_id": number, "body": msgspec.Raw(body)}
         return answer
 
-    async def _create(self, request: Request, request_id: str) -> Any:
+    async def _create(self, request: Request, request_id: str) -> list[bytes]:
         if request.method != "POST" or request.url not in self._routes:
             urls = " and ".join(self._routes)
             raise InvalidRequestError(f"a batch takes POST to {urls}, not {request.method} to {request.url}.", "url")

@@ -22,6 +22,7 @@ from quire.entrypoints.server.info_requests import (
     TokenizerInfo,
     Version,
 )
+from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
@@ -72,13 +73,11 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
 
 
 async def _render(body: TokenizeRequest, state: ServerState) -> str:
-    if body.chat_template is not None and not state.args.trust_request_chat_template:
-        raise InvalidRequestError("this server takes no chat templates from requests; leave it out.", "chat_template")
-    return await state.llm.render_chat(
+    return await conversation_text(
+        state,
         [message.model_dump(exclude_unset=True) for message in body.messages],
+        chat_template=body.chat_template,
         tools=body.tools,
-        chat_template=body.chat_template or state.args.chat_template,
-        trusted=body.chat_template is None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,

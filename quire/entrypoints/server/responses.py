@@ -10,8 +10,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 import quire
-from quire.errors import OverloadedError
-from quire.outputs import CompletionOutput, Logprob
+from quire.outputs import Logprob
 
 SYSTEM_FINGERPRINT = f"quire-{quire.__version__}"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -138,12 +137,6 @@ class ChatChunk(Struct):
 
 
 encode = msgspec.json.Encoder().encode
-
-
-def check_ending(part: CompletionOutput) -> None:
-    """Raise for a sequence that was ended from outside; one that failed is AsyncLLM's to tell."""
-    if part.finish_reason == "abort":
-        raise OverloadedError("the request was ended before it was complete, as the server is stopping; send it again.")
 
 
 def token_name(token_id: int, text: str | None, as_id: bool) -> str:

@@ -5,7 +5,7 @@ The services call it before anything is queued, so that a request breaks a rule 
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from quire.engine.input_processor import TokensPrompt
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
 from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from quire.text.tokenizer import Tokenizer
@@ -99,6 +100,41 @@ def seeded(params: SamplingParams) -> SamplingParams:
     if params.sampling_type != SamplingType.RANDOM:
         return params
     return msgspec.structs.replace(params, seed=secrets.randbits(64))
+
+
+def check_size(
+    body: CompletionRequest | ChatCompletionRequest, params: SamplingParams, lengths: Sequence[int], state: ServerState
+) -> None:
+    """Check what the answer may hold at most: so many tokens with their ids or logprobs, each alternative counted.
+
+    The text of tokens that the engine draws is free: to draw them costs more. `lengths`: the prompts' tokens.
+
+    Raises:
+        InvalidRequestError: more than the server's max_answer_entries.
+    """
+    model, is_chat = state.llm.config.model, isinstance(body, ChatCompletionRequest)
+    each = _alternatives(params.logprobs, model.vocab_size)
+    of_prompt = _alternatives(body.prompt_logprobs, model.vocab_size) + bool(body.return_token_ids)
+    if not is_chat:  # for each of its choices
+        of_prompt = params.n * (of_prompt + (max(1, each) if body.echo else 0))
+    of_output = params.n * (each + bool(body.return_token_ids))
+    rooms = (min(params.max_tokens or model.max_model_len, model.max_model_len - length) for length in lengths)
+    num_entries = sum(lengths) * of_prompt + sum(rooms) * of_output
+    if num_entries <= (most := state.args.max_answer_entries):
+        return
+    top = "top_logprobs" if is_chat else "logprobs"
+    param = "n" if params.n > 1 else top if each > of_prompt else "prompt_logprobs"
+    raise InvalidRequestError(
+        f"the answer could hold {num_entries} tokens and alternatives to them (prompts x n x tokens x logprobs: "
+        f"{len(lengths)} prompts of {sum(lengths)} tokens, n = {params.n}), and {most} is the most that this server "
+        f"gives at once. Lower n, max_tokens, {top} or prompt_logprobs, or send fewer prompts.",
+        param,
+    )
+
+
+def _alternatives(num_logprobs: int | None, vocab_size: int) -> int:
+    """Entries for a token of which so many logprobs are shown."""
+    return 0 if num_logprobs is None else 1 + (vocab_size if num_logprobs == -1 else num_logprobs)
 
 
 def _check_stream(body: GenerationRequest) -> None:

@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 class Service(Protocol[_Body]):
     """What answers one kind of request."""
 
-    async def create(self, body: _Body, request_id: str) -> msgspec.Struct: ...
+    async def create(self, body: _Body, request_id: str) -> list[bytes]: ...
     def stream(self, body: _Body, request_id: str) -> AsyncGenerator[bytes, None]: ...
 
 
@@ -49,7 +49,7 @@ async def respond(request: Request, service: Service[_Body], body: _Body) -> Res
         answer = await while_connected(request.receive, service.create(body, request_id))
         if answer is None:
             return Response(status_code=499)  # for the log: nobody reads it
-        response = Response(encode(answer), media_type="application/json")
+        response = JsonParts(answer)
     warn_client(response, body)
     return response
 
@@ -57,6 +57,23 @@ async def respond(request: Request, service: Service[_Body], body: _Body) -> Res
 def event(data: msgspec.Struct) -> bytes:
     """One event."""
     return b"data: %b\n\n" % encode(data)
+
+
+class JsonParts(Response):
+    """A JSON text in several parts, each of which is one send: nobody needs it in one piece."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"content-length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for place, part in enumerate(self._parts, 1):
+            await send({"type": "http.response.body", "body": part, "more_body": place < len(self._parts)})
 
 
 class EventStream(Response):

@@ -25,7 +25,7 @@ class FakeService:
 
     async def create(self, body: Any, request_id: str) -> Any:
         self._fail(body)
-        return {"id": request_id, "model": body.model}
+        return [msgspec.json.encode({"id": request_id, "model": body.model})]
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
             case "deadly":
                 raise EngineDeadError("the engine died.")
 
-    monkeypatch.setattr("quire.entrypoints.server.chat.ChatService", FakeService)
-    monkeypatch.setattr("quire.entrypoints.server.completions.CompletionService", FakeService)
+    monkeypatch.setattr("quire.entrypoints.server.chat.chat_service", FakeService)
+    monkeypatch.setattr("quire.entrypoints.server.completions.completion_service", FakeService)
     return Batch(fail)  # type: ignore[arg-type]
 
 

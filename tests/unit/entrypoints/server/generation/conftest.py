@@ -15,8 +15,8 @@ from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.app import build_app
-from quire.entrypoints.server.chat import ChatService
-from quire.entrypoints.server.completions import CompletionService
+from quire.entrypoints.server.chat import chat_service
+from quire.entrypoints.server.completions import completion_service
 from quire.entrypoints.server.state import ServerState
 from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
 from quire.protocol.stats import EngineStats
@@ -141,8 +141,8 @@ class Server:
             AsyncOptions(max_num_queued_reqs=queued),
         )
         self.state = ServerState(self.llm, ServerArgs(**options), ["demo", "alias"])
-        self.completions = CompletionService(self.state)
-        self.chat = ChatService(self.state)
+        self.completions = completion_service(self.state)
+        self.chat = chat_service(self.state)
         self.app = build_app(self.state)
 
     @property

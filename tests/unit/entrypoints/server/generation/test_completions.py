@@ -1,15 +1,19 @@
 """/v1/completions: the shapes of answers and streams, echo and logprobs, several prompts, and what fails on its way."""
 
 import asyncio
+import json
 import logging
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.entrypoints.server import service
 from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.dialects.completions import CompletionWriter, _LogprobWriter
 from quire.errors import OverloadedError
 from quire.protocol.step import NO_TOKEN_LEFT
 from quire.text.tokenizer import Tokenizer
@@ -101,7 +105,7 @@ def test_several_prompts_run_at_once(server: Any) -> None:
         while len(server.core.requests) < 40:
             await asyncio.sleep(0.001)
         server.core.go_on.set()
-        assert len((await task).choices) == 40
+        assert len(json.loads(b"".join(await task))["choices"]) == 40
         assert server.core.aborted == []
 
     asyncio.run(run())
@@ -196,6 +200,71 @@ def test_logprobs(client: TestClient, parsed: Any) -> None:
     chunks = stream(client, parsed, logprobs=2)
     for key, values in logprobs.items():
         assert [v for chunk in chunks for v in chunk["choices"][0]["logprobs"][key]] == values
+
+
+AMPLIFIED = {"prompt": [[5] * 60] * 3, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 1}
+
+
+def test_an_answers_size_is_bounded(make_server: Callable[..., Any]) -> None:
+    """Prompts x n x tokens x logprobs: 3 prompts of 60 tokens, 16 times, 21 entries each, and 48 more tokens."""
+    size = (3 * 60 + 3) * 16 * 21
+    server = make_server(max_answer_entries=size)
+    with TestClient(server.app) as client:
+        assert client.post(PATH, json=AMPLIFIED).status_code == 200
+        for more in ({"n": 17}, {"max_tokens": 2}, {"return_token_ids": True}, {"prompt_logprobs": 0}):
+            answer = client.post(PATH, json=AMPLIFIED | more)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n"), more
+            assert f"{size} is the most" in answer.json()["error"]["message"]
+        for body, param in (({"logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")):
+            plain = {"prompt": [[5] * 60] * 100, "max_tokens": 40}
+            assert client.post(PATH, json=plain | body).json()["error"]["param"] == param
+            assert client.post(PATH, json=plain).status_code == 200, "text is free: to draw it costs more"
+    assert len(server.core.requests) == 3 + 200
+
+
+def test_echoed_entries_are_made_once_for_a_prompt(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    write = _LogprobWriter.write
+
+    def noted(self: Any, token_ids: list[int], *args: Any) -> Any:
+        tokens.extend(token_ids)
+        return write(self, token_ids, *args)
+
+    monkeypatch.setattr(_LogprobWriter, "write", noted)
+    choices = post(client, **AMPLIFIED)["choices"]
+    assert len(choices) == 48
+    assert len(tokens) == 3 * 60 + 48
+    assert all(
+        choice["logprobs"]["text_offset"][0] == 0 and len(choice["logprobs"]["tokens"]) == 61 for choice in choices
+    )
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_large_answers_are_written_off_the_loop(
+    client: TestClient, parsed: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """In parts, so that the thread that encodes them never holds the interpreter for long; and they are the same."""
+    threads: set[str] = set()
+    choice = CompletionWriter.choice
+
+    def noted(self: Any, delta: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return choice(self, delta)
+
+    small = [post(client, **AMPLIFIED | {"prompt": [5] * 60, "n": 1}) for _ in range(2)]
+    monkeypatch.setattr(service, "_PART", 50_000)
+    monkeypatch.setattr(CompletionWriter, "choice", noted)
+    if streams:
+        choices = [c for chunk in stream(client, parsed, **AMPLIFIED) for c in chunk["choices"]]
+        assert len({c["index"] for c in choices}) == 48
+    else:
+        answer = client.post(PATH, json=AMPLIFIED)
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        choices = answer.json()["choices"]
+        assert list(answer.json()) == list(small[0])
+        assert [c["index"] for c in choices] == list(range(48))
+    assert choices[0]["logprobs"] == small[0]["choices"][0]["logprobs"]
+    assert all(name.startswith("asyncio") for name in threads), threads
 
 
 def test_no_alternatives(client: TestClient) -> None:

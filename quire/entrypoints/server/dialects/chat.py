@@ -1,0 +1,172 @@
+"""The dialect of /v1/chat/completions: a conversation, which the chat template writes as a prompt.
+
+`TurnService` calls it. What it writes is OpenAI's, with vLLM's additions (`responses`).
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET, Struct
+
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.prompts import conversation_text, template_of
+from quire.entrypoints.server.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    bounded,
+    bounded_entries,
+    token_name,
+)
+from quire.entrypoints.server.sampling import chat_params, check_size, fitted_prompt
+from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
+from quire.errors import InvalidRequestError
+from quire.outputs import Logprob, RequestOutput
+
+# Variables of some templates, and the value that asks a template without them for nothing.
+_VARIABLES = {"reasoning_effort": "none", "verbosity": "medium"}
+
+
+class ChatDialect:
+    """Reads chat requests."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._llm = state.llm
+
+    async def read(self, body: ChatCompletionRequest, request_id: str) -> "tuple[TurnRequest, ChatWriter]":
+        """See `Dialect.read`."""
+        request_id = body.request_id or request_id
+        self._state.unknown_fields.note(body)
+        model = self._state.check_model(body.model)
+        params = chat_params(body, self._llm)
+        prompt = await fitted_prompt(self._llm, await self._render(body), body)
+        check_size(body, params, [len(prompt.get("prompt_token_ids", ()))], self._state)
+        rules = Rules(every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage))
+        turn = Turn(1, params.n, rules)
+        args, head = self._state.args, (f"chatcmpl-{request_id}", int(time.time()), model)
+        role = args.response_role if _opens_turn(body) else body.messages[-1].role
+        writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
+        return TurnRequest(request_id, [prompt], params, body.priority or 0), writer
+
+    async def _render(self, body: ChatCompletionRequest) -> str:
+        template = template_of(self._state, body.chat_template, body.tools)
+        return await conversation_text(
+            self._state,
+            [dict(message) for message in body.messages],
+            chat_template=body.chat_template,
+            tools=body.tools,
+            documents=body.documents,
+            add_generation_prompt=_opens_turn(body),
+            continue_final_message=bool(body.continue_final_message),
+            chat_template_kwargs=_variables(body, template),
+        )
+
+
+def _opens_turn(body: ChatCompletionRequest) -> bool:
+    """Whether the prompt opens the assistant's turn."""
+    return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+
+
+def _variables(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    for name, harmless in _VARIABLES.items():
+        value = getattr(body, name)
+        if value is not None and name in template:
+            variables[name] = value
+        elif value not in (None, harmless):
+            message = f"{name} is of no use: this model's chat template has no such variable; leave it out."
+            raise InvalidRequestError(message, name)
+    return variables
+
+
+class ChatWriter:
+    """Writes one request's answer. See `Writer`."""
+
+    opens_large = False
+
+    def __init__(
+        self, body: ChatCompletionRequest, head: tuple[str, int, str], turn: Turn, role: str, as_ids: bool
+    ) -> None:
+        self.turn = turn
+        self.ends_with_usage = body.wants_final_usage
+        self._body, self._head = body, head
+        self._running_usage = body.wants_running_usage
+        self._role, self._as_ids = role, as_ids
+        last = body.messages[-1]
+        self._echo = _text_of_content(last.content) if body.echo and last.role == self._role else ""
+
+    def chunk(self, delta: Delta) -> Struct:
+        text, finish = text_of(delta.events), delta.finish
+        content = ChatDelta(self._echo + text, self._role) if delta.begins else ChatDelta(text)
+        choice = ChatChunkChoice(delta.index, content, self._logprobs(delta))
+        if finish is not None:
+            choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
+        chunk = ChatChunk(*self._head, [choice])
+        if self._running_usage:
+            chunk.usage = self._usage()
+        elif self.ends_with_usage:
+            chunk.usage = None
+        if self._body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            chunk.prompt_token_ids = delta.output.prompt_token_ids if delta.begins else UNSET
+        return chunk
+
+    def usage_chunk(self) -> Struct:
+        return ChatChunk(*self._head, [], self._usage())
+
+    def choice(self, delta: Delta) -> Struct:
+        message, finish = ChatMessage(self._role, self._echo + text_of(delta.events)), delta.finish
+        assert finish is not None, "a whole choice has finished"
+        choice = ChatChoice(delta.index, message, self._logprobs(delta), finish.reason, finish.stop_reason)
+        if self._body.return_token_ids:
+            choice.token_ids = delta.token_ids
+        return choice
+
+    def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
+        response = ChatResponse(*self._head, choices, self._usage())  # type: ignore[arg-type]
+        if self._body.return_token_ids:
+            response.prompt_token_ids = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            response.prompt_logprobs = bounded_entries(output.prompt_logprobs or [])
+        return response
+
+    def _usage(self) -> Usage:
+        return Usage.of(*self.turn.counts())
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        num_top = self._body.top_logprobs or 0
+        num_top = None if num_top == -1 else num_top
+        content: list[TokenLogprob] = []
+        for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+            assert entry is not None, "only a prompt's first token has none"
+            likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[:num_top]
+            chosen = self._named(token_id, entry[token_id])
+            content.append(
+                TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, [self._named(*e) for e in likeliest])
+            )
+        return ChatLogprobs(content)
+
+    def _named(self, token_id: int, entry: Logprob) -> TopLogprob:
+        text = entry.decoded_token
+        # A replacement character stands for bytes that are no text by themselves.
+        given = None if text is None or "\ufffd" in text else list(text.encode())
+        return TopLogprob(token_name(token_id, text, self._as_ids), bounded(entry.logprob), given)
+
+
+def _text_of_content(content: str | Sequence[str | dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part if isinstance(part, str) else part.get("text", "") for part in content)

@@ -1,0 +1,214 @@
+"""The dialect of /v1/completions: prompts as text or token ids, one or many; echoes and logprobs as OpenAI had them.
+
+`TurnService` calls it. What it writes is OpenAI's, with vLLM's additions (`responses`).
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from msgspec import UNSET, Struct
+
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.input_processor import TokensPrompt
+from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.responses import (
+    SYSTEM_FINGERPRINT,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    PromptLogprobs,
+    Usage,
+    bounded,
+    bounded_entries,
+    token_name,
+)
+from quire.entrypoints.server.sampling import check_size, completion_params, fitted_prompt
+from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
+from quire.errors import InvalidRequestError
+from quire.outputs import Logprob, RequestOutput
+from quire.text.tokenizer import Tokenizer
+
+_LONG = 2000  # tokens; to decode more, or to write the logprobs of more, is for a thread
+
+
+class CompletionDialect:
+    """Reads completion requests."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._llm = state.llm
+
+    async def read(self, body: CompletionRequest, request_id: str) -> "tuple[TurnRequest, CompletionWriter]":
+        """See `Dialect.read`."""
+        request_id = body.request_id or request_id
+        self._state.unknown_fields.note(body)
+        model = self._state.check_model(body.model)
+        if body.echo and self._llm.tokenizer is None:
+            raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
+        params = completion_params(body, self._llm)
+        self._llm.check_room(len(body.prompt))
+        prompts: list[TokensPrompt] = []
+        echoes: list[str] = []
+        for prompt in body.prompt:
+            prompts.append(await fitted_prompt(self._llm, prompt, body))
+            echoes.append(await _echo(self._llm, prompts[-1], body) if body.echo else "")
+            await asyncio.sleep(0)  # many short prompts take long together
+        lengths = [len(prompt.get("prompt_token_ids", ())) for prompt in prompts]
+        check_size(body, params, lengths, self._state)
+        as_ids = body.shows_token_ids(self._state.args.return_tokens_as_token_ids)
+        rules = Rules(
+            every_token=body.logprobs is not None or bool(body.return_token_ids) or body.wants_running_usage,
+            at_once=bool(body.echo),
+            no_tokens=body.max_tokens == 0,
+        )
+        turn = Turn(len(prompts), params.n, rules)
+        logprobs = None if body.logprobs is None else _LogprobWriter(self._llm.tokenizer, as_ids, body)
+        writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
+        writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
+        return TurnRequest(request_id, prompts, params, body.priority or 0), writer
+
+
+class CompletionWriter:
+    """Writes one request's answer. See `Writer`."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        head: tuple[str, int, str],
+        turn: Turn,
+        logprobs: "_LogprobWriter | None",
+        echoes: list[str],
+    ) -> None:
+        self.turn = turn
+        self.ends_with_usage = body.wants_final_usage
+        self.opens_large = False
+        self._body, self._head = body, head
+        self._logprobs, self._echoes = logprobs, echoes
+        self._running_usage = body.wants_running_usage
+        self._offsets: dict[int, int] = {}  # choice -> characters of its text before the next token
+        # Once for all choices of a prompt.
+        self._echoed: dict[int, tuple[CompletionLogprobs, int]] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+
+    def chunk(self, delta: Delta) -> Struct:
+        usage = self._usage() if self._running_usage else None if self.ends_with_usage else UNSET
+        return CompletionResponse(*self._head, [self.choice(delta)], usage)
+
+    def usage_chunk(self) -> Struct:
+        return CompletionResponse(*self._head, [], self._usage())
+
+    def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
+        return CompletionResponse(*self._head, choices, self._usage(), SYSTEM_FINGERPRINT)
+
+    def choice(self, delta: Delta) -> Struct:
+        body, text, finish = self._body, text_of(delta.events), delta.finish
+        choice = CompletionChoice(delta.index, text)
+        if finish is not None:
+            choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
+        if self._logprobs is not None:
+            choice.logprobs = self._logprobs_of(delta, self._logprobs)
+        if delta.begins and body.echo:
+            choice.text = self._echoes[delta.place] + text
+        if body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            choice.prompt_token_ids = delta.output.prompt_token_ids if delta.begins else UNSET
+        if body.prompt_logprobs is not None:
+            if delta.place not in self._prompt_logprobs:
+                self._prompt_logprobs[delta.place] = bounded_entries(delta.output.prompt_logprobs or [])
+            choice.prompt_logprobs = self._prompt_logprobs[delta.place]
+        return choice
+
+    def _logprobs_of(self, delta: Delta, writer: "_LogprobWriter") -> CompletionLogprobs:
+        """Of the delta's tokens; of the echoed prompt's before them."""
+        echoed, start, echo = None, self._offsets.get(delta.index, 0), self._echoes[delta.place]
+        if delta.begins and self._body.echo:
+            if delta.place not in self._echoed:
+                output = delta.output
+                self._echoed[delta.place] = writer.write(output.prompt_token_ids, output.prompt_logprobs or (), 0, echo)
+            echoed, start = self._echoed[delta.place]
+        written, self._offsets[delta.index] = writer.write(delta.token_ids, delta.logprobs, start, echo)
+        return written if echoed is None else _following(echoed, written)
+
+    def _usage(self) -> Usage:
+        return Usage.of(*self.turn.counts())
+
+
+class _LogprobWriter:
+    """Writes the logprobs of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool, body: CompletionRequest) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._skips_special = body.skip_special_tokens is not False
+
+    def write(
+        self, token_ids: list[int], entries: Sequence[dict[int, Logprob] | None], start: int, echo: str
+    ) -> tuple[CompletionLogprobs, int]:
+        """Of these tokens, and where the next one begins in the choice's text.
+
+        Args:
+            start: where the first one begins.
+            echo: the part of the text that is the prompt's.
+        """
+        result = CompletionLogprobs()
+        offset = start
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen = entry[token_id] if entry is not None else None
+            text = chosen.decoded_token if chosen is not None else self._decode(token_id)
+            name = token_name(token_id, text, self._as_ids)
+            result.text_offset.append(offset)
+            result.tokens.append(name)
+            result.token_logprobs.append(bounded(chosen.logprob) if chosen is not None else None)
+            result.top_logprobs.append(self._top(token_id, name, entry) if entry is not None else None)
+            offset += self._shown_length(token_id, text or "", offset, echo)
+        return result, offset
+
+    def _shown_length(self, token_id: int, text: str, offset: int, echo: str) -> int:
+        """Characters of the choice's text that are a token's; special tokens are not always part of it."""
+        if self._tokenizer is None or not _is_special(self._tokenizer, token_id):
+            return len(text)
+        if offset < len(echo):
+            return len(text) if echo.startswith(text, offset) else 0
+        return 0 if self._skips_special else len(text)
+
+    def _top(self, token_id: int, name: str, entry: dict[int, Logprob]) -> dict[str, float]:
+        """By token text. Of two tokens of one text the later goes by its id, and the chosen one comes first."""
+        top = {name: bounded(entry[token_id].logprob)}
+        for other_id, other in entry.items():
+            if other_id != token_id:
+                other_name = token_name(other_id, other.decoded_token, self._as_ids)
+                top[token_name(other_id, None, True) if other_name in top else other_name] = bounded(other.logprob)
+        return top
+
+    def _decode(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _following(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.text_offset + second.text_offset,
+        first.token_logprobs + second.token_logprobs,
+        first.tokens + second.tokens,
+        first.top_logprobs + second.top_logprobs,
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_special(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Whether decoding may leave the token out."""
+    return not tokenizer.decode([token_id])
+
+
+async def _echo(llm: AsyncLLM, prompt: TokensPrompt, body: CompletionRequest) -> str:
+    """The prompt's text: as it was given, where it is not cut."""
+    assert llm.tokenizer is not None, "echo without a tokenizer was refused"
+    if "prompt" in prompt and not body.truncate_prompt_tokens:
+        return prompt["prompt"]
+    token_ids, skip = prompt.get("prompt_token_ids", []), body.skip_special_tokens is not False
+    if len(token_ids) <= _LONG:
+        return llm.tokenizer.decode(token_ids, skip)
+    return await asyncio.to_thread(llm.tokenizer.decode, token_ids, skip)

@@ -1,0 +1,49 @@
+"""Conversations of requests as prompts: which template may write them, and whose it is.
+
+Chat and /tokenize call it, so that both see the same prompt. The rendering is `AsyncLLM.render_chat`'s.
+"""
+
+from typing import Any
+
+from quire.entrypoints.server.state import ServerState
+from quire.errors import InvalidRequestError
+from quire.text.conversation import select_template
+
+
+def template_of(state: ServerState, chat_template: str | None, tools: Any) -> str:
+    """The text of the template that writes a request's conversation: the one it brings, the operator's, the model's.
+
+    Raises:
+        InvalidRequestError: the request may not bring one, there is none, or no tokenizer.
+    """
+    if chat_template is not None and not state.args.trust_request_chat_template:
+        raise InvalidRequestError(
+            "this server takes no chat_template from requests; leave it out. Its operator can allow them with "
+            "--trust-request-chat-template.",
+            "chat_template",
+        )
+    if state.llm.tokenizer is None:
+        raise InvalidRequestError("chat needs a tokenizer, but this server runs without one.", "messages")
+    wanted = state.args.chat_template if chat_template is None else chat_template
+    return select_template(state.llm.tokenizer, wanted, tools)
+
+
+async def conversation_text(
+    state: ServerState, messages: list[dict[str, Any]], *, chat_template: str | None, **options: Any
+) -> str:
+    """The prompt of a request's conversation.
+
+    Args:
+        chat_template: the one that the request brings.
+        options: further fields of `Conversation`.
+
+    Raises:
+        InvalidRequestError: as `template_of`, and as `AsyncLLM.render_chat`.
+    """
+    template_of(state, chat_template, options.get("tools"))  # may it bring one?
+    return await state.llm.render_chat(
+        messages,
+        chat_template=state.args.chat_template if chat_template is None else chat_template,
+        trusted=chat_template is None,
+        **options,
+    )

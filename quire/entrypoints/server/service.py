@@ -1,0 +1,219 @@
+"""Runs a turn: reads a body in some dialect, asks the engine, and gives the answer in that dialect, whole or streamed.
+
+The routes, and `quire run-batch`, make a `TurnService` with the dialect of their API. What may hold up the event loop
+is built and encoded in a thread. Knows the engine by `AsyncLLM` only, and nothing of any dialect's form.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.input_processor import TokensPrompt
+from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.sampling import seeded
+from quire.entrypoints.server.sse import DONE, event
+from quire.entrypoints.server.turn import Delta, Turn
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+
+_STARTED_TOGETHER = 16  # requests begun before the event loop gets a turn
+_MANY = 5000  # tokens, and alternatives to them, of an answer: to write more is for a thread
+_PART = 1 << 18  # bytes that are written at once, about
+
+_Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
+_Body = TypeVar("_Body", contravariant=True)
+_AnyBody = TypeVar("_AnyBody")
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A body that was read: what the engine is asked for."""
+
+    request_id: str
+    prompts: list[TokensPrompt]
+    params: SamplingParams
+    priority: int
+
+
+class Writer(Protocol):
+    """Writes what comes of one turn."""
+
+    turn: Turn
+    ends_with_usage: bool  # a stream
+    opens_large: bool  # choices begin with so much that a thread is to write it
+
+    def chunk(self, delta: Delta) -> msgspec.Struct:
+        """The event of a piece of a choice."""
+        ...
+
+    def usage_chunk(self) -> msgspec.Struct:
+        """The last event of a stream that ends with its usage."""
+        ...
+
+    def choice(self, delta: Delta) -> msgspec.Struct:
+        """A whole choice."""
+        ...
+
+    def answer(self, choices: list[Any], output: RequestOutput) -> msgspec.Struct:
+        """The answer that is not streamed. `output`: the first prompt's."""
+        ...
+
+
+class Dialect(Protocol[_Body]):
+    """Reads the bodies of one API."""
+
+    async def read(self, body: _Body, request_id: str) -> tuple[TurnRequest, Writer]:
+        """Check everything before anything is queued.
+
+        Raises:
+            InvalidRequestError: the request is refused (ModelNotFoundError is one of these).
+            OverloadedError: the engine has no room for it.
+        """
+        ...
+
+
+class TurnService(Generic[_AnyBody]):
+    """Answers the requests of one dialect."""
+
+    def __init__(self, llm: AsyncLLM, dialect: Dialect[_AnyBody]) -> None:
+        self._llm, self._dialect = llm, dialect
+
+    async def create(self, body: _AnyBody, request_id: str) -> list[bytes]:
+        """The whole answer as JSON, which may come in several parts.
+
+        Raises:
+            InvalidRequestError: the request is refused (ModelNotFoundError is one of these).
+            OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does; where one of several
+                prompts fails, all end.
+        """
+        request, writer = await self._dialect.read(body, request_id)
+        outputs: dict[int, RequestOutput] = {}
+        async with aclosing(self._run(request)) as batches:
+            async for batch in batches:
+                outputs.update(batch)
+        if _size(outputs.values(), request.params) <= _MANY:
+            return [_whole(writer, outputs)]
+        return await asyncio.to_thread(_whole_in_parts, writer, outputs)
+
+    async def stream(self, body: _AnyBody, request_id: str) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
+        request, writer = await self._dialect.read(body, request_id)
+        turn = writer.turn
+        async with aclosing(self._run(request)) as batches:
+            async for batch in batches:
+                if writer.opens_large and turn.num_begun < turn.num_choices:
+                    for part in await asyncio.to_thread(_events_in_parts, writer, batch):
+                        yield part
+                elif events := _events(writer, batch):
+                    yield b"".join(events)
+                if turn.num_unfinished == 0:
+                    return
+
+    def _run(self, request: TurnRequest) -> AsyncGenerator[_Batch, None]:
+        request_id, prompts = request.request_id, request.prompts
+        ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
+        params, priority = request.params, request.priority
+        return _merged(
+            [
+                self._llm.generate(prompt, seeded(params), own_id, priority=priority)
+                for prompt, own_id in zip(prompts, ids, strict=True)
+            ]
+        )
+
+
+def _events(writer: Writer, batch: _Batch) -> list[bytes]:
+    """The events that a batch brings; with the last ones goes the stream's end."""
+    turn = writer.turn
+    events = [event(writer.chunk(delta)) for place, output in batch for delta in turn.take(place, output)]
+    if turn.num_unfinished == 0:
+        if writer.ends_with_usage:
+            events.append(event(writer.usage_chunk()))
+        events.append(DONE)
+    return events
+
+
+def _events_in_parts(writer: Writer, batch: _Batch) -> list[bytes]:
+    return _joined(_events(writer, batch))
+
+
+def _whole(writer: Writer, outputs: dict[int, RequestOutput]) -> bytes:
+    choices = [writer.choice(d) for place in sorted(outputs) for d in writer.turn.take(place, outputs[place])]
+    return encode(writer.answer(choices, outputs[0]))
+
+
+def _whole_in_parts(writer: Writer, outputs: dict[int, RequestOutput]) -> list[bytes]:
+    """The same bytes, choice by choice: to encode all at once would hold up the event loop, thread or not."""
+    choices: list[bytes] = []
+    for place in sorted(outputs):
+        for delta in writer.turn.take(place, outputs[place]):
+            choices += [b"," if choices else b"", encode(writer.choice(delta))]
+    # No text of the answer's can look like this: quotes within one are escaped.
+    head, key, tail = encode(writer.answer([], outputs[0])).partition(b'"choices":[')
+    return _joined([head, key, *choices, tail])
+
+
+def _joined(pieces: list[bytes]) -> list[bytes]:
+    """Small pieces together, large ones by themselves."""
+    parts: list[bytes] = []
+    waiting: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size >= _PART:
+            parts.append(b"".join(waiting))
+            waiting, size = [], 0
+    return [*parts, b"".join(waiting)] if waiting else parts
+
+
+def _size(outputs: Iterable[RequestOutput], params: SamplingParams) -> int:
+    """About how many tokens, and alternatives to them, an answer has."""
+    each = 1 + (params.logprobs or 0) if params.logprobs != -1 else _MANY
+    size = 0
+    for output in outputs:
+        size += sum(len(part.token_ids) for part in output.outputs) * each
+        if output.prompt_logprobs is not None:
+            size += sum(len(entry) for entry in output.prompt_logprobs if entry is not None) * len(output.outputs)
+    return size
+
+
+async def _merged(sources: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[_Batch, None]:
+    """Outputs of several requests as they come, those of one step together. Leaving it, or a failure, ends them all."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as outputs:
+            async for output in outputs:
+                yield [(0, output)]
+        return
+    waiting: dict[asyncio.Task[RequestOutput | None], int] = {}
+    fresh = list(range(len(sources)))  # places whose next output nobody awaits
+    try:
+        while waiting or fresh:
+            for count, place in enumerate(fresh, 1):
+                waiting[asyncio.create_task(_next(sources[place]))] = place
+                if count % _STARTED_TOGETHER == 0:
+                    await asyncio.sleep(0)
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for error in [task.exception() for task in done]:
+                if error is not None:
+                    raise error
+            batch = [(place, task.result()) for task, place in waiting.items() if task in done]
+            batch.sort(key=lambda item: item[0])
+            for task in done:
+                del waiting[task]
+            fresh = [place for place, output in batch if output is not None]
+            yield [(place, output) for place, output in batch if output is not None]
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+async def _next(source: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(source, None)

@@ -1,0 +1,136 @@
+"""A turn: from a request's outputs to what is new of each choice, with the books that every dialect needs.
+
+A dialect's writer feeds it `RequestOutput`s, whole or in pieces, and writes the `Delta`s in its form; so a whole answer
+and a stream of it agree. Pure: no clock, no HTTP, no engine; the same outputs give the same deltas.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextParser
+from quire.errors import OverloadedError
+from quire.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+class Finish(Struct, frozen=True):
+    """The end of a choice."""
+
+    reason: str  # "stop" or "length"
+    stop_reason: int | str | None  # the stop token or stop string that ended it
+
+
+class Counts(NamedTuple):
+    """Tokens so far."""
+
+    prompt: int
+    output: int
+    cached: int  # of the prompt, taken from the prefix cache
+
+
+class Delta(Struct):
+    """What is new of one choice, or all of it."""
+
+    place: int  # of the prompt, from 0
+    index: int  # of the choice within the answer, from 0
+    output: RequestOutput  # where it comes from: the prompt and its logprobs
+    events: list[ContentEvent]
+    token_ids: list[int]
+    logprobs: Sequence[dict[int, Logprob] | None]  # of these tokens, where asked for
+    begins: bool  # is it the choice's first?
+    finish: Finish | None
+
+
+class Rules(Struct, frozen=True):
+    """What a dialect wants told.
+
+    Attributes:
+        every_token: a delta for tokens without text, too: their ids, logprobs or number are shown.
+        at_once: a choice's first delta comes with its first output, text or not: the prompt is echoed.
+        no_tokens: the engine had to draw a token that nobody asked for; it is dropped.
+    """
+
+    every_token: bool = False
+    at_once: bool = False
+    no_tokens: bool = False
+
+
+class _Choice:
+    """How far a choice has come."""
+
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+        self.begun = self.finished = False
+        self.num_tokens = 0
+
+
+class Turn:
+    """The books of a request of one or more prompts, with as many choices for each.
+
+    Attributes:
+        num_choices: all of them.
+        num_begun: choices that had a delta.
+        num_unfinished: choices that are to go on.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        num_choices: int,
+        rules: Rules = Rules(),  # noqa: B008  frozen
+        make_parser: Callable[[], Parser] = TextParser,
+    ) -> None:
+        self._choices = [_Choice(make_parser()) for _ in range(num_prompts * num_choices)]
+        self._choices_each = num_choices
+        self._rules = rules
+        self._outputs: dict[int, RequestOutput] = {}  # place of the prompt -> its latest output
+        self.num_choices = self.num_unfinished = len(self._choices)
+        self.num_begun = 0
+
+    def take(self, place: int, output: RequestOutput) -> list[Delta]:
+        """What an output of the prompt at this place brings.
+
+        Raises:
+            OverloadedError: a sequence was ended from outside. (One that failed is for `AsyncLLM` to tell.)
+        """
+        self._outputs[place] = output
+        deltas: list[Delta] = []
+        for part in output.outputs:
+            index = place * self._choices_each + part.index
+            choice = self._choices[index]
+            if choice.finished:  # a request's last output has all its sequences once more
+                continue
+            if part.finish_reason == "abort":
+                message = "the request was ended before it was complete, as the server is stopping; send it again."
+                raise OverloadedError(message)
+            if self._rules.no_tokens:
+                part = CompletionOutput(part.index, "", [], logprobs=[], finish_reason="length")
+            finish = None if part.finish_reason is None else Finish(part.finish_reason, part.stop_reason)
+            events = choice.parser.push(part.text)
+            if finish is not None:
+                events += choice.parser.finish()
+                choice.finished = True
+                self.num_unfinished -= 1
+            choice.num_tokens += len(part.token_ids)
+            begins, rules = not choice.begun, self._rules
+            if events or finish is not None or rules.every_token or (begins and rules.at_once):
+                choice.begun = True
+                self.num_begun += begins
+                entries = part.logprobs or ()
+                deltas.append(Delta(place, index, output, events, part.token_ids, entries, begins, finish))
+        return deltas
+
+    def counts(self) -> Counts:
+        """The usage so far."""
+        outputs = self._outputs.values()
+        return Counts(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(choice.num_tokens for choice in self._choices),
+            sum(output.num_cached_tokens or 0 for output in outputs),
+        )
+
+
+def text_of(events: list[ContentEvent]) -> str:
+    """The text of events from `TextParser`, which are all there are until a parser makes others."""
+    return events[0].text if events else ""  # type: ignore[union-attr]
