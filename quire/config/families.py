@@ -21,6 +21,11 @@ def _late_layers(get: Get, layer: int) -> bool:
     return bool(get("use_sliding_window", default=False)) and layer >= get("max_window_layers", default=28)
 
 
+def _early_even_layers(get: Get, layer: int) -> bool:
+    """Every other layer before max_window_layers."""
+    return layer % 2 == 0 and layer < get("max_window_layers", default=28)
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -67,6 +72,13 @@ FAMILIES = (
         tokenizer_overrides=True,
     ),
     Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        "quire.models.mixtral:build",
+        {"num_key_value_heads": 8, "rope_theta": 1e6},
+        tokenizer_overrides=True,
+    ),
+    Family(
         "OPTForCausalLM",
         "opt",
         "quire.models.opt:build",
@@ -84,6 +96,15 @@ FAMILIES = (
         **_QWEN,
     ),
     Family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        "quire.models.qwen_moe:build_qwen2",
+        {"num_key_value_heads": 16, "sliding_window": 4096},
+        windowed=_early_even_layers,
+        window_switch="use_sliding_window",
+        tokenizer_class="Qwen2Tokenizer",
+    ),
+    Family(
         "Qwen3ForCausalLM",
         "qwen3",
         "quire.models.qwen3:build",
@@ -91,8 +112,15 @@ FAMILIES = (
         tokenizer_class="Qwen2Tokenizer",
         **_QWEN,
     ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        "quire.models.qwen_moe:build_qwen3",
+        {"num_key_value_heads": 4, "sliding_window": 4096},
+        window_switch="use_sliding_window",
+        tokenizer_class="Qwen2Tokenizer",
+    ),
 )
-_TOKENIZER_ONLY = {"mixtral": Family("", "mixtral", "", tokenizer_overrides=True)}
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in sorted(FAMILIES, key=lambda f: f.model_type)}
 _UNKNOWN = Family("", "", "")
@@ -100,4 +128,4 @@ _UNKNOWN = Family("", "", "")
 
 def family_of(model_type: Any) -> Family:
     """The family that a model_type stands for; of one that is not known, a family without peculiarities."""
-    return (_TOKENIZER_ONLY | BY_MODEL_TYPE).get(str(model_type), _UNKNOWN)
+    return BY_MODEL_TYPE.get(str(model_type), _UNKNOWN)

@@ -16,6 +16,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Place, Split
 from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.protocol.cache import LayerCache, group_layers
 from quire.quantization.base import MatrixShape
@@ -76,11 +77,14 @@ class Builder:
         *,
         bias: bool = False,
         split: Split | None = None,
+        plain: bool = False,
     ) -> Linear:
-        """A linear layer, or a merged one of `outputs` by part; see `Linear`."""
+        """A linear layer, or a merged one of `outputs` by part; see `Linear`. Never quantized where `plain`."""
         parts = tuple(outputs) if isinstance(outputs, Mapping) else ()
         out_features = sum(outputs.values()) if isinstance(outputs, Mapping) else outputs
         place = self._place(name, MatrixShape(in_features, out_features, bias), parts=parts)
+        if plain:
+            place = replace(place, method=self.context.formats.plain)
         return Linear(place, in_features, outputs, bias=bias, split=split)
 
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
@@ -157,6 +161,20 @@ class Builder:
         """A plain MLP; this builder's name is the block's."""
         fc1 = self.linear("fc1", size, inner_size, bias=bias, split="out")
         return MLP(fc1, self.linear("fc2", inner_size, size, bias=bias, split="out"), activation)
+
+    def experts(
+        self, size: int, inner_size: int, routing: Routing, *, activation: str, shared_size: int = 0
+    ) -> MixtureOfExperts:
+        """A mixture of gated MLPs, and where `shared_size` is not 0 one more that all tokens share."""
+        gate = self.linear("gate", size, routing.num_experts, plain=True)
+        experts = [
+            self.child(f"experts.{i}").gated_mlp(size, inner_size, activation=activation)
+            for i in range(routing.num_experts)
+        ]
+        if not shared_size:
+            return MixtureOfExperts(routing, gate, experts)
+        shared = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)
+        return MixtureOfExperts(routing, gate, experts, shared, self.linear("shared_expert_gate", size, 1, plain=True))
 
     def _place(self, name: str, shape: MatrixShape, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
         full, context = self.name(name), self.context

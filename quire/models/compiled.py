@@ -50,8 +50,7 @@ class CompiledModel:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
         hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
         caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
-        first, *others = step.attention
-        steps = [step_data(first, input_ids, step.positions), *map(step_data, others)]
+        steps = [step_data(batch, input_ids, step.positions) for batch in step.attention]
         self._body.run([hidden], steps, caches)
         return hidden
 

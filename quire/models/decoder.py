@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
-from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import Norm
 from quire.layers.step import Step
 
@@ -22,7 +21,7 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: MLP | GatedMLP
+        self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm

@@ -1,11 +1,12 @@
 """Llama (arXiv:2302.13971): RMSNorm, rotary positions, grouped query attention, gated MLP.
 
-Mistral, Qwen2 and Qwen3 are this with a few switches, and build themselves here.
+Mistral, Qwen2, Qwen3 and their mixtures of experts are this with a few switches, and build themselves here.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
@@ -17,49 +18,63 @@ from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(ignored=(".rotary_emb.inv_freq",))
 
+FeedForward = Callable[[int, Builder], nn.Module]  # (layer, builder of what follows its attention) -> the module
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """What Llama's kin differ in.
+
+    Attributes:
+        qkv_bias, output_bias: whether attention's projections have a bias.
+        head_norms: RMSNorm over each head of queries and keys, before the rotation.
+        feed_forward: makes what follows attention; None for a gated MLP.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+    feed_forward: FeedForward | None = None
+    form: CheckpointFormat = FORMAT
+
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """LlamaForCausalLM."""
     hf = config.hf_config
-    bias = bool(hf.get("attention_bias", False))
-    return build_llama(config, builder, qkv_bias=bias, output_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+    bias, mlp_bias = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
+    return build_llama(config, builder, LlamaShape(bias, bias, feed_forward=_gated_mlp(config, mlp_bias)))
 
 
-def build_llama(
-    config: ModelConfig,
-    builder: Builder,
-    *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    head_norms: bool = False,
-) -> CausalLM:
-    """A model of Llama's shape.
-
-    Args:
-        qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
-        head_norms: RMSNorm over each head of queries and keys, before the rotation.
-    """
-    size, inner_size = config.hidden_size, config.intermediate_size
-    eps = float(config.hf_config.get("rms_norm_eps", 1e-6))
-    activation = str(config.hf_config.get("hidden_act", "silu"))
+def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> CausalLM:
+    """A model of Llama's shape."""
+    size, eps = config.hidden_size, float(config.hf_config.get("rms_norm_eps", 1e-6))
     spec = llama_attention(config, build_rope(config))
+    feed_forward = shape.feed_forward or _gated_mlp(config)
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
         attention = builder.child("self_attn").attention(
             size,
             replace(spec, window=config.layer_windows[index]),
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            head_norms=head_norms,
+            qkv_bias=shape.qkv_bias,
+            output_bias=shape.output_bias,
+            head_norms=shape.head_norms,
         )
-        mlp = builder.child("mlp").gated_mlp(size, inner_size, activation=activation, bias=mlp_bias)
+        mlp = feed_forward(index, builder.child("mlp"))
         return DecoderLayer(builder.rms_norm(size, eps), attention, builder.rms_norm(size, eps), mlp)
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
     layers = [layer(i, child) for i, child in body.layers(config.num_layers)]
-    return CausalLM(config, builder, Decoder(embedding, layers, body.rms_norm(size, eps)), embedding, FORMAT)
+    return CausalLM(config, builder, Decoder(embedding, layers, body.rms_norm(size, eps)), embedding, shape.form)
+
+
+def _gated_mlp(config: ModelConfig, bias: bool = False) -> FeedForward:
+    activation = str(config.hf_config.get("hidden_act", "silu"))
+
+    def feed_forward(index: int, builder: Builder) -> nn.Module:
+        return builder.gated_mlp(config.hidden_size, config.intermediate_size, activation=activation, bias=bias)
+
+    return feed_forward
 
 
 def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:

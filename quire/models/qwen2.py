@@ -3,9 +3,9 @@
 from quire.config.model import ModelConfig
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import build_llama
+from quire.models.llama import LlamaShape, build_llama
 
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen2ForCausalLM."""
-    return build_llama(config, builder, qkv_bias=True)
+    return build_llama(config, builder, LlamaShape(qkv_bias=True))

@@ -3,10 +3,10 @@
 from quire.config.model import ModelConfig
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.llama import build_llama
+from quire.models.llama import LlamaShape, build_llama
 
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen3ForCausalLM."""
     bias = bool(config.hf_config.get("attention_bias", False))
-    return build_llama(config, builder, qkv_bias=bias, output_bias=bias, head_norms=True)
+    return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True))

@@ -9,6 +9,7 @@ from quire.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mu
 from quire.ops.add import add
 from quire.ops.attention import Scoring, attend, paged_attention
 from quire.ops.embedding import embedding
+from quire.ops.host import host, on_rows
 from quire.ops.linear import linear
 from quire.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quire.ops.rope import HeadShape, Preparation, prepare, rotary, write_kv
@@ -28,8 +29,10 @@ __all__ = [
     "gelu_and_mul",
     "gelu_tanh",
     "gelu_tanh_and_mul",
+    "host",
     "layer_norm",
     "linear",
+    "on_rows",
     "paged_attention",
     "prepare",
     "relu",

@@ -29,6 +29,16 @@ FAMILIES = {
     "mistral": BASE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
     "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "mixtral": BASE | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 5},
+    "qwen2-moe": BASE
+    | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "opt": {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",

@@ -36,6 +36,8 @@ LLAMA = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN_MOE = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 OPT = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -121,6 +123,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", MIXTRAL),
+    "mixtral-window": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        MIXTRAL | {"sliding_window": 24, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    ),
+    "qwen2-moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", QWEN_MOE | {"shared_expert_intermediate_size": 40}),
+    "qwen2-moe-dense-layers": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        QWEN_MOE | {"decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 3},
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN_MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-dense-layers": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        QWEN_MOE | {"mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", OPT),
     "opt-350m": ("OPTConfig", "OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
     "opt-untied-gelu": (
@@ -142,7 +162,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "opt", "gpt2")
 
 
 def build_theirs(name: str) -> Any:

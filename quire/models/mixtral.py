@@ -1,0 +1,32 @@
+"""Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in place of each MLP."""
+
+from torch import nn
+
+from quire.config.model import ModelConfig
+from quire.layers.moe import Routing
+from quire.models.builder import Builder
+from quire.models.causal_lm import CausalLM
+from quire.models.llama import LlamaShape, build_llama
+from quire.models.weights import CheckpointFormat
+
+FORMAT = CheckpointFormat(
+    names=(
+        (".mlp.", ".block_sparse_moe."),
+        (".gate_proj.", ".w1."),
+        (".up_proj.", ".w3."),
+        (".down_proj.", ".w2."),
+    ),
+    ignored=(".rotary_emb.inv_freq",),
+)
+
+
+def build(config: ModelConfig, builder: Builder) -> CausalLM:
+    """MixtralForCausalLM."""
+    hf = config.hf_config
+    routing = Routing(int(hf.get("num_local_experts", 8)), int(hf.get("num_experts_per_tok", 2)), renormalize=True)
+    activation = str(hf.get("hidden_act", "silu"))
+
+    def experts(index: int, builder: Builder) -> nn.Module:
+        return builder.experts(config.hidden_size, config.intermediate_size, routing, activation=activation)
+
+    return build_llama(config, builder, LlamaShape(feed_forward=experts, form=FORMAT))

@@ -1,0 +1,50 @@
+"""Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388): Qwen2 and Qwen3 with experts in some layers.
+
+Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from quire.config.model import ModelConfig
+from quire.layers.moe import Routing
+from quire.models.builder import Builder
+from quire.models.causal_lm import CausalLM
+from quire.models.llama import FeedForward, LlamaShape, build_llama
+
+
+def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Qwen2MoeForCausalLM."""
+    hf = config.hf_config
+    feed_forward = _feed_forward(
+        config,
+        {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+        shared_size=int(hf.get("shared_expert_intermediate_size", 5632)),
+    )
+    return build_llama(config, builder, LlamaShape(bool(hf.get("qkv_bias", True)), feed_forward=feed_forward))
+
+
+def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Qwen3MoeForCausalLM."""
+    bias = bool(config.hf_config.get("attention_bias", False))
+    defaults = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    feed_forward = _feed_forward(config, defaults)
+    return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True, feed_forward=feed_forward))
+
+
+def _feed_forward(config: ModelConfig, defaults: dict[str, int], shared_size: int = 0) -> FeedForward:
+    """What follows attention in each layer: experts in every so manieth one, a plain MLP in those that are named."""
+    hf: dict[str, Any] = defaults | {key: value for key, value in config.hf_config.items() if value is not None}
+    num_experts = int(hf.get("num_local_experts", hf["num_experts"]))
+    routing = Routing(num_experts, int(hf["num_experts_per_tok"]), bool(hf.get("norm_topk_prob", False)))
+    activation, size = str(hf.get("hidden_act", "silu")), config.hidden_size
+    sparse_step, dense = int(hf.get("decoder_sparse_step", 1)), hf.get("mlp_only_layers", [])
+
+    def feed_forward(index: int, builder: Builder) -> nn.Module:
+        if index in dense or num_experts == 0 or (index + 1) % sparse_step:
+            return builder.gated_mlp(size, config.intermediate_size, activation=activation)
+        inner_size = int(hf["moe_intermediate_size"])
+        return builder.experts(size, inner_size, routing, activation=activation, shared_size=shared_size)
+
+    return feed_forward
