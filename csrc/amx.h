@@ -7,6 +7,9 @@
 #include <immintrin.h>
 
 #include "vec.h"
+#if defined(QUIRE_EMULATE_AMX)
+#include "amx_emulated.h"
+#endif
 
 namespace quire::QUIRE_NS {
 
