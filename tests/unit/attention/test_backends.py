@@ -97,6 +97,52 @@ def test_a_broken_sequence_breaks_no_other(backend: Backend, dtype: torch.dtype)
     assert found[1].isnan().all()
 
 
+SCORES: list[dict[str, Any]] = [
+    {"softcap": 5.0},
+    {"sinks": torch.tensor([0.5, -2.0, 3.0, 1.0])},
+    {"softcap": 2.0, "sinks": torch.tensor([0.5, -2.0, 3.0, 90.0]), "window": 30, "scale": 3.0},
+]
+
+
+@pytest.mark.parametrize("options", SCORES, ids=["softcap", "sinks", "both, and a window"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [1.0, 30.0])
+def test_softcaps_and_sinks(backend: Backend, options: dict[str, Any], dtype: torch.dtype, magnitude: float) -> None:
+    sequences = make_sequences([3, 150, 65], (4, 2), 40, dtype)
+    for sequence in sequences:
+        sequence.query *= magnitude
+    expected = attend(backend, sequences, alone(sequences, 1), 16, **options)
+    for sequence, out in zip(sequences, expected, strict=True):
+        exact = dense(sequence, **({"scale": 40**-0.5, "window": None} | options))
+        bound = (1e-5 if dtype == torch.float32 else 1e-2) * (3 if magnitude > 1 else 1)
+        torch.testing.assert_close(out.double(), exact, atol=bound, rtol=bound)
+    for name, (steps, block_size) in variants(sequences).items():
+        found = attend(backend, sequences, steps, block_size, seed=len(name), **options)
+        assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "size"), [(100, 16), (100, 32), (64, 64), (65, 32), (300, 128), (1100, 32)])
+@pytest.mark.parametrize("chunk", [1, 33, 200])
+def test_nothing_before_the_first_visible_tile_is_read(
+    backend: Backend, dtype: torch.dtype, window: int, size: int, chunk: int
+) -> None:
+    """Blocks that end before the 64-token tile of the first visible position belong to others: they hold NaN."""
+    length, start = window + 260, window + 100 if chunk == 1 else 0
+    [sequence] = make_sequences([length], (4, 2), 8, dtype)
+    [expected] = attend(backend, [sequence], [[length]], 64, window)
+    num_blocks = -(-length // size)
+    cache = poisoned_cache(backend, num_blocks, size, (2, 8), dtype)
+    steps = [(0, start)] if start else []
+    steps += [(low, min(low + chunk, length)) for low in range(start, min(start + 40 * chunk, length), chunk)]
+    for low, high in steps:
+        backend.fill_blocks(cache, torch.arange(max(0, low - window + 1) // 64 * 64 // size), float("nan"))
+        rows, slots = torch.tensor([0, high - low]), torch.arange(low, high)
+        metadata = backend.build(AttentionBatch(rows, rows[1:] + low, torch.arange(num_blocks)[None], slots, size))
+        out = attend_once(backend, sequence[low:high], make_spec(sequence, window), cache, metadata)
+        assert torch.equal(out, expected[low:high])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 5, 40])
 def test_blocks_that_left_the_window_are_never_read(backend: Backend, chunk: int, dtype: torch.dtype) -> None:

@@ -22,6 +22,11 @@ from quire import ops
 from quire.attention.base import AttentionBatch, AttentionSpec
 from quire.attention.native import NativeBackend
 from quire.layers.step import Step
+from quire.ops.attention import Scoring
+from quire.ops.native.builder import ProgramBuilder
+from quire.ops.native.library import TORCH, Target, levels, loaded_library
+from quire.ops.native.program import Caches, StepData
+from quire.ops.native.structs import Type
 
 INT8 = NativeBackend(int8=True)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -113,32 +118,34 @@ def test_an_int8_cache_takes_the_room_it_says(dtype: torch.dtype) -> None:
 class Layer:
     """Norms, rotation and attention of one layer, with HEADS[1]; `expected` does the same in fp64."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, rotary_dim: int, norms: bool) -> None:
+    def __init__(self, dtype: torch.dtype, head_dim: int, rotary_dim: int, norms: bool | str) -> None:
         generator = torch.Generator().manual_seed(5)
         angles = torch.rand(200, rotary_dim // 2, generator=generator) * 6
         self.table = torch.cat((angles.cos(), angles.sin()), 1)
-        weights = (torch.randn(2, head_dim, generator=generator) * 0.2 + 1).to(dtype)
+        weights = (torch.randn(2, head_dim, generator=generator) * 0.2 + (norms != "plus one")).to(dtype)
         self.norms = (weights[0].clone(), weights[1].clone()) if norms else (None, None)
         q_norm, k_norm = self.norms
+        self.plus_one = norms == "plus one"
         self.spec = AttentionSpec(
-            4, 2, head_dim, 0.3, window=30, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, rope=self.table
-        )
+            4, 2, head_dim, 0.3, window=30, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, rope=self.table,
+            norm_plus_one=self.plus_one,
+        )  # fmt: skip
 
     def expected(self, sequence: Sequence) -> Tensor:
         query, key, value = (x.float() for x in (sequence.query, sequence.key, sequence.value))
         if self.norms[0] is not None and self.norms[1] is not None:
-            query = ops.rms_norm(query, self.norms[0].float(), 1e-5)
-            key = ops.rms_norm(key, self.norms[1].float(), 1e-5)
+            query = ops.rms_norm(query, self.norms[0].float(), 1e-5, self.plus_one)
+            key = ops.rms_norm(key, self.norms[1].float(), 1e-5, self.plus_one)
         query, key = ops.rotary(query, key, torch.arange(len(sequence)), self.table)
         return dense(Sequence(query, key, value), 0.3, 30)
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", [False, True, "plus one"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (128, 2)])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_rotation(
-    level: str, dtype: torch.dtype, int8: bool, head_dim: int, rotary_dim: int, norms: bool
+    level: str, dtype: torch.dtype, int8: bool, head_dim: int, rotary_dim: int, norms: bool | str
 ) -> None:
     layer, backend = Layer(dtype, head_dim, rotary_dim, norms), NativeBackend(int8)
     [sequence] = make_sequences([90], (4, 2), head_dim, dtype)
@@ -183,3 +190,33 @@ def test_long_contexts_are_split_among_threads_without_a_trace(
     if not int8:
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(split.double(), dense(sequence, 0.25, window), atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture
+def native_level() -> None:
+    if levels() == [TORCH]:
+        pytest.skip("needs the compiled kernels")
+
+
+def test_what_many_threads_and_long_contexts_take_is_bounded(native_level: None) -> None:
+    """A partial result for each task and span would be 41 MB; all sequences share one block."""
+    length, count, threads = 160_000, 62, 16
+    target, heads = Target(levels()[0], threads), ops.HeadShape(8, 1, 64)
+    builder = ProgramBuilder(torch.float32, target)
+    query = builder.input(8 * 64)
+    program = builder.finish(ops.attend(query, heads, Scoring(1.0), layer=0))
+    cache = torch.zeros(NativeBackend().kv_cache_shape(1, 1024, 1, 64))
+    step = StepData(
+        ids=torch.zeros(count, dtype=torch.int32),
+        positions=torch.zeros(count, dtype=torch.int32),
+        slots=torch.zeros(count, dtype=torch.int32),
+        query_start_loc=torch.arange(count + 1),
+        seq_lens=torch.full((count,), length),
+        block_tables=torch.zeros(count, -(-length // 1024), dtype=torch.int32),
+        block_size=1024,
+    )
+    out = torch.empty(count, 8 * 64)
+    program.run([torch.zeros(count, 8 * 64), out], step, Caches([cache], Type.F32))
+    assert not out.any()
+    per_thread = 1 << 18
+    assert loaded_library().quire_scratch_bytes(threads) < (32 << 20) + threads * per_thread

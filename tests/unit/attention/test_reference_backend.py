@@ -1,10 +1,8 @@
 """What only the reference backend has: float16, and work that is cut into groups once for all layers."""
 
-from typing import Any
-
 import pytest
 import torch
-from paged import alone, attend, attend_once, dense, make_sequences, make_spec, mixed, variants, whole
+from paged import alone, attend, attend_once, dense, make_sequences, make_spec, mixed, whole
 
 from quire.attention.base import AttentionBatch
 from quire.attention.reference import ReferenceBackend
@@ -40,27 +38,6 @@ def test_work_is_cut_once_for_all_layers_of_a_kind() -> None:
     for window in (None, None, 4, 4):
         attend_once(BACKEND, sequences[0], make_spec(sequences[0], window), cache, metadata)
     assert len(metadata._work) == 2
-
-
-OPTIONS = [
-    {"softcap": 5.0},
-    {"sinks": torch.tensor([0.5, -2.0, 3.0, 1.0])},
-    {"softcap": 2.0, "sinks": torch.tensor([0.5, -2.0, 3.0, 90.0]), "window": 30, "scale": 3.0},
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_softcaps_and_sinks(options: dict[str, Any], dtype: torch.dtype) -> None:
-    sequences = make_sequences([3, 64, 150, 40], (4, 2), 16, dtype)
-    expected = attend(BACKEND, sequences, alone(sequences, 1), 16, **options)
-    bound = 2e-6 if dtype == torch.float32 else 1e-2
-    dense_options = {"scale": 16**-0.5, "window": None} | options
-    for sequence, out in zip(sequences, expected, strict=True):
-        torch.testing.assert_close(out.double(), dense(sequence, **dense_options), atol=bound, rtol=bound)
-    for name, (steps, block_size) in variants(sequences).items():
-        found = attend(BACKEND, sequences, steps, block_size, **options)
-        assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True)), name
 
 
 @pytest.mark.parametrize("window", [None, 1, 30, 64])
