@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.ops.native.builder import Value
 from quire.ops.native.structs import AttentionSpec, Op
 from quire.ops.rope import HeadShape
+from quire.ops.table import op
 
 QUERY_ROWS = 16  # rows of a query tile (more when one KV head serves more query heads); a multiple of 16 keeps
 # every tile aligned to a cache line
@@ -68,6 +69,7 @@ class AttentionWork:
     groups: tuple[TileGroup, ...]
 
 
+@op
 def paged_attention(
     query: Tensor,
     kv_cache: Tensor,

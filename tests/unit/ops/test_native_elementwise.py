@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from native_cases import DTYPES, EPSILON, Threads, assert_near, at_page_end, draw, elementwise, packed, run
+from native_cases import DTYPES, EPSILON, FUNCTIONS, Threads, assert_near, at_page_end, draw, elementwise, packed, run
 from torch import Tensor
 
 from quire import ops
 from quire.attention.native import NativeBackend
-from quire.ops import HeadShape, Preparation
+from quire.ops import HeadShape, Preparation, activation
 from quire.ops.attention import Scoring
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.program import Caches, Program, StepData
-from quire.ops.native.structs import TYPE_OF, Type
+from quire.ops.native.structs import GATED, TYPE_OF, Epilogue, Type
 
 SIZES = [1, 2, 7, 40, 100, 128, 257, 1000]
 ROWS = [1, 2, 7, 8, 9, 33, 70]
@@ -40,6 +40,12 @@ def cases(size: int, dtype: torch.dtype) -> dict[str, Case]:
         return F.layer_norm(x, (size,), weight.double(), bias.double(), 1e-5)
 
     return {
+        "rms_norm plus one": Case(
+            lambda x: ops.rms_norm(x, weight, 1e-5, plus_one=True), lambda x: rms(x, weight.double() + 1), 6e-6
+        ),
+        "scale": Case(lambda x: ops.scale(x, 0.3), lambda x: x * 0.3),
+        "times": Case(lambda x: x * 0.3, lambda x: x * 0.3),
+        "softcap": Case(lambda x: ops.softcap(x, 2.5), lambda x: 2.5 * (x / 2.5).tanh()),
         "rms_norm": Case(lambda x: ops.rms_norm(x, weight, 1e-5), lambda x: rms(x, weight), 4e-6),
         "layer_norm": Case(lambda x: ops.layer_norm(x, weight, bias, 1e-5), layer_norm, 1e-5),
         "plain layer_norm": Case(
@@ -86,8 +92,10 @@ def check_rows(case: Case, x: Tensor, ours: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(level: str, dtype: torch.dtype, size: int) -> None:
-    case = Case(ops.silu_and_mul, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], 2e-6)
+@pytest.mark.parametrize("function", GATED, ids=lambda f: f.name)
+def test_gated_activations(level: str, function: Epilogue, dtype: torch.dtype, size: int) -> None:
+    error = 2e-6 if function is Epilogue.SILU_MUL else 1e-5  # erf's and tanh's, times the second half
+    case = Case(activation.FUNCTIONS[function], FUNCTIONS[function], error)
     check_rows(case, draw(70, 2 * size, dtype=dtype) * 3, lambda rows: elementwise(case.operation, rows))
 
 

@@ -1,12 +1,13 @@
 """Finding the compiled kernels and choosing their level: what is missing or wrong means plain torch, and says so."""
 
+import ctypes
 import logging
 from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError
-from quire.ops.native import library
+from quire.ops.native import library, structs
 from quire.ops.native.library import TORCH, Target, choose_level, default_target, levels
 
 load_anew = library.library.__wrapped__  # the function itself remembers its answer
@@ -80,3 +81,29 @@ def test_without_the_library_there_is_torch(monkeypatch: pytest.MonkeyPatch) -> 
     assert levels.__wrapped__() == [TORCH]
     with pytest.raises(ConfigError, match="kernels='portable' can't be used"):
         _ = library._kernels.__wrapped__("portable")
+
+
+def test_the_structs_are_those_of_the_library(compiled: None) -> None:
+    """Every field by name, offset and size, both ways: two swapped fields of one size would pass unseen otherwise."""
+    fields = structs.compiled_fields()
+    assert fields == structs.mirrored_fields()
+    assert ("StepArgs", "slots") in fields
+    structs.check_layout.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ([("width", ctypes.c_int64), ("bound", ctypes.c_int32), ("type", ctypes.c_int32)], "Buffer.bound is at"),
+        ([("width", ctypes.c_int64), ("type", ctypes.c_int64)], "Buffer.type is at"),
+        ([("width", ctypes.c_int64), ("type", ctypes.c_int32), ("limit", ctypes.c_int32)], "Buffer.limit is at"),
+    ],
+    ids=["swapped", "wider", "renamed"],
+)
+def test_a_field_elsewhere_is_named(
+    compiled: None, monkeypatch: pytest.MonkeyPatch, changed: list[tuple[str, type]], message: str
+) -> None:
+    struct = type("Buffer", (ctypes.Structure,), {"_fields_": changed})
+    monkeypatch.setitem(structs.MIRRORED, "Buffer", struct)
+    with pytest.raises(AssertionError, match=message):
+        structs.check_layout.__wrapped__()
