@@ -125,7 +125,7 @@ class ChatWriter:
     def usage_chunk(self) -> Struct:
         return ChatChunk(*self._head, [], self._usage())
 
-    def choice(self, delta: Delta) -> Struct:
+    def choice(self, delta: Delta) -> ChatChoice:
         message, finish = ChatMessage(self._role, self._echo + text_of(delta.events)), delta.finish
         assert finish is not None, "a whole choice has finished"
         choice = ChatChoice(delta.index, message, self._logprobs(delta), finish.reason, finish.stop_reason)

@@ -105,7 +105,7 @@ class CompletionWriter:
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
         return CompletionResponse(*self._head, choices, self._usage(), SYSTEM_FINGERPRINT)
 
-    def choice(self, delta: Delta) -> Struct:
+    def choice(self, delta: Delta) -> CompletionChoice:
         body, text, finish = self._body, text_of(delta.events), delta.finish
         choice = CompletionChoice(delta.index, text)
         if finish is not None:
