@@ -1,7 +1,8 @@
 """What the completion routes answer: OpenAI's objects and stream chunks, with vLLM's additions.
 
-Fields that OpenAI requires are always written, null where there is nothing to say; additions only where asked for
-(UNSET leaves a field out). The services fill them, msgspec encodes them. Knows no engine, only its outputs.
+Fields that OpenAI requires are always written, null where there is nothing to say, and so are additions to a whole
+answer, which clients read as attributes; chunks have additions only where asked for (UNSET leaves a field out). The
+dialects fill them, msgspec encodes them. Knows no engine, only its outputs.
 """
 
 from collections.abc import Iterable
@@ -50,9 +51,9 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
 
 
 class CompletionResponse(Struct):
@@ -97,7 +98,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(Struct):
@@ -108,8 +109,8 @@ class ChatResponse(Struct):
     usage: Usage
     system_fingerprint: str = SYSTEM_FINGERPRINT
     object: str = "chat.completion"
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(Struct):

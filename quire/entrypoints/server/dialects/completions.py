@@ -97,7 +97,7 @@ class CompletionWriter:
 
     def chunk(self, delta: Delta) -> Struct:
         usage = self._usage() if self._running_usage else None if self.ends_with_usage else UNSET
-        return CompletionResponse(*self._head, [self.choice(delta)], usage)
+        return CompletionResponse(*self._head, [self._piece(delta)], usage)
 
     def usage_chunk(self) -> Struct:
         return CompletionResponse(*self._head, [], self._usage())
@@ -106,6 +106,13 @@ class CompletionWriter:
         return CompletionResponse(*self._head, choices, self._usage(), SYSTEM_FINGERPRINT)
 
     def choice(self, delta: Delta) -> CompletionChoice:
+        choice = self._piece(delta)
+        for name in ("token_ids", "prompt_token_ids", "prompt_logprobs"):
+            if getattr(choice, name) is UNSET:
+                setattr(choice, name, None)
+        return choice
+
+    def _piece(self, delta: Delta) -> CompletionChoice:
         body, text, finish = self._body, text_of(delta.events), delta.finish
         choice = CompletionChoice(delta.index, text)
         if finish is not None:

@@ -40,6 +40,7 @@ def test_an_answer(client: TestClient, openai_errors: Callable[..., list[str]]) 
     first = answer["choices"][0]
     assert first["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     assert (first["index"], first["finish_reason"], first["stop_reason"]) == (0, "stop", None)
+    assert (answer["prompt_token_ids"], answer["prompt_logprobs"], first["token_ids"]) == (None, None, None)
     assert post(client)["choices"][0]["logprobs"] is None
 
 
