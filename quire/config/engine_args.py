@@ -6,6 +6,7 @@ against the model's own configuration, once, and returns the frozen `EngineConfi
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,7 +137,7 @@ class EngineArgs:
                 close = nearest(name, known)
                 hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")
-        return cls(**kwargs)
+        return cls(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in kwargs.items()})
 
     def resolve(self) -> "EngineConfig":
         """Read the model's configuration and check the options against it.

@@ -65,6 +65,7 @@ def check_options(options: Any) -> None:
         kind, optional = split_optional(_hints(type(options))[field.name])
         if value is None and optional:
             continue
+        got = repr(value) if field.repr else f"a {type(value).__name__}"
         if choices := choices_of(_hints(type(options))[field.name]):
             if isinstance(value, bool) or value not in choices:
                 shown = ", ".join(repr(choice) for choice in choices)
@@ -72,6 +73,13 @@ def check_options(options: Any) -> None:
         elif kind is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
+        elif kind is str:
+            if not isinstance(value, str):
+                raise ConfigError(f"{field.name} must be a text, got {got}.")
+        elif (container := typing.get_origin(kind)) in (list, dict):
+            if not isinstance(value, container):
+                what = "a list of texts" if container is list else "an object of keys and values"
+                raise ConfigError(f"{field.name} must be {what}, got {got}.")
         elif kind in (int, float):
             facts = field.metadata
             check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])

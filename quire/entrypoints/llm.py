@@ -50,7 +50,7 @@ class LLM:
     def __init__(
         self, model: str = "demo", tokenizer: str | None = None, *, show_progress: bool = True, **kwargs: Any
     ) -> None:
-        args = EngineArgs.from_kwargs(model=str(model), tokenizer=tokenizer, **kwargs)
+        args = EngineArgs.from_kwargs(model=model, tokenizer=tokenizer, **kwargs)
         self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress)
         self._request_ids = itertools.count()
 
@@ -157,8 +157,9 @@ class LLM:
             InvalidRequestError: bad messages, no template, or the template's own complaint.
             RequestFailedError: the process that templates run in can't be started.
         """
-        if not messages:
-            raise InvalidRequestError("messages is empty; pass at least one message.", "messages")
+        if not isinstance(messages, Sequence) or not messages:
+            what = f"a {type(messages).__name__}" if messages else "empty"
+            raise InvalidRequestError(f"messages is {what}; pass a list of at least one message.", "messages")
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
         prompts: list[PromptType] = []

@@ -157,6 +157,8 @@ def test_chat(llm: LLM) -> None:
     assert [o.outputs[0].text for o in both] == [one.outputs[0].text] * 2
     (other,) = llm.chat(conversation, params, use_tqdm=False, chat_template="{{ messages[0].content }}")
     assert other.prompt == conversation[0]["content"]
+    with pytest.raises(InvalidRequestError, match="messages is a int; pass a list"):
+        llm.chat(5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="messages is empty"):
         llm.chat([], params)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import pytest
@@ -28,6 +29,7 @@ class Some:
     flag: bool = option(False, "Flag.")
     names: list[str] = option(["x"], "Names.")
     key: str = option("sesame", "Key.", secret=True)
+    facts: dict[str, Any] | None = option(None, "Facts.")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -50,6 +52,10 @@ class Some:
         ({"free": "x"}, "free must be an integer, got 'x'."),
         ({"name": "c"}, "name must be one of None, 'a', 'b', got 'c'."),
         ({"flag": "false"}, "flag must be True or False, got 'false'."),
+        ({"names": "x"}, "names must be a list of texts, got 'x'."),
+        ({"names": None}, "names must be a list of texts, got None."),
+        ({"key": 5}, "key must be a text, got a int."),
+        ({"facts": [1]}, "facts must be an object of keys and values, got [1]."),
     ],
 )
 def test_what_is_refused(values: dict[str, Any], message: str) -> None:
@@ -92,3 +98,10 @@ def test_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None
     EngineArgs(enforce_eager=False, swap_space=100)
     assert "enforce_eager=False has no effect here" in caplog.text
     assert "swap_space=100 has no effect here" in caplog.text
+
+
+def test_paths_are_texts(tmp_path: Path) -> None:
+    args = EngineArgs.from_kwargs(model=tmp_path, tokenizer=tmp_path / "x", download_dir=tmp_path)
+    assert (args.model, args.tokenizer, args.download_dir) == (str(tmp_path), str(tmp_path / "x"), str(tmp_path))
+    with pytest.raises(ConfigError, match="^model must be a text, got None.$"):
+        EngineArgs.from_kwargs(model=None)

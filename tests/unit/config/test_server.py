@@ -52,7 +52,9 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     assert str(refusal.value).startswith(message)
 
 
-@pytest.mark.parametrize("options", [{"api_key": ["sesame", ""]}, {"api_key": ["sesame"], "port": -1}])
+@pytest.mark.parametrize(
+    "options", [{"api_key": ["sesame", ""]}, {"api_key": ["sesame"], "port": -1}, {"api_key": "sesame"}]
+)
 def test_no_text_shows_a_key(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refusal:
         ServerArgs(**options)
