@@ -27,11 +27,15 @@ def run(namespace: Namespace) -> None:
     """List or clear."""
     if namespace.action == "list" and (namespace.name or namespace.all):
         raise ConfigError("'quire cache list' takes no name; 'quire cache clear NAME' removes that one.")
-    folder = cache_folder()
-    files = stored_weights(folder) if folder is not None else []
+    if (folder := cache_folder()) is None:
+        raise ConfigError("nothing is kept: this user has no home; set XDG_CACHE_HOME.")
+    try:
+        files = stored_weights(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be read: {error.strerror}.") from error
     if namespace.action == "list":
         _show(files)
-        print(f"{_size(sum(each.num_bytes for each in files))} in {len(files)} of {folder or 'no folder'}")
+        print(f"{_size(sum(each.num_bytes for each in files))} in {len(files)} of {folder}")
         return
     if namespace.all == (namespace.name is not None):
         raise ConfigError("name one model, as 'quire cache' lists it, or give --all.")

@@ -1,5 +1,6 @@
 """`quire cache`: what it lists, what it clears, and what it refuses."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -84,6 +85,20 @@ def test_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["cache"]) == 0
     assert "0.0 MiB in 0 of" in capsys.readouterr().out
     assert main(["cache", "clear", "--all"]) == 0
+
+
+def test_a_folder_that_is_closed_or_nobodys(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Path, pattern: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert main(["cache"]) == 2
+    assert f"{folder} can't be read: Permission denied." in capsys.readouterr().err
+    monkeypatch.setattr("quire.entrypoints.cli.cache.cache_folder", lambda: None)
+    assert main(["cache"]) == 2
+    assert "nothing is kept: this user has no home" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(folder: Path) -> None:
