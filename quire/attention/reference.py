@@ -101,9 +101,9 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         heads = qkv.view(qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if spec.q_norm is not None:
-            query = ops.rms_norm(query, spec.q_norm, spec.norm_eps)
+            query = ops.rms_norm(query, spec.q_norm, spec.norm_eps, spec.norm_plus_one)
         if spec.k_norm is not None:
-            key = ops.rms_norm(key, spec.k_norm, spec.norm_eps)
+            key = ops.rms_norm(key, spec.k_norm, spec.norm_eps, spec.norm_plus_one)
         if spec.rope is not None:
             query, key = ops.rotary(query, key, step.positions, spec.rope)
         ops.write_kv(key, value, cache, metadata.batch.slot_mapping)

@@ -26,6 +26,14 @@ def _early_even_layers(get: Get, layer: int) -> bool:
     return layer % 2 == 0 and layer < get("max_window_layers", default=28)
 
 
+def _even_layers(get: Get, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _all_but_every_nth(get: Get, layer: int) -> bool:
+    return (layer + 1) % get("sliding_window_pattern", default=6) != 0
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -35,6 +43,7 @@ class Family:
         build: where its builder is, "module:function".
         defaults: what transformers assumes where a key is absent, as far as that differs between the families.
         learned_positions: they are a table of the checkpoint, which no scaling makes longer.
+        scaled_length: max_position_embeddings has a scaling of the positions in it already.
         windowed: whether a layer has the sliding window, where config.json names one and no `layer_types`.
         window_switch: the key that must be true for any layer to have it; "" for none.
         tokenizer_class: the class that reads the tokenizer's files; "" takes them as they are.
@@ -46,15 +55,42 @@ class Family:
     build: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     learned_positions: bool = False
+    scaled_length: bool = False
     windowed: WindowRule = _every_layer
     window_switch: str = ""
     tokenizer_class: str = ""
     tokenizer_overrides: bool = False
 
 
+_GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
 _QWEN: dict[str, Any] = {"windowed": _late_layers, "window_switch": "use_sliding_window"}
 
 FAMILIES = (
+    Family("GemmaForCausalLM", "gemma", "quire.models.gemma:build_gemma", _GEMMA),
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        "quire.models.gemma:build_gemma2",
+        _GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096},
+        windowed=_even_layers,
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        "quire.models.gemma:build_gemma3",
+        _GEMMA
+        | {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        scaled_length=True,
+        windowed=_all_but_every_nth,
+    ),
     Family(
         "GPT2LMHeadModel",
         "gpt2",

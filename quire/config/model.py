@@ -55,6 +55,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_parameters: dict[str, Any]  # always has "rope_type" and "rope_theta"; unused by learned positions
+    window_rope_parameters: dict[str, Any] | None  # of the layers that have a window, where they rotate otherwise
     layer_windows: tuple[int | None, ...]  # per layer: tokens a query sees, itself included; None = all before it
     derived_max_model_len: int  # tokens that the model's position encoding supports
     max_model_len: int  # tokens of prompt + output that the engine allows
@@ -109,7 +110,7 @@ class ModelConfig:
         _refuse_quantized(config, name)
         reader = _Reader(config, name)
         shapes = reader.shapes()
-        rope = reader.rope_parameters()
+        rope, window_rope = reader.rope_parameters()
         derived = reader.derived_max_model_len(rope, max_model_len)
         return cls(
             model=name,
@@ -120,6 +121,7 @@ class ModelConfig:
             dtype=_resolve_dtype(dtype, config),
             **shapes,
             rope_parameters=rope,
+            window_rope_parameters=window_rope,
             layer_windows=reader.layer_windows(shapes["num_layers"]),
             derived_max_model_len=derived,
             max_model_len=_resolve_max_model_len(max_model_len, derived, reader.family.learned_positions),
@@ -188,16 +190,32 @@ class _Reader:
             "head_dim": self.positive_int("head_dim", default=derived_head_dim),
         }
 
-    def rope_parameters(self) -> dict[str, Any]:
-        """One form of `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta` (before it)."""
+    def rope_parameters(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """One form of `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta` (before it).
+
+        The second is for layers with a window, where those have frequencies of their own.
+        """
         scaling, parameters = self.config.get("rope_scaling") or {}, self.config.get("rope_parameters") or {}
         for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
             if not isinstance(rope, dict):
                 raise self.error(f"has {key} = {rope!r}; it must be an object or null.")
-            if any(isinstance(value, dict) for value in rope.values()):
+        window: dict[str, Any] | None = None
+        if (local := self.get("rope_local_base_freq")) is not None:
+            window = self._one_rope({}, {"rope_type": "default", "rope_theta": local})
+        by_type = parameters or scaling
+        if any(isinstance(value, dict) for value in by_type.values()):
+            if window is None or set(by_type) - {"full_attention", "sliding_attention"}:
                 raise NotYetSupportedError(
-                    f"Model {self.model!r} has rope parameters per layer type: not supported yet."
+                    f"Model {self.model!r} has rope parameters per layer type, {', '.join(by_type)}: not supported yet."
                 )
+            for kind, value in by_type.items():
+                if not isinstance(value, dict):
+                    raise self.error(f"has {kind} = {value!r} among its rope parameters; it must be an object.")
+            window = self._one_rope({}, window | by_type.get("sliding_attention", {}))
+            scaling, parameters = {}, by_type.get("full_attention", {})
+        return self._one_rope(scaling, parameters), window
+
+    def _one_rope(self, scaling: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
         # A scaling says nothing of the frequencies that it scales.
         rope = {k: v for k, v in parameters.items() if not scaling or k in _KEPT_ROPE_KEYS} | scaling
         legacy_type = rope.pop("type", "default")
@@ -217,7 +235,7 @@ class _Reader:
         if self.get(*names) is None:
             logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
         length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
-        if self.family.learned_positions:
+        if self.family.learned_positions or self.family.scaled_length:
             return length
         if rope["rope_type"] in _UNSCALED_ROPE_TYPES:
             return length

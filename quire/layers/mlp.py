@@ -1,4 +1,4 @@
-"""The feed-forward blocks: gated (Llama and its kin) and plain (GPT-2, OPT)."""
+"""The feed-forward blocks: gated (Llama and most) and plain (GPT-2, OPT)."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": ops.gelu_tanh,
     "gelu_pytorch_tanh": ops.gelu_tanh,
 }
-GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.silu_and_mul}
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": ops.silu_and_mul,
+    "gelu": ops.gelu_and_mul,
+    "gelu_new": ops.gelu_tanh_and_mul,
+    "gelu_fast": ops.gelu_tanh_and_mul,
+    "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
+}
 
 
 class GatedMLP(nn.Module):

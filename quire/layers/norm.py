@@ -10,25 +10,26 @@ from quire.quantization.base import CheckpointSlot, TensorForm
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * weight``."""
+    """``x / rms(x) * weight``, or where `plus_one` ``* (1 + weight)``."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, plus_one: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
         self.eps = eps
+        self.plus_one = plus_one
 
     def checkpoint_slots(self, path: str) -> Iterator[CheckpointSlot]:
         """The place of its tensor; `path` is where the module stands."""
         return _vectors(self, path)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps, self.plus_one)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of ``x + residual``, and that sum; without a residual, of `x` itself."""
         if residual is None:
             return self(x), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, self.plus_one)
 
 
 class LayerNorm(nn.Module):

@@ -103,9 +103,9 @@ class Builder:
         shape = embedding.shape
         return Linear(self._place("lm_head", shape, table=True), shape.in_features, shape.out_features, split="out")
 
-    def rms_norm(self, size: int, eps: float) -> RMSNorm:
-        """An RMSNorm."""
-        return RMSNorm(size, eps, self.context.dtype)
+    def rms_norm(self, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
+        """An RMSNorm, that multiplies by 1 + weight where `plus_one`."""
+        return RMSNorm(size, eps, self.context.dtype, plus_one)
 
     def layer_norm(self, size: int, eps: float, *, affine: bool = True) -> LayerNorm:
         """A LayerNorm, with weight and bias where `affine`."""

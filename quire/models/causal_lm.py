@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from quire import ops
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
@@ -25,6 +26,7 @@ class CausalLM(nn.Module):
         backbone: ``backbone(input_ids, step) -> [T, H]``.
         embedding: the backbone's token embedding, which the head shares when the configuration ties them.
         form: how the family's checkpoints name things.
+        logit_softcap: logits l become ``logit_softcap * tanh(l / logit_softcap)``.
 
     Attributes:
         cache_layers: what each attention layer keeps of a token; with the backend's shapes, this sizes the KV cache.
@@ -41,6 +43,8 @@ class CausalLM(nn.Module):
         backbone: nn.Module,
         embedding: VocabEmbedding,
         form: CheckpointFormat,
+        *,
+        logit_softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.num_layers = config.num_layers
@@ -54,6 +58,7 @@ class CausalLM(nn.Module):
         self.lm_head = builder.head(embedding, tied=self.tied)
         builder.context.assign_groups()
         self._form = form
+        self._logit_softcap = logit_softcap
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
@@ -64,7 +69,8 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V], in the model's dtype or float32."""
-        return self.lm_head(hidden, wide=True)
+        logits = self.lm_head(hidden, wide=True)
+        return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""

@@ -3,10 +3,11 @@
 A family's file decides what norm, attention and MLP are; this is only the order in which they meet.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from quire import ops
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
 from quire.layers.norm import Norm
@@ -38,18 +39,25 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids and positions [T] -> hidden states [T, H]."""
+    """Token ids and positions [T] -> hidden states [T, H].
+
+    Args:
+        layers: as `DecoderLayer` takes and returns its tensors.
+        embed_scale: factor on token embeddings.
+    """
 
     def __init__(
         self,
         embed_tokens: VocabEmbedding,
-        layers: list[DecoderLayer],
+        layers: Sequence[nn.Module],
         norm: Norm,
         embed_positions: LearnedPositions | None = None,
+        embed_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.embed_positions = embed_positions
+        self.embed_scale = embed_scale
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
@@ -59,6 +67,8 @@ class Decoder(nn.Module):
     def embed(self, input_ids: Tensor, step: Step) -> Tensor:
         """Token ids [T] -> what enters the first layer, [T, H]."""
         x: Tensor = self.embed_tokens(input_ids, step)
+        if self.embed_scale is not None:
+            x = ops.scale(x, self.embed_scale)
         return x if self.embed_positions is None else x + self.embed_positions(step.positions, step)
 
     def run_layers(self, x: Tensor, step: Step) -> Tensor:

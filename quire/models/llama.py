@@ -3,8 +3,9 @@
 Mistral, Qwen2, Qwen3 and their mixtures of experts are this with a few switches, and build themselves here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,9 +90,12 @@ def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:
     )
 
 
-def build_rope(config: ModelConfig) -> Tensor:
-    """The rotation that config.json describes, for every position that the engine allows."""
-    hf, values = config.hf_config, dict(config.rope_parameters)
+def build_rope(config: ModelConfig, parameters: Mapping[str, Any] | None = None) -> Tensor:
+    """The rotation that config.json describes, for every position that the engine allows.
+
+    parameters: in place of ``config.rope_parameters``.
+    """
+    hf, values = config.hf_config, dict(config.rope_parameters if parameters is None else parameters)
     portion = values.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if hf.get("original_max_position_embeddings"):
         values["original_max_position_embeddings"] = hf["original_max_position_embeddings"]

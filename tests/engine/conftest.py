@@ -39,6 +39,24 @@ FAMILIES = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "gemma2": BASE
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 24,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3": BASE
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+    },
     "opt": {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",

@@ -15,7 +15,8 @@ import pytest
 from quire import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from quire.ops.native.library import TORCH, levels
 
-MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "opt", "gpt2", "stories260K", "demo"]
+MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe"]
+MODELS += ["gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
 NUM_REQUESTS = 32
 

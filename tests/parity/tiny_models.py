@@ -38,6 +38,7 @@ LLAMA = {
 }
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
 QWEN_MOE = LLAMA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GEMMA = LLAMA | {"head_dim": 16, "tie_word_embeddings": True}
 OPT = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -141,6 +142,43 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         QWEN_MOE | {"mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": True},
     ),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", GEMMA),
+    "gemma-legacy-gelu": ("GemmaConfig", "GemmaForCausalLM", GEMMA | {"hidden_act": "gelu", "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA | {"sliding_window": 24, "query_pre_attn_scalar": 10}),
+    "gemma2-caps": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        GEMMA
+        | {
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "sliding_window": 70,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        GEMMA | {"sliding_window": 24, "sliding_window_pattern": 2, "num_hidden_layers": 4},
+    ),
+    "gemma3-ropes": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 2.0,  # without effect
+            "tie_word_embeddings": False,
+        },
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", OPT),
     "opt-350m": ("OPTConfig", "OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
     "opt-untied-gelu": (
@@ -163,7 +201,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "opt", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *WITH_EXPERTS, "gemma", "gemma2", "gemma3", "opt", "gpt2")
 
 
 def build_theirs(name: str) -> Any:

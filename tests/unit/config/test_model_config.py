@@ -336,6 +336,37 @@ def test_quantized_checkpoint_names_the_method(tmp_path: Path) -> None:
         load(tmp_path, LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}})
 
 
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 32}
+
+
+def test_layers_with_a_window_may_rotate_otherwise(tmp_path: Path) -> None:
+    older = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    newer = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    for change in (older, {"rope_parameters": newer}):
+        config = load(tmp_path, GEMMA3 | change)
+        assert config.rope_parameters == newer["full_attention"]
+        assert config.window_rope_parameters == newer["sliding_attention"]
+        assert config.derived_max_model_len == LLAMA["max_position_embeddings"], "it is the stretched length already"
+    bare = load(tmp_path, GEMMA3)
+    assert (bare.rope_parameters["rope_theta"], bare.window_rope_parameters) == (
+        1e6,
+        {"rope_type": "default", "rope_theta": 1e4},
+    )
+    assert load(tmp_path, LLAMA).window_rope_parameters is None
+    for broken, words in (({"full_attention": {}, "chunked_attention": {}}, "chunked"), ({"full_attention": 3}, "=")):
+        with pytest.raises((ModelLoadError, NotYetSupportedError), match=words):
+            load(tmp_path, GEMMA3 | {"rope_parameters": newer | broken})
+
+
+def test_windows_of_gemma(tmp_path: Path) -> None:
+    assert load(tmp_path, GEMMA3 | {"sliding_window_pattern": 2}).layer_windows == (32, None, 32)
+    gemma2 = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    assert load(tmp_path, gemma2).layer_windows == (32, None, 32)
+
+
 def test_unknown_load_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="auto, safetensors, dummy; got 'pt'"):
         load(tmp_path, LLAMA, load_format="pt")
