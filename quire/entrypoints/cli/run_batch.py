@@ -217,6 +217,10 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
         file = part.open("wb")
     except OSError as error:
         raise ConfigError(f"--output-file {name}: {error.strerror}.") from None
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+    except BaseException:
+        print(f"the answers so far are in {part}.", file=sys.stderr)
+        raise
     os.replace(part, name)

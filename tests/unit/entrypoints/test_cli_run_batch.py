@@ -156,7 +156,7 @@ def test_a_full_disk(batch: Batch) -> None:
         asyncio.run(answer_all(batch, source, FullDisk(), 4, 1))
 
 
-def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
+def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out"
     path.write_text("old")
 
@@ -169,6 +169,7 @@ def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(b"half", KeyboardInterrupt())
     assert (path.read_text(), (tmp_path / "out.part").read_text()) == ("old", "half")
+    assert f"the answers so far are in {path}.part." in capsys.readouterr().err
     write(b"whole", None)
     assert path.read_text() == "whole"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
