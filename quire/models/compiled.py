@@ -4,13 +4,14 @@ The worker makes one from a loaded model whose weights are packed. The model's o
 runs once, with the builder's values in place of tensors.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.attention.native import step_data
-from quire.layers.step import Step
+from quire.layers.step import Step, Taps
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
@@ -22,17 +23,21 @@ class CompiledModel:
     """Token ids -> hidden states -> logits, as `CausalLM`.
 
     Args:
+        tapped: layers whose outputs a step may ask for (`Step.taps`); each run then computes them as outputs.
         target: the level of kernels and the threads that its steps run on; default: `default_target`.
     """
 
-    def __init__(self, model: CausalLM, target: Target | None = None) -> None:
+    def __init__(self, model: CausalLM, target: Target | None = None, tapped: Sequence[int] = ()) -> None:
         self.vocab_size = model.vocab_size
         self.cache_layers = model.cache_layers
         self._dtype = model.dtype
         builder = ProgramBuilder(model.dtype, target)
-        hidden: Any = model(recorded(builder.ids), Step(recorded(builder.positions)))
+        taps = Taps(tapped) if tapped else None
+        hidden: Any = model(recorded(builder.ids), Step(recorded(builder.positions), taps=taps))
         self._width = hidden.width
-        self._body = builder.finish(hidden)
+        tapped_values: Any = taps.hidden if taps is not None else []
+        self._tapped, self._tap_widths = tuple(tapped), [value.width for value in tapped_values]
+        self._body = builder.finish([hidden, *(builder.keep(value) for value in tapped_values)])
         builder = ProgramBuilder(model.dtype, target)
         logits: Any = model.compute_logits(recorded(builder.input(self._width)))
         self._head = builder.finish(logits)
@@ -51,7 +56,11 @@ class CompiledModel:
         hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
         caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
         steps = [step_data(batch, input_ids, step.positions) for batch in step.attention]
-        self._body.run([hidden], steps, caches)
+        tapped = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._tap_widths]
+        self._body.run([hidden, *tapped], steps, caches)
+        if step.taps is not None:
+            assert tuple(step.taps.layers) == self._tapped, "the program was recorded for other taps"
+            step.taps.hidden.extend(tapped)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ import pytest
 from quire import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from quire.ops.native.library import TORCH, levels
 
-MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe"]
-MODELS += ["gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
+MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
 NUM_REQUESTS = 32
 
@@ -192,6 +191,13 @@ def test_exactness_matrix(model_options, baseline, model: str, dtype: str, varia
 @pytest.mark.parametrize("variant", SOME_VARIANTS)
 def test_exactness_on_plain_torch(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, model, dtype, variant, kernels=TORCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
+def test_exactness_with_a_shared_expert(model_options, baseline, dtype: str, variant: Variant) -> None:
+    check_variant(model_options, baseline, "qwen2-moe", dtype, variant)
 
 
 @pytest.mark.slow

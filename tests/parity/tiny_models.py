@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
-from quire.layers.step import Step
+from quire.layers.step import Step, Taps
 from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
 from quire.ops.native.library import TORCH
@@ -240,7 +240,9 @@ class Ours:
     backend: AttentionBackend[Any]
 
 
-def build_ours(directory: Path, dtype: str = "float32", kernels: str = TORCH, **options: Any) -> Ours:
+def build_ours(
+    directory: Path, dtype: str = "float32", kernels: str = TORCH, tapped: tuple[int, ...] = (), **options: Any
+) -> Ours:
     """Our model of a saved one, on plain torch or recorded for the level of compiled kernels in use."""
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
     native = kernels != TORCH
@@ -250,7 +252,7 @@ def build_ours(directory: Path, dtype: str = "float32", kernels: str = TORCH, **
     loaded = model.load_weights(checkpoint(directory))
     assert loaded == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights
-    return Ours(model, CompiledModel(model) if native else model, backend)
+    return Ours(model, CompiledModel(model, tapped=tapped) if native else model, backend)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
@@ -266,6 +268,8 @@ class Paged:
     num_sequences: int = 1
     max_len: int = 160
     seed: int = 0
+    taps: tuple[int, ...] = ()
+    tapped: list[list[Tensor]] = field(default_factory=list)  # of each step
     computed: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -297,8 +301,11 @@ class Paged:
             block_size=size,
         )
         ids = torch.tensor([token for new in tokens.values() for token in new])
-        step = Step(positions, self.caches, [self.ours.backend.build(batch)] * self.num_groups)
+        taps = Taps(self.taps) if self.taps else None
+        step = Step(positions, self.caches, [self.ours.backend.build(batch)] * self.num_groups, taps=taps)
         hidden = self.ours.run(ids, step)
+        if taps is not None:
+            self.tapped.append(taps.hidden)
         logits = self.ours.run.compute_logits(hidden)
         for s, _, high in spans:
             self.computed[s] = high
