@@ -24,10 +24,10 @@ class AttentionBatch:
     including seq_lens[s] - 1. Position p lies in block block_tables[s, p // block_size] at offset p % block_size.
 
     Attributes:
-        query_start_loc: int64 [S + 1].
-        seq_lens: int64 [S], tokens computed before this step plus those computed in it.
-        block_tables: int64 [S, max_blocks], padded with 0.
-        slot_mapping: int64 [T], block * block_size + offset of every row.
+        query_start_loc: int32 [S + 1], as all of these (int64 is taken, too).
+        seq_lens: [S], tokens computed before this step plus those computed in it.
+        block_tables: [S, max_blocks], padded with 0.
+        slot_mapping: [T], block * block_size + offset of every row.
         block_size: tokens per block.
     """
 

@@ -24,7 +24,7 @@ def rotary(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
 
     Args:
         query, key: [T, Hq, D] and [T, Hkv, D].
-        positions: [T] int64.
+        positions: [T] integers.
         cos_sin: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines.
     """
     angles = cos_sin.index_select(0, positions).unsqueeze(1)
@@ -47,9 +47,9 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
     """Store a step's keys and values, each [T, Hkv, D], in a cache [blocks, block_size, 2, Hkv, D].
 
-    slots: int64 [T], block * block_size + offset of each token.
+    slots: integers [T], block * block_size + offset of each token.
     """
-    kv_cache.view(-1, *kv_cache.shape[2:]).index_copy_(0, slots, torch.stack((key, value), dim=1))
+    kv_cache.view(-1, *kv_cache.shape[2:]).index_copy_(0, slots.long(), torch.stack((key, value), dim=1))
 
 
 @dataclass(frozen=True)

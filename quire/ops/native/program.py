@@ -55,17 +55,17 @@ class StepData:
         self.query_start_loc, self.seq_lens = _int32(query_start_loc), _int32(seq_lens)
         self.block_tables = _int32(block_tables)
         self.block_size = block_size
-        num_tokens, num_seqs = len(ids), len(seq_lens)
-        if len(positions) != num_tokens or len(slots) != num_tokens:
+        num_tokens, num_seqs = ids.shape[0], seq_lens.shape[0]  # len() of a tensor takes a microsecond
+        if positions.shape[0] != num_tokens or slots.shape[0] != num_tokens:
             raise ValueError("ids, positions and slots must be of one length")
-        if len(query_start_loc) != num_seqs + 1 or len(block_tables) != num_seqs:
+        if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
             raise ValueError("query_start_loc, seq_lens and block_tables are of different numbers of sequences")
 
     def struct(self) -> StepStruct:
         """For a kernel call; holds no reference to the tensors."""
         tensors = (self.ids, self.positions, self.slots, self.query_start_loc, self.seq_lens, self.block_tables)
-        width = self.block_tables.shape[1]
-        return StepStruct(len(self.ids), len(self.seq_lens), width, self.block_size, *(t.data_ptr() for t in tensors))
+        num_seqs, width = self.block_tables.shape
+        return StepStruct(self.ids.shape[0], num_seqs, width, self.block_size, *(t.data_ptr() for t in tensors))
 
 
 def _int32(tensor: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ class Program:
                 )
 
     def _check_step(self, num_rows: int, steps: tuple[StepData, ...], caches: Caches | None) -> None:
-        if bool(steps) != self._needs_step or any(len(step.ids) != num_rows for step in steps):
+        if bool(steps) != self._needs_step or any(step.ids.shape[0] != num_rows for step in steps):
             raise ValueError("a program with attention or embeddings needs a step of as many tokens as rows")
         if steps and len(steps) < self._num_groups:
             raise ValueError(f"the program has {self._num_groups} KV groups, got steps of {len(steps)}")

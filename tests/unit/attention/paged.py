@@ -83,7 +83,7 @@ def attend_once(
 ) -> Tensor:
     """One step with all tokens of what is given, at the positions 0 ..: [T, Hq, D]."""
     qkv = torch.cat((sequence.query, sequence.key, sequence.value), 1).flatten(1)
-    out = backend.attend(qkv, spec, Step(torch.arange(len(sequence)), [cache], [metadata]))
+    out = backend.attend(qkv, spec, Step(torch.arange(len(sequence), dtype=torch.int32), [cache], [metadata]))
     return out.view(sequence.query.shape)
 
 
@@ -119,7 +119,8 @@ def attend(
         lengths = torch.tensor([high for _, _, high in spans])
         width = -(-int(lengths.max()) // block_size)
         tables = table[live, :width].contiguous()
-        metadata = backend.build(AttentionBatch(rows, lengths, tables, torch.stack(slots), block_size))
+        arrays = (rows, lengths, tables, torch.stack(slots))
+        metadata = backend.build(AttentionBatch(*(array.int() for array in arrays), block_size))
         parts = (
             torch.cat([getattr(sequences[s], name)[a:b] for s, a, b in spans]) for name in ("query", "key", "value")
         )
