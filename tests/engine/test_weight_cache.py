@@ -95,6 +95,14 @@ def test_the_second_start_is_filled(cache: Path, model: Path, options: dict[str,
     assert files(cache) == [file]
 
 
+@pytest.mark.parametrize("model", ["mixtral", "qwen2-moe", "gemma2"], indirect=True)
+def test_experts_and_shared_tables_are_filled_too(cache: Path, model: Path, no_packing) -> None:
+    plain = start(model, quantization="int8", weight_cache=False)
+    start(model, quantization="int8")
+    no_packing()
+    assert start(model, quantization="int8") == plain
+
+
 def test_a_checkpoint_without_prefixes_is_filled_too(cache: Path, model: Path, no_packing) -> None:
     """As GPT-2's own: `wte.weight` for `transformer.wte.weight`."""
     tensors = load_file(model / "model.safetensors")
