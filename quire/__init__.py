@@ -21,9 +21,9 @@ _HOMES = {
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
-    "TextPrompt": "quire.engine.input_processor",
-    "TokensPrompt": "quire.engine.input_processor",
-    "PromptType": "quire.engine.input_processor",
+    "TextPrompt": "quire.inputs",
+    "TokensPrompt": "quire.inputs",
+    "PromptType": "quire.inputs",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from quire.config.engine_args import EngineConfig
-from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
+from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.errors import InvalidRequestError
+from quire.inputs import PreparedPrompt, PromptType
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.renderer import Renderer
@@ -33,15 +34,26 @@ class AsyncInputs:
         self._renders, self._long_renders = _RenderLane("render", 2), _RenderLane("render-long", 1)
         self._strangers = _RenderLane("render-strangers", 2)
 
-    async def process(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_time: float, priority: int
-    ) -> ProcessedInput:
-        """`InputProcessor.process`."""
+    async def prepare(
+        self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True
+    ) -> PreparedPrompt:
+        """`InputProcessor.prepare`."""
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
         size = sum(len(part) for part in parts if isinstance(part, str | list))
-        return await self._encode(
-            size, lambda: self._inputs.process(request_id, prompt, params, arrival_time, priority)
-        )
+        return await self._encode(size, lambda: self._inputs.prepare(prompt, params, add_special_tokens))
+
+    async def process(
+        self,
+        request_id: str,
+        prompt: PromptType | PreparedPrompt,
+        params: SamplingParams | None,
+        arrival_time: float,
+        priority: int,
+    ) -> ProcessedInput:
+        """`InputProcessor.process`."""
+        if not isinstance(prompt, PreparedPrompt):
+            prompt, params = await self.prepare(prompt, params), None  # type: ignore[arg-type]  (None is refused there)
+        return self._inputs.process(request_id, prompt, params, arrival_time, priority)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""

@@ -16,7 +16,6 @@ from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_inputs import AsyncInputs
 from quire.engine.clients.process import ProcessClient
 from quire.engine.clients.thread import ThreadClient
-from quire.engine.input_processor import PromptType
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
@@ -28,6 +27,7 @@ from quire.errors import (
     OverloadedError,
     RequestFailedError,
 )
+from quire.inputs import PreparedPrompt, PromptType
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
 from quire.protocol.core import (
@@ -70,7 +70,7 @@ class AsyncLLM:
     Attributes:
         config: options and model, with the context that the KV cache turned out to hold.
         tokenizer: the model's, or None with skip_tokenizer_init.
-        encode, render_chat: see `AsyncInputs`.
+        prepare, encode, render_chat: see `AsyncInputs`.
         metrics: counts and times what happens to requests.
         num_blocks: KV blocks of the engine.
     """
@@ -88,8 +88,8 @@ class AsyncLLM:
         self.metrics = ServingMetrics(config.model.max_model_len)
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
-        self._inputs = AsyncInputs(config, tokenizer)
-        self.encode, self.render_chat = self._inputs.encode, self._inputs.render_chat
+        self._inputs = inputs = AsyncInputs(config, tokenizer)
+        self.prepare, self.encode, self.render_chat = inputs.prepare, inputs.encode, inputs.render_chat
         self._outputs = OutputProcessor(tokenizer, with_metrics=not config.args.disable_log_stats)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
@@ -154,8 +154,8 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: PromptType,
-        sampling_params: SamplingParams,
+        prompt: PromptType | PreparedPrompt,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -164,10 +164,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its outputs as they come, the last one `finished`.
 
-        What each holds is for `sampling_params.output_kind` to say; outputs that the caller is too slow for are merged.
+        What each holds is for the parameters' `output_kind` to say; outputs that the caller is too slow for are merged.
         Leaving the iterator early (break, aclose, cancellation) aborts the request.
 
         Args:
+            sampling_params: the model's defaults if None; a prepared prompt has its own, and nothing is to be passed.
             request_id: shown in outputs and (quoted) in logs, and keys the random numbers of a request without a seed;
                 ids need not be unique. A number by default.
             arrival_time: in seconds of `time.monotonic`; now by default.
@@ -181,7 +182,11 @@ class AsyncLLM:
         self._attach()
         if lora_request is not None:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
-        if sampling_params.logits_processors and self._options.engine == "process":
+        if isinstance(prompt, PreparedPrompt):
+            params = prompt.params
+        else:
+            params = sampling_params = sampling_params or self.get_default_sampling_params()
+        if params.logits_processors and self._options.engine == "process":
             raise InvalidRequestError(
                 'logits_processors are Python functions, which only AsyncOptions(engine="thread") can call.',
                 "logits_processors",
@@ -191,7 +196,7 @@ class AsyncLLM:
         external = str(number) if request_id is None else request_id
         # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
         internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
-        stream = OutputStream(merge=sampling_params.output_kind == RequestOutputKind.DELTA)
+        stream = OutputStream(merge=params.output_kind == RequestOutputKind.DELTA)
         self._streams[internal], self._external[internal] = stream, external
         self._queued.add(internal)
         finished = False
@@ -295,8 +300,8 @@ class AsyncLLM:
         self,
         internal: str,
         external: str,
-        prompt: PromptType,
-        params: SamplingParams,
+        prompt: PromptType | PreparedPrompt,
+        params: SamplingParams | None,
         arrival_time: float | None,
         priority: int,
     ) -> None:
@@ -306,7 +311,9 @@ class AsyncLLM:
             raise type(self._dead)(str(self._dead))
         request = processed.request
         self._outputs.add(processed)
-        self.metrics.on_arrival(internal, len(request.prompt_token_ids), request.max_tokens, params.n, arrival)
+        self.metrics.on_arrival(
+            internal, len(request.prompt_token_ids), request.max_tokens, processed.params.n, arrival
+        )
         self._client.send(Add(request))
         if internal in self._aborted_early:
             self._client.send(Abort([internal]))

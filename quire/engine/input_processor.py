@@ -1,40 +1,25 @@
 """From what a user passes to what the engine takes: a prompt in any form becomes a validated `NewRequest`.
 
-`LLMEngine.add_request` calls it for every request, before any work is done. It knows tokenizer, model limits and
-sampling rules, and nothing of the scheduler.
+Every request comes through here, once: `prepare` proves that a prompt can be computed, before anything is queued, and
+`process` makes the request. It knows tokenizer, model limits and sampling rules, and nothing of the scheduler.
 """
 
+import copy
 import hashlib
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from quire.config.engine_args import EngineConfig
 from quire.errors import InvalidRequestError
+from quire.inputs import PreparedPrompt, PromptType, prompt_too_long
 from quire.protocol.step import NewRequest
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
-
-
-class TextPrompt(TypedDict, total=False):
-    """A prompt as text."""
-
-    prompt: str
-    cache_salt: str  # shares cached prefixes only with requests of the same salt
-
-
-class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
-    prompt: str  # only shown in the output
-    cache_salt: str
-
-
-PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 
 @dataclass(frozen=True)
@@ -58,46 +43,74 @@ class InputProcessor:
         self._model = config.model
         self._tokenizer = tokenizer
 
-    def process(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_time: float, priority: int = 0
-    ) -> ProcessedInput:
-        """Tokenize, check and resolve a request.
+    def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
+        """Check parameters and prompt, and encode the prompt where it is text.
+
+        Args:
+            add_special_tokens: those that the tokenizer begins or ends a text with; a chat template writes its own.
 
         Raises:
-            InvalidRequestError: a bad request id, a bad prompt (form, emptiness, length, ids) or parameters that this
-                model can't serve.
+            InvalidRequestError: a bad prompt (form, emptiness, length, ids), or parameters that this model can't serve.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
+        params = params.clone()  # the engine's copy: a caller may change or reuse theirs
+        limit = self._model.max_model_len
+        params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
+        if params.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
+            raise InvalidRequestError(message, "truncate_prompt_tokens")
+        if self._tokenizer is None:
+            _refuse_texts(params)
+            params.detokenize = False
+        text, token_ids, cache_salt = _read_prompt(prompt)
+        if token_ids is None:
+            token_ids = self._encode(text, params, add_special_tokens)
+        else:
+            token_ids = self._check_token_ids(token_ids)
+        if (keep := params.truncate_prompt_tokens) is not None:
+            # -1 keeps as much as the context allows, with room for one output token.
+            token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
+        if len(token_ids) >= limit:
+            raise prompt_too_long(len(token_ids), limit)
+        return PreparedPrompt(token_ids, text, params, cache_salt)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType | PreparedPrompt,
+        params: SamplingParams | None,
+        arrival_time: float,
+        priority: int = 0,
+    ) -> ProcessedInput:
+        """Prepare a prompt, unless it is already, and resolve the request.
+
+        Args:
+            params: None where the prompt is prepared, and so has its own.
+
+        Raises:
+            InvalidRequestError: a bad request id; or as `prepare` does.
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}.", "params")
         if priority and self._config.scheduler.policy != "priority":
             message = f"priority={priority} needs an engine with scheduling_policy='priority'; leave it out."
             raise InvalidRequestError(message, "priority")
-        params = params.clone()  # the engine's copy: a caller may change or reuse theirs
-        text, token_ids, cache_salt = self._read_prompt(prompt, params)
-        limit = self._model.max_model_len
-        if len(token_ids) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens, but the maximum context length is {limit} tokens and at "
-                "least one is needed for the output. Shorten the prompt, or set truncate_prompt_tokens.",
-                "prompt",
-                "context_length_exceeded",
-            )
-        params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
-        if self._tokenizer is None:
-            params = self._without_text(params)
+        if not isinstance(prompt, PreparedPrompt):
+            prompt = self.prepare(prompt, params)  # type: ignore[arg-type]  (None is refused there)
+        elif params is not None:
+            raise InvalidRequestError("a prepared prompt has its parameters already; pass none.", "params")
+        params = drawn = prompt.params
         stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_token_ids |= set(self._model.eos_token_ids)
-        room = limit - len(token_ids)
-        drawn = params
+        room = self._model.max_model_len - len(prompt.token_ids)
         if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
-            drawn = params.clone()
+            drawn = copy.copy(params)
             drawn.logprobs = 0
         request = NewRequest(
             request_id=request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=prompt.token_ids,
             sampling_params=drawn,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=stop_token_ids,
@@ -105,35 +118,11 @@ class InputProcessor:
             bad_words_token_ids=self._bad_words(params.bad_words),
             arrival_time=arrival_time,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=prompt.cache_salt,
         )
-        return ProcessedInput(request, text, params)
+        return ProcessedInput(request, prompt.text, params)
 
-    def _read_prompt(self, prompt: Any, params: SamplingParams) -> tuple[str | None, list[int], str | None]:
-        text: str | None = None
-        cache_salt: str | None = None
-        token_ids: Any = None
-        if isinstance(prompt, str):
-            text = prompt
-        elif isinstance(prompt, dict):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                raise InvalidRequestError(
-                    f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has 'prompt' or 'prompt_token_ids', "
-                    "and may have 'cache_salt'.",
-                    "prompt",
-                )
-            text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-            if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
-                raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}.", "cache_salt")
-        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | memoryview):
-            token_ids = prompt
-        else:
-            text = prompt  # is refused there
-        token_ids = self._encode(text) if token_ids is None else self._check_token_ids(token_ids)
-        return text, self._truncate(token_ids, params.truncate_prompt_tokens), cache_salt
-
-    def _encode(self, text: Any) -> list[int]:
+    def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError(
                 f"a prompt is a string, a list of token ids, or a dict with one of them; got {type(text).__name__}.",
@@ -145,7 +134,12 @@ class InputProcessor:
             raise InvalidRequestError(
                 "a text prompt needs a tokenizer, but skip_tokenizer_init=True; pass prompt_token_ids.", "prompt"
             )
-        token_ids = self._tokenizer.encode(text)
+        limit = self._model.max_model_len
+        if params.truncate_prompt_tokens is None and len(text) > limit:
+            least = len(text) // self._longest_token
+            if least >= limit:  # not worth the seconds that it takes to encode megabytes
+                raise prompt_too_long(f"at least {least}", limit)
+        token_ids = self._tokenizer.encode(text, add_special_tokens)
         if not token_ids:
             raise InvalidRequestError("the prompt has no tokens once encoded; pass some text.", "prompt")
         size = self._model.vocab_size
@@ -175,28 +169,11 @@ class InputProcessor:
                 )
         return ids
 
-    def _truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
-        if keep is None:
-            return token_ids
-        limit = self._model.max_model_len
-        if keep == 0:
-            message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
-            raise InvalidRequestError(message, "truncate_prompt_tokens")
-        if keep > limit:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens={keep} is over the maximum context length of {limit} tokens.",
-                "truncate_prompt_tokens",
-            )
-        # -1 keeps as much as the context allows, with room for one output token.
-        return token_ids[-(keep if keep > 0 else limit - 1) :]
-
-    def _without_text(self, params: SamplingParams) -> SamplingParams:
-        for name in ("stop", "bad_words"):
-            if getattr(params, name):
-                raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init=True.", name)
-        params = params.clone()
-        params.detokenize = False
-        return params
+    @cached_property
+    def _longest_token(self) -> int:
+        """The most characters that a token can stand for: its spelling is never shorter than its text."""
+        assert self._tokenizer is not None, "a text without a tokenizer was refused above"
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """Each word's token ids, as it stands after nothing and after a space."""
@@ -213,6 +190,31 @@ class InputProcessor:
         """A seed for a request without one: the same for the same engine seed and request id, in every run."""
         key = f"{self._config.args.seed}:{request_id}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _read_prompt(prompt: Any) -> tuple[Any, Any, str | None]:
+    """Text, token ids and salt of a prompt in any form; the first two are yet to be checked."""
+    if isinstance(prompt, dict):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown:
+            raise InvalidRequestError(
+                f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has 'prompt' or 'prompt_token_ids', "
+                "and may have 'cache_salt'.",
+                "prompt",
+            )
+        cache_salt = prompt.get("cache_salt")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}.", "cache_salt")
+        return prompt.get("prompt"), prompt.get("prompt_token_ids"), cache_salt
+    if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | bytearray | memoryview):
+        return None, prompt, None
+    return prompt, None, None
+
+
+def _refuse_texts(params: SamplingParams) -> None:
+    for name in ("stop", "bad_words"):
+        if getattr(params, name):
+            raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init=True.", name)
 
 
 def _token_id(value: Any, place: int) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.build import build_core
 from quire.engine.core import EngineCore
-from quire.engine.input_processor import InputProcessor, ProcessedInput, PromptType
+from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.tokenizer import config_tokenizer
 from quire.errors import NotYetSupportedError
 from quire.executor.base import Executor
+from quire.inputs import PreparedPrompt, PromptType
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
 from quire.protocol.stats import EngineStats
@@ -53,13 +54,13 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
+        prompt: PromptType | PreparedPrompt,
+        params: SamplingParams | None,
         arrival_time: float | None = None,
         lora_request: Any = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request; `step` will return its outputs.
+        """Queue a request; `step` will return its outputs. A prepared prompt has its `params` already: pass None.
 
         Raises:
             InvalidRequestError: the prompt or a parameter breaks a rule, the request can never fit, or its id is used.
@@ -68,15 +69,19 @@ class LLMEngine:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         self.submit(self.process_input(request_id, prompt, params, arrival_time, priority))
 
+    def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
+        """Check and encode a prompt: see `InputProcessor.prepare`."""
+        return self._inputs.prepare(prompt, params, add_special_tokens)
+
     def process_input(
         self,
         request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
+        prompt: PromptType | PreparedPrompt,
+        params: SamplingParams | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> ProcessedInput:
-        """Validate a request without queueing it."""
+        """Validate a request without queueing it; a prepared prompt has its parameters already."""
         arrival = time.monotonic() if arrival_time is None else arrival_time
         return self._inputs.process(request_id, prompt, params, arrival, priority)
 

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.engine.input_processor import PromptType, TextPrompt, TokensPrompt
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.inputs import PromptType, TextPrompt, TokensPrompt
 from quire.outputs import RequestOutput
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -128,8 +128,7 @@ class LLM:
         if len(priorities) != len(many):
             message = f"{len(priorities)} priorities for {len(many)} prompts; give one each."
             raise InvalidRequestError(message, "priority")
-        ids = self._add_all(many, params, priorities)
-        return self._run(ids, use_tqdm)
+        return self._run(self._add_all(many, params, priorities), use_tqdm)
 
     def chat(
         self,
@@ -162,24 +161,25 @@ class LLM:
             raise InvalidRequestError(f"messages is {what}; pass a list of at least one message.", "messages")
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
-        prompts: list[PromptType] = []
+        if lora_request is not None:
+            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
+        texts: list[PromptType] = []
         for place, conversation in enumerate(conversations):
             try:
-                text = tokenizer.render(
-                    Conversation(
-                        messages=conversation,
-                        chat_template=chat_template,
-                        tools=tools,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        chat_template_kwargs=chat_template_kwargs,
-                    )
+                asked = Conversation(
+                    messages=conversation,
+                    chat_template=chat_template,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
                 )
+                texts.append(tokenizer.render(asked))
             except InvalidRequestError as error:
                 raise _of_prompt(error, place, len(conversations), "messages") from None
-            # A template writes its own special tokens.
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        params = self._params_for(sampling_params, len(texts))
+        # A template writes its own special tokens.
+        return self._run(self._add_all(texts, params, [0] * len(texts), add_special_tokens=False), use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
@@ -207,15 +207,22 @@ class LLM:
             )
         return params
 
-    def _add_all(self, prompts: list[PromptType], params: list[SamplingParams], priorities: list[int]) -> list[str]:
+    def _add_all(
+        self,
+        prompts: list[PromptType],
+        params: list[SamplingParams],
+        priorities: list[int],
+        add_special_tokens: bool = True,
+    ) -> list[str]:
         """Queue all requests, or none: every prompt is checked before the first step."""
         processed = []
         for place, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
                 if isinstance(one, SamplingParams):
                     one = _final_only(one)
-                entry = self.llm_engine.process_input(str(next(self._request_ids)), prompt, one, priority=priority)
-                processed.append(entry)
+                prepared = self.llm_engine.prepare(prompt, one, add_special_tokens)
+                request_id = str(next(self._request_ids))
+                processed.append(self.llm_engine.process_input(request_id, prepared, priority=priority))
             except InvalidRequestError as error:
                 raise _of_prompt(error, place, len(prompts)) from None
         ids: list[str] = []

@@ -5,6 +5,7 @@ The scheduler asks before it takes a request, so that nothing waits for what can
 
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
+from quire.inputs import prompt_too_long
 from quire.kvcache.manager import KVManager
 from quire.protocol.step import NewRequest
 
@@ -22,12 +23,7 @@ def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManag
     if request.max_tokens < 1:
         raise InvalidRequestError(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
     if num_prompt >= limit:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens, and the maximum context length is {limit} tokens, of which at least "
-            "1 is for the output. Shorten the prompt or raise max_model_len.",
-            "prompt",
-            "context_length_exceeded",
-        )
+        raise prompt_too_long(num_prompt, limit)
     # The last token that is sampled is never computed, so it takes no place.
     longest = min(num_prompt + request.max_tokens, limit) - 1
     if kv.num_blocks_for(longest) > kv.num_blocks:

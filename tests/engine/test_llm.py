@@ -221,7 +221,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused_alone(large_tokeniz
     engine = llm.llm_engine
     engine.add_request("innocent", PROMPTS[0], greedy(5))
     engine.step()
-    texts: list[Any] = ["Hello <|extra|> there", {"prompt": "<|extra|>"}, "<|extra|>" * 3000]
+    texts: list[Any] = ["Hello <|extra|> there", {"prompt": "<|extra|>"}, "<|extra|>" * 5]
     for text in texts:
         for params in (greedy(1), SamplingParams(prompt_logprobs=1, max_tokens=1)):
             with pytest.raises(

@@ -4,22 +4,23 @@ The services call it before anything is queued, so that a request breaks a rule 
 `param` is the HTTP field's name. Rules of single fields are in the request models, SamplingParams' own rules there.
 """
 
+import copy
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.input_processor import TokensPrompt
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
+from quire.inputs import PreparedPrompt, PromptType
 from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingType
-from quire.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 # Fields that mean the same here and there.
@@ -79,19 +80,11 @@ def _params(
         )
     same = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    model = llm.config.model
-    try:
-        params = msgspec.structs.replace(llm.get_default_sampling_params(), output_kind=kind, **(given | same))
-        params.verify_against_model(model.vocab_size, model.max_model_len, llm.config.args.max_logprobs)
-    except InvalidRequestError as error:
-        name = http_names.get(error.param or "")
-        if name is None:
-            raise
-        raise InvalidRequestError(str(error).replace(error.param or "", name, 1), name, error.code) from None
-    return params
+    with _named(http_names):
+        return msgspec.structs.replace(llm.get_default_sampling_params(), output_kind=kind, **(given | same))
 
 
-def seeded(params: SamplingParams) -> SamplingParams:
+def _seeded(params: SamplingParams) -> SamplingParams:
     """The parameters of one prompt: with a seed of its own, if the request has none.
 
     The engine would make one of the request's id otherwise, and what a client calls its requests must not decide what
@@ -99,7 +92,9 @@ def seeded(params: SamplingParams) -> SamplingParams:
     """
     if params.sampling_type != SamplingType.RANDOM:
         return params
-    return msgspec.structs.replace(params, seed=secrets.randbits(64))
+    params = copy.copy(params)
+    params.seed = secrets.randbits(64)
+    return params
 
 
 def check_size(
@@ -151,57 +146,45 @@ def _check_stream(body: GenerationRequest) -> None:
         raise InvalidRequestError("prompt_logprobs can't be streamed; set stream: false.", "prompt_logprobs")
 
 
-async def fitted_prompt(
-    llm: AsyncLLM, prompt: str | list[int], body: CompletionRequest | ChatCompletionRequest
-) -> TokensPrompt:
-    """The prompt as the engine takes it, encoded and cut as the body says.
+async def prepared_prompt(
+    llm: AsyncLLM, prompt: str | list[int], params: SamplingParams, body: CompletionRequest | ChatCompletionRequest
+) -> PreparedPrompt:
+    """The prompt as the engine takes it, encoded and cut as the body says, with parameters of its own.
 
     Raises:
-        InvalidRequestError: it is too long for the context, or leaves too little room for the tokens asked for; or it
-            can't be encoded.
+        InvalidRequestError: it is too long for the context, or leaves too little room for the tokens asked for; it
+            can't be encoded; or the model can't serve the parameters.
     """
     is_chat = isinstance(body, ChatCompletionRequest)
-    field, limit = "messages" if is_chat else "prompt", llm.config.model.max_model_len
-    result: TokensPrompt = {}
-    if isinstance(prompt, str):
-        result["prompt"] = prompt
-        if body.truncate_prompt_tokens is None and llm.tokenizer is not None and len(prompt) > limit:
-            least = len(prompt) // _longest_token(llm.tokenizer)
-            if least >= limit:  # not worth the seconds that it takes to encode megabytes
-                raise _too_long(limit, f"at least {least}", field)
-        special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
-        token_ids = await llm.encode(prompt, special)
-    else:
-        token_ids = prompt
-    if keep := body.truncate_prompt_tokens:
-        token_ids = token_ids[-(keep if keep > 0 else limit - 1) :]
-    result["prompt_token_ids"] = token_ids
+    limit, (limit_field, max_tokens) = llm.config.model.max_model_len, body.output_limit()
+    names = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit_field} if is_chat else {}
+    special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    given: PromptType = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     if body.cache_salt is not None:
-        result["cache_salt"] = body.cache_salt
-    length = len(token_ids)
-    if length >= limit:
-        raise _too_long(limit, str(length), field)
-    limit_field, max_tokens = body.output_limit()
+        given["cache_salt"] = body.cache_salt
+    with _named(names):
+        prepared = await llm.prepare(given, _seeded(params), special)
+    length = len(prepared.token_ids)
     if max_tokens is not None and length + max_tokens > limit:
         raise InvalidRequestError(
             f"this model's maximum context length is {limit} tokens, but the prompt has {length} and {limit_field} "
-            f"asks for {max_tokens} more. Lower {limit_field} to {limit - length} or less, or shorten {field}.",
+            f"asks for {max_tokens} more. Lower {limit_field} to {limit - length} or less, or shorten "
+            f"{names.get('prompt', 'prompt')}.",
             limit_field,
             "context_length_exceeded",
         )
-    return result
+    return prepared
 
 
-@lru_cache(maxsize=4)
-def _longest_token(tokenizer: Tokenizer) -> int:
-    """The most characters that a token can stand for: its spelling is never shorter than its text."""
-    return max(map(len, tokenizer.get_vocab()))
-
-
-def _too_long(limit: int, length: str, field: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"this model's maximum context length is {limit} tokens, of which the output needs at least one, but the "
-        f"prompt has {length}. Shorten {field}, or set truncate_prompt_tokens.",
-        field,
-        "context_length_exceeded",
-    )
+@contextmanager
+def _named(names: Mapping[str, str]) -> Iterator[None]:
+    """Within, a refusal calls the engine's parameters by the names of HTTP fields."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        own = error.param or ""
+        if own not in names:
+            raise
+        # Where a message begins with the name, it is about the parameter's value.
+        message = re.sub(rf"^{own}\b", names[own], str(error))
+        raise InvalidRequestError(message, names[own], error.code) from None

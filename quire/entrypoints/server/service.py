@@ -13,11 +13,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.input_processor import TokensPrompt
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.sampling import seeded
 from quire.entrypoints.server.sse import DONE, event
 from quire.entrypoints.server.turn import Delta, Turn
+from quire.inputs import PreparedPrompt
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -35,7 +34,7 @@ class TurnRequest:
     """A body that was read: what the engine is asked for."""
 
     request_id: str
-    prompts: list[TokensPrompt]
+    prompts: list[PreparedPrompt]
     params: SamplingParams
     priority: int
 
@@ -117,10 +116,9 @@ class TurnService(Generic[_AnyBody]):
     def _run(self, request: TurnRequest) -> AsyncGenerator[_Batch, None]:
         request_id, prompts = request.request_id, request.prompts
         ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
-        params, priority = request.params, request.priority
         return _merged(
             [
-                self._llm.generate(prompt, seeded(params), own_id, priority=priority)
+                self._llm.generate(prompt, request_id=own_id, priority=request.priority)
                 for prompt, own_id in zip(prompts, ids, strict=True)
             ]
         )

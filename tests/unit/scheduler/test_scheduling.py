@@ -197,7 +197,7 @@ def test_requests_may_come_during_a_step(driver) -> None:
     ("prompt", "max_tokens", "message"),
     [
         ([], 5, "prompt is empty"),
-        (50, 5, "50 tokens, and the maximum context length is 50 tokens"),
+        (50, 5, "maximum context length is 50 tokens.* the prompt has 50"),
         (25, 25, r"25 prompt tokens and max_tokens=25 need 13 KV blocks of 4 tokens, and there are 12"),
     ],
 )

@@ -26,7 +26,7 @@ from quire.entrypoints.server.responses import (
     bounded_entries,
     token_name,
 )
-from quire.entrypoints.server.sampling import chat_params, check_size, fitted_prompt
+from quire.entrypoints.server.sampling import chat_params, check_size, prepared_prompt
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
@@ -50,8 +50,8 @@ class ChatDialect:
         self._state.unknown_fields.note(body)
         model = self._state.check_model(body.model)
         params = chat_params(body, self._llm)
-        prompt = await fitted_prompt(self._llm, await self._render(body), body)
-        check_size(body, params, [len(prompt.get("prompt_token_ids", ()))], self._state)
+        prompt = await prepared_prompt(self._llm, await self._render(body), params, body)
+        check_size(body, params, [len(prompt.token_ids)], self._state)
         rules = Rules(every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage))
         turn = Turn(1, params.n, rules)
         args, head = self._state.args, (f"chatcmpl-{request_id}", int(time.time()), model)

@@ -12,7 +12,6 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.input_processor import TokensPrompt
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.responses import (
     SYSTEM_FINGERPRINT,
@@ -25,11 +24,12 @@ from quire.entrypoints.server.responses import (
     bounded_entries,
     token_name,
 )
-from quire.entrypoints.server.sampling import check_size, completion_params, fitted_prompt
+from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
 from quire.errors import InvalidRequestError
+from quire.inputs import PreparedPrompt
 from quire.outputs import Logprob, RequestOutput
 from quire.text.tokenizer import Tokenizer
 
@@ -52,13 +52,13 @@ class CompletionDialect:
             raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
         params = completion_params(body, self._llm)
         self._llm.check_room(len(body.prompt))
-        prompts: list[TokensPrompt] = []
+        prompts: list[PreparedPrompt] = []
         echoes: list[str] = []
         for prompt in body.prompt:
-            prompts.append(await fitted_prompt(self._llm, prompt, body))
+            prompts.append(await prepared_prompt(self._llm, prompt, params, body))
             echoes.append(await _echo(self._llm, prompts[-1], body) if body.echo else "")
             await asyncio.sleep(0)  # many short prompts take long together
-        lengths = [len(prompt.get("prompt_token_ids", ())) for prompt in prompts]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
         check_size(body, params, lengths, self._state)
         as_ids = body.shows_token_ids(self._state.args.return_tokens_as_token_ids)
         rules = Rules(
@@ -210,12 +210,12 @@ def _is_special(tokenizer: Tokenizer, token_id: int) -> bool:
     return not tokenizer.decode([token_id])
 
 
-async def _echo(llm: AsyncLLM, prompt: TokensPrompt, body: CompletionRequest) -> str:
+async def _echo(llm: AsyncLLM, prompt: PreparedPrompt, body: CompletionRequest) -> str:
     """The prompt's text: as it was given, where it is not cut."""
     assert llm.tokenizer is not None, "echo without a tokenizer was refused"
-    if "prompt" in prompt and not body.truncate_prompt_tokens:
-        return prompt["prompt"]
-    token_ids, skip = prompt.get("prompt_token_ids", []), body.skip_special_tokens is not False
+    if prompt.text is not None and not body.truncate_prompt_tokens:
+        return prompt.text
+    token_ids, skip = prompt.token_ids, body.skip_special_tokens is not False
     if len(token_ids) <= _LONG:
         return llm.tokenizer.decode(token_ids, skip)
     return await asyncio.to_thread(llm.tokenizer.decode, token_ids, skip)

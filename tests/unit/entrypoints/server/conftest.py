@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 
 from quire.config.server import ServerArgs
 from quire.errors import EngineDeadError
+from quire.inputs import PreparedPrompt
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.protocol.stats import EngineSnapshot, EngineStats
@@ -40,9 +41,15 @@ class FakeAsyncLLM:
     def errored(self) -> bool:
         return self.dead is not None
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str | None = None, **_: Any):
+    async def prepare(self, prompt: Any, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is None:
+            token_ids = await self.encode(text, add_special_tokens)
+        return PreparedPrompt(token_ids, text, params, prompt.get("cache_salt"))
+
+    async def generate(self, prompt: PreparedPrompt, *, request_id: str | None = None, **_: Any):
         await self.check_health()
-        self.requests.append((prompt, params))
+        self.requests.append((prompt, prompt.params))
         finished = False
         try:
             async for output in self._outputs(request_id or "0"):

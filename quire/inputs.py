@@ -1,0 +1,56 @@
+"""What users pass as a prompt, and what it becomes once it is known to be good.
+
+Everything that takes requests knows these types. Only `engine.input_processor` makes a `PreparedPrompt`, so that one is
+proof: nobody looks at its tokens or its parameters again.
+"""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: str  # shares cached prefixes only with requests of the same salt
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: str  # only shown in the output
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt that this model can compute, with the sampling parameters that it was prepared for.
+
+    Attributes:
+        token_ids: at least one, all in the vocabulary, cut as the parameters say; they leave room for an output token.
+        text: where there is one: as it was given, however the tokens are cut.
+        params: the engine's own copy; they suit the model.
+        cache_salt: cached prefixes are shared only with requests of the same salt.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    params: SamplingParams
+    cache_salt: str | None = None
+
+
+def prompt_too_long(length: int | str, limit: int) -> InvalidRequestError:
+    """The refusal of a prompt of so many tokens, or "at least" so many, where the context has `limit`."""
+    return InvalidRequestError(
+        f"this model's maximum context length is {limit} tokens, of which the output needs at least one, but the "
+        f"prompt has {length}. Shorten the prompt, or set truncate_prompt_tokens.",
+        "prompt",
+        "context_length_exceeded",
+    )
