@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextParser
+from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextDelta, TextParser
 from quire.errors import OverloadedError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -132,5 +132,9 @@ class Turn:
 
 
 def text_of(events: list[ContentEvent]) -> str:
-    """The text of events from `TextParser`, which are all there are until a parser makes others."""
-    return events[0].text if events else ""  # type: ignore[union-attr]
+    """The text of a delta from `TextParser`, which is the only one that the dialects know to write as yet."""
+    if not events:
+        return ""
+    (event,) = events
+    assert isinstance(event, TextDelta), "another parser needs dialects that write its events"
+    return event.text

@@ -44,7 +44,8 @@ class UnknownFieldLog:
 
     def note(self, body: BaseModel) -> None:
         """One warning for all names in the body that were not noted before."""
-        names = [name for name in dict.fromkeys(unknown_fields(body)) if name[:_LONGEST_NAME] not in self._noted]
+        names = unknown_fields(body)[:_MOST_NOTED]  # a body may have a million of them
+        names = [name for name in dict.fromkeys(names) if name[:_LONGEST_NAME] not in self._noted]
         if names and len(self._noted) < _MOST_NOTED:
             self._noted.update(name[:_LONGEST_NAME] for name in names[:_MOST_SHOWN])
             logger.warning("a request has unknown fields, which are ignored: %s", _listed(names))
