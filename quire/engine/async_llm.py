@@ -6,7 +6,6 @@ engine core (in its own process, or in a thread) and the output processor, on on
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_inputs import AsyncInputs
 from quire.engine.clients.process import ProcessClient
 from quire.engine.clients.thread import ThreadClient
+from quire.engine.monitor import Monitor
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
@@ -48,8 +48,6 @@ from quire.protocol.stats import EngineSnapshot, EngineStats
 from quire.protocol.step import NO_TOKEN_LEFT
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.utils.logs import quoted
-
-logger = logging.getLogger("quire")
 
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
 
@@ -98,9 +96,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {})
-        self._death: asyncio.Future[EngineDeadError] | None = None
-        self._dead: EngineDeadError | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._monitor = Monitor(client, options.step_timeout, self._on_event, self._end_all)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, options: AsyncOptions | None = None) -> "AsyncLLM":
@@ -140,7 +136,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether the engine is dead."""
-        return self._dead is not None
+        return self._monitor.dead is not None
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges, as of its last step."""
@@ -179,7 +175,7 @@ class AsyncLLM:
             RequestFailedError: the engine could not compute this request.
             EngineDeadError: the engine is dead, or died meanwhile.
         """
-        self._attach()
+        self._monitor.attach()
         if lora_request is not None:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         if isinstance(prompt, PreparedPrompt):
@@ -238,7 +234,7 @@ class AsyncLLM:
         """End requests now; their iterators yield one last output ("abort"). Unknown ids are ignored."""
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
         internal = [own for own, external in self._external.items() if external in wanted]
-        if internal and self._dead is None:
+        if internal and self._monitor.dead is None:
             self._aborted_early.update(own for own in internal if own not in self._outputs)
             self._client.send(Abort(internal))
 
@@ -246,15 +242,11 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """EngineDeadError when the engine is dead."""
-        self._attach()
+        self._monitor.attach()
 
     async def wait_dead(self) -> EngineDeadError:
         """Wait for the engine's end, and return its reason."""
-        if self._dead is not None:
-            return self._dead
-        self._attach()
-        assert self._death is not None
-        return await asyncio.shield(self._death)
+        return await self._monitor.wait_dead()
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's sequences and blocks at this moment."""
@@ -273,28 +265,17 @@ class AsyncLLM:
 
     def end_requests(self) -> None:
         """End what is running with EngineStoppedError, and take nothing more: the first half of `shutdown`, at once."""
-        if self._dead is None:
-            self._end_all(EngineStoppedError("the engine was shut down; the request is not complete."))
+        if self._monitor.dead is None:
+            self._monitor.end(EngineStoppedError("the engine was shut down; the request is not complete."))
 
     def shutdown(self) -> None:
         """End all requests and the engine, which may take a few seconds. Safe to call twice."""
         self.end_requests()
-        if self._watcher is not None:
-            self._watcher.cancel()
+        self._monitor.close()
         self._client.close()
         self._inputs.close()
 
     # On the way down.
-
-    def _attach(self) -> None:
-        """Join the running event loop, once; refuse when the engine is dead."""
-        if self._dead is not None:
-            raise type(self._dead)(str(self._dead))
-        if self._death is None:
-            loop = asyncio.get_running_loop()
-            self._death = loop.create_future()
-            self._client.attach(self._on_event)
-            self._watcher = loop.create_task(self._watch())
 
     async def _submit(
         self,
@@ -307,8 +288,7 @@ class AsyncLLM:
     ) -> None:
         arrival = time.monotonic() if arrival_time is None else arrival_time
         processed = (await self._inputs.process(external, prompt, params, arrival, priority)).renamed(internal)
-        if self._dead is not None:
-            raise type(self._dead)(str(self._dead))
+        self._monitor.check()
         request = processed.request
         self._outputs.add(processed)
         self.metrics.on_arrival(
@@ -325,11 +305,11 @@ class AsyncLLM:
         if internal in self._outputs:
             self._outputs.discard(internal)
             self.metrics.on_finished(internal, ["abort"], 0, time.monotonic())
-            if self._dead is None:
+            if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
 
     async def _call(self, name: CallName) -> Any:
-        self._attach()
+        self._monitor.attach()
         call_id = next(self._ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         self._client.send(Call(call_id, name))
@@ -352,7 +332,7 @@ class AsyncLLM:
             elif future is not None and not future.done():
                 future.set_exception(RequestFailedError(event.error))
         elif isinstance(event, Dead):
-            self._die(event.message)
+            self._monitor.die(event.message)
 
     def _take_in(self, news: News) -> None:
         """A step's news: text for everyone who waits, and sequences that a stop string ended."""
@@ -388,34 +368,13 @@ class AsyncLLM:
         elif stream is not None:
             stream.fail(RequestFailedError("the engine failed to take this request; the server's log says why."))
 
-    async def _watch(self) -> None:
-        """Declare an engine dead that hangs."""
-        limit = self._options.step_timeout
-        interval = min(1.0, limit / 4)
-        while True:
-            start = time.monotonic()
-            await asyncio.sleep(interval)
-            # Where it was this process that stopped (Ctrl-Z, a frozen container), signs of life are yet to be read.
-            late = time.monotonic() - start > 2 * interval
-            if not late and self._client.seconds_stuck() > limit:
-                self._die(f"it gave no sign of life for {limit:g} s")
-                await asyncio.to_thread(self._client.close)
-
-    def _die(self, reason: str) -> None:
-        if self._dead is None:
-            self._end_all(EngineDeadError(f"the engine is dead: {reason}."))
-            logger.error("%s", self._dead)
-
     def _end_all(self, error: EngineDeadError) -> None:
-        """Tell everyone who waits, and whoever comes later."""
-        self._dead = error
+        """Tell everyone who waits."""
         for stream in self._streams.values():
             stream.fail(type(error)(str(error)))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(type(error)(str(error)))
-        if self._death is not None and not self._death.done() and not self._death.get_loop().is_closed():
-            self._death.set_result(error)
 
 
 def _check_errors(output: RequestOutput) -> None:

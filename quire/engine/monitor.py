@@ -1,0 +1,93 @@
+"""Whether the engine behind a client lives: joins the event loop, watches for silence, and tells once when it is over.
+
+`AsyncLLM` has one. It knows the client's signs of life and who is to be told of the end, and nothing of requests.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from quire.errors import EngineDeadError
+from quire.protocol.core import CoreClient, Event
+
+logger = logging.getLogger("quire")
+
+
+class Monitor:
+    """Watches one engine.
+
+    Attributes:
+        dead: why it has ended, once it has.
+    """
+
+    def __init__(
+        self,
+        client: CoreClient,
+        step_timeout: float,
+        on_event: Callable[[Event], None],
+        on_end: Callable[[EngineDeadError], None],
+    ) -> None:
+        """`step_timeout`: seconds in one step, or without a sign of life, that are the end."""
+        self.dead: EngineDeadError | None = None
+        self._client, self._step_timeout = client, step_timeout
+        self._on_event, self._on_end = on_event, on_end
+        self._death: asyncio.Future[EngineDeadError] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Raise EngineDeadError when the engine is dead."""
+        if self.dead is not None:
+            raise type(self.dead)(str(self.dead))
+
+    def attach(self) -> None:
+        """Join the running event loop, once.
+
+        Raises:
+            EngineDeadError: the engine is dead.
+        """
+        self.check()
+        if self._death is None:
+            loop = asyncio.get_running_loop()
+            self._death = loop.create_future()
+            self._client.attach(self._on_event)
+            self._watcher = loop.create_task(self._watch())
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait for the engine's end, and return its reason."""
+        if self.dead is not None:
+            return self.dead
+        self.attach()
+        assert self._death is not None
+        return await asyncio.shield(self._death)
+
+    def die(self, reason: str) -> None:
+        """The engine is dead by itself; a second reason counts for nothing."""
+        if self.dead is None:
+            self.end(EngineDeadError(f"the engine is dead: {reason}."))
+            logger.error("%s", self.dead)
+
+    def end(self, error: EngineDeadError) -> None:
+        """Tell whoever waits for the end, and whoever comes later."""
+        self.dead = error
+        self._on_end(error)
+        if self._death is not None and not self._death.done() and not self._death.get_loop().is_closed():
+            self._death.set_result(error)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def _watch(self) -> None:
+        """Declare an engine dead that hangs."""
+        limit = self._step_timeout
+        interval = min(1.0, limit / 4)
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(interval)
+            # Where it was this process that stopped (Ctrl-Z, a frozen container), signs of life are yet to be read.
+            late = time.monotonic() - start > 2 * interval
+            if not late and self._client.seconds_stuck() > limit:
+                self.die(f"it gave no sign of life for {limit:g} s")
+                await asyncio.to_thread(self._client.close)
