@@ -7,7 +7,8 @@ torch, then the next part. Knows no models and no recording.
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,20 @@ class StepData:
         tensors = (self.ids, self.positions, self.slots, self.query_start_loc, self.seq_lens, self.block_tables)
         num_seqs, width = self.block_tables.shape
         return StepStruct(self.ids.shape[0], num_seqs, width, self.block_size, *(t.data_ptr() for t in tensors))
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Torch's own threads would spin on after each operation, on the cores that the kernels' threads need."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _int32(tensor: Tensor) -> Tensor:
@@ -256,7 +271,8 @@ class Program:
     def _call_host(self, part: HostCall, shared: dict[int, Tensor], steps: tuple[StepData, ...]) -> list[Tensor]:
         began = time.perf_counter() if self._host_seconds is not None else 0.0
         given = [i.of(steps[0]) if isinstance(i, StepInput) else shared[i] for i in part.inputs]
-        results = part.function(*given, step=steps[0]) if part.wants_step else part.function(*given)
+        with _one_torch_thread():
+            results = part.function(*given, step=steps[0]) if part.wants_step else part.function(*given)
         results = [results] if isinstance(results, Tensor) else list(results)
         num_rows = next(iter(shared.values())).shape[0]
         for number, result in zip(part.outputs, results, strict=True):

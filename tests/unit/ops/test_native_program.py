@@ -450,3 +450,23 @@ def test_both_integer_types_are_taken(level: str) -> None:
     program.run([qkv.clone(), again], narrow, Caches(caches, Type.F32))
     assert torch.equal(again, out)
     assert all(narrow.__dict__[n] is t for n, t in vars(narrow).items())
+
+
+def test_a_host_function_runs_on_one_of_torchs_threads(level: str) -> None:
+    """Torch's threads spin after each operation, on the cores of the kernels' own."""
+    seen: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return x * 2
+
+    builder = ProgramBuilder(F32)
+    [out] = builder.host(function, [builder.input(4)], [4])
+    program, x = builder.finish(out), torch.ones(3, 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        program.run([x, torch.empty(3, 4)])
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
