@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: Step | None) -> Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(x, step)), step)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.step import Step
@@ -24,11 +25,21 @@ class Routing:
     Attributes:
         top_k: experts of each token.
         renormalize: whether the weights of those chosen are divided by their sum.
+
+    Raises:
+        ModelLoadError: top_k is not within 1 .. num_experts.
     """
 
     num_experts: int
     top_k: int
     renormalize: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ModelLoadError(
+                f"config.json gives each token {self.top_k} of {self.num_experts} experts (num_experts_per_tok); it "
+                "must be at least one, and no more than there are."
+            )
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Scores [T, E] -> weights, float32 [T, k], and experts, int64 [T, k]; of equals the first is chosen."""
@@ -69,7 +80,8 @@ class MixtureOfExperts(nn.Module):
         inputs = [x, self.gate(x, step)]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             inputs += [self.shared_expert(x, step), self.shared_expert_gate(x, step)]
-        runs = [ops.on_rows(lambda rows, e=expert: e(rows, step), x) for expert in self.experts]
+        # An expert's rows are not the step's tokens: it sees no step.
+        runs = [ops.on_rows(lambda rows, e=expert: e(rows, None), x) for expert in self.experts]
         return ops.host(_Mixture(self.routing, runs), inputs, self.gate.shape.in_features)
 
 

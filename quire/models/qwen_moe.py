@@ -37,13 +37,13 @@ def _feed_forward(config: ModelConfig, defaults: dict[str, int], shared_size: in
     """What follows attention in each layer: experts in every so manieth one, a plain MLP in those that are named."""
     hf: dict[str, Any] = defaults | {key: value for key, value in config.hf_config.items() if value is not None}
     num_experts = int(hf.get("num_local_experts", hf["num_experts"]))
-    routing = Routing(num_experts, int(hf["num_experts_per_tok"]), bool(hf.get("norm_topk_prob", False)))
     activation, size = str(hf.get("hidden_act", "silu")), config.hidden_size
     sparse_step, dense = int(hf.get("decoder_sparse_step", 1)), hf.get("mlp_only_layers", [])
 
     def feed_forward(index: int, builder: Builder) -> nn.Module:
         if index in dense or num_experts == 0 or (index + 1) % sparse_step:
             return builder.gated_mlp(size, config.intermediate_size, activation=activation)
+        routing = Routing(num_experts, int(hf["num_experts_per_tok"]), bool(hf.get("norm_topk_prob", False)))
         inner_size = int(hf["moe_intermediate_size"])
         return builder.experts(size, inner_size, routing, activation=activation, shared_size=shared_size)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire import ops
 from quire.attention.base import AttentionBatch, AttentionSpec
 from quire.attention.native import NativeBackend
+from quire.attention.registry import select_backend
 from quire.layers.step import Step
 from quire.ops.attention import Scoring
 from quire.ops.native.builder import ProgramBuilder
@@ -142,12 +143,12 @@ class Layer:
 
 @pytest.mark.parametrize("norms", [False, True, "plus one"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (128, 2)])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", ["native", "native-int8", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_rotation(
-    level: str, dtype: torch.dtype, int8: bool, head_dim: int, rotary_dim: int, norms: bool | str
+    level: str, dtype: torch.dtype, name: str, head_dim: int, rotary_dim: int, norms: bool | str
 ) -> None:
-    layer, backend = Layer(dtype, head_dim, rotary_dim, norms), NativeBackend(int8)
+    layer, backend = Layer(dtype, head_dim, rotary_dim, norms), select_backend(name)
     [sequence] = make_sequences([90], (4, 2), head_dim, dtype)
     rows = torch.cat((sequence.query, sequence.key, sequence.value), 1).flatten(1)
 
@@ -160,11 +161,12 @@ def test_norms_and_rotation(
             slots = blocks[positions // block_size] * block_size + positions % block_size
             count = torch.tensor([0, len(positions)])
             batch = AttentionBatch(count, count[1:] + low, blocks[None], slots, block_size)
-            parts.append(backend.attend(at_page_end(rows[positions]), layer.spec, Step(positions, [cache], [batch])))
+            step = Step(positions, [cache], [backend.build(batch)])
+            parts.append(backend.attend(at_page_end(rows[positions]), layer.spec, step))
         return torch.cat(parts)
 
     found = computed(90, 16)
-    bound = 0.15 if int8 else 2e-5 if dtype == torch.float32 else 3e-2
+    bound = 0.15 if name == "native-int8" else 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.double().view(90, 4, head_dim), layer.expected(sequence), atol=bound, rtol=bound)
     assert torch.equal(computed(1, 8), found)
     assert torch.equal(computed(17, 64), found)

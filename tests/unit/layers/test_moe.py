@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLoadError
 from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
@@ -47,6 +48,12 @@ def test_the_first_of_equals_is_chosen() -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(3))
     weights, _ = Routing(4, 2, renormalize=False).choose(scores)
     torch.testing.assert_close(weights, scores.softmax(-1).gather(1, experts))
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_more_experts_than_there_are_are_refused(top_k: int) -> None:
+    with pytest.raises(ModelLoadError, match=f"{top_k} of 4 experts"):
+        Routing(4, top_k, renormalize=True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
