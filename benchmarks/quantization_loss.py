@@ -50,7 +50,7 @@ def main() -> None:
             ids = llm.get_tokenizer().encode(args.text.read_text())[: args.tokens]
         elif not ids:
             rng = random.Random(0)
-            vocab = llm.llm_engine.core.config.model.vocab_size
+            vocab = llm.llm_engine.config.model.vocab_size
             ids = [rng.randrange(3, vocab) for _ in range(args.tokens)]
         windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window + 1, args.window)]
         found = logprobs_of(llm, windows)

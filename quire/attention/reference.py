@@ -94,7 +94,9 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         return (num_blocks, block_size, 2, num_kv_heads, head_dim)
 
     def build(self, batch: AttentionBatch) -> ReferenceMetadata:
-        return ReferenceMetadata(batch)
+        # torch indexes by int64 alone.
+        step = (batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
+        return ReferenceMetadata(AttentionBatch(*(tensor.long() for tensor in step), batch.block_size))
 
     def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
         metadata, cache = step.attention[spec.group], step.caches[spec.layer]

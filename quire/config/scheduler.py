@@ -18,7 +18,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens computed in one step.
         max_num_seqs: most sequences that run at once. As every running sequence may need one token a step, the
             scheduler runs no more than max_num_batched_tokens of them.
-        policy: the name of one of `quire.scheduler.policy.POLICIES` (checked there).
+        policy: the name of one of `quire.scheduler.policies.registry.POLICIES` (checked there).
         enable_chunked_prefill: cut long prompts in chunks that ride along with decoding. Off: a step is either prefill
             (whole prompts, first) or decode.
         long_prefill_token_threshold: most tokens of one sequence in one step, so that prompts share it; 0: no limit.

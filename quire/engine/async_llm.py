@@ -45,7 +45,7 @@ from quire.protocol.core import (
     Reply,
 )
 from quire.protocol.stats import EngineSnapshot, EngineStats
-from quire.protocol.step import NO_TOKEN_LEFT
+from quire.protocol.step import FailureKind
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.utils.logs import quoted
 
@@ -292,7 +292,7 @@ class AsyncLLM:
         request = processed.request
         self._outputs.add(processed)
         self.metrics.on_arrival(
-            internal, len(request.prompt_token_ids), request.max_tokens, processed.params.n, arrival
+            internal, len(request.prompt_token_ids), processed.task.max_tokens, processed.params.n, arrival
         )
         self._client.send(Add(request))
         if internal in self._aborted_early:
@@ -344,10 +344,13 @@ class AsyncLLM:
             self._queued.difference_update(news.scheduled)
             for request_id in news.scheduled:
                 metrics.on_scheduled(request_id, news.start)
+        bad_requests: dict[str, str] = {}
         for item in news.outputs:
+            if item.failure is not None and item.failure.kind == FailureKind.BAD_REQUEST:
+                bad_requests[item.request_id] = item.failure.message
             if item.new_token_ids and self._outputs.awaits(item.request_id, item.sequence_index):
                 metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
-        processed = self._outputs.process(news.outputs)
+        processed = self._outputs.process(news.outputs, now)
         if processed.stopped:
             self._client.send(Finish(processed.stopped))
         for output in processed.outputs:
@@ -355,7 +358,9 @@ class AsyncLLM:
                 reasons = [part.finish_reason or "abort" for part in output.outputs]
                 metrics.on_finished(output.request_id, reasons, output.num_cached_tokens or 0, now)
             stream = self._streams.get(output.request_id)
-            if stream is not None:
+            if stream is not None and output.request_id in bad_requests:
+                stream.fail(InvalidRequestError(bad_requests[output.request_id]))
+            elif stream is not None:
                 stream.put(output)
 
     def _refuse(self, event: Refused) -> None:
@@ -379,8 +384,6 @@ class AsyncLLM:
 
 def _check_errors(output: RequestOutput) -> None:
     errors = [part.stop_reason for part in output.outputs if part.finish_reason == "error"]
-    if NO_TOKEN_LEFT in errors:
-        raise InvalidRequestError(NO_TOKEN_LEFT)
     if errors:
         raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
 

@@ -1,26 +1,53 @@
 """From a resolved configuration to a running engine core: model loaded, memory measured, scheduler and executor joined.
 
-`LLMEngine` calls it, and the engine's own process or thread. It decides nothing but the number of KV blocks.
+`LLMEngine` calls it, and the engine's own process or thread. It decides nothing itself: the size of the KV cache is
+`kvcache.capacity`'s to plan. What the workers report as facts becomes lines of the log here.
 """
 
 import logging
 import time
 
-from quire.config.cache import CacheConfig
 from quire.config.engine_args import EngineConfig
+from quire.config.worker import WorkerConfig
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError
-from quire.executor.inprocess import InProcessExecutor
-from quire.kvcache.capacity import plan_kv_blocks
+from quire.executor.base import Executor
+from quire.executor.select import select_executor
+from quire.kvcache.capacity import CacheRequest, plan_cache
 from quire.kvcache.manager import KVManager
 from quire.models.registry import check_architecture
+from quire.protocol.cache import CacheLayout, CacheReport
+from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
 
 
-def build_core(config: EngineConfig, show_progress: bool) -> EngineCore:
-    """Load the model and build the engine around it; the core's own `config` has the context that the KV cache holds.
+def worker_config(config: EngineConfig) -> WorkerConfig:
+    """What a worker has to know of an engine's options."""
+    args = config.args
+    return WorkerConfig(
+        model=config.model,
+        block_size=args.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        kernels=args.kernels,
+        load_format=args.load_format,
+        weight_cache=args.weight_cache,
+        weight_cache_size=args.weight_cache_size,
+        debug=args.debug,
+    )
+
+
+def build_core(config: EngineConfig, show_progress: bool, executor: Executor | None = None) -> EngineCore:
+    """Load the model and build the engine around it; its scheduler's `config` has the context that the KV cache holds.
+
+    Args:
+        config: the resolved options.
+        show_progress: with a progress bar while weights are loaded.
+        executor: not started yet; the one that suits the options where None.
 
     Raises:
         ConfigError: the options don't suit the model or the memory.
@@ -28,37 +55,71 @@ def build_core(config: EngineConfig, show_progress: bool) -> EngineCore:
     """
     start = time.perf_counter()
     check_architecture(config.model)
-    executor = InProcessExecutor(config)
+    if executor is None:
+        executor = select_executor(worker_config(config))
     loaded = executor.start(progress=show_progress)
-    report = executor.memory_report()
-    plan = plan_kv_blocks(config, report)
-    if plan.max_model_len < config.model.max_model_len:
+    layout = _initialize_cache(config, executor)
+    if layout.max_model_len < config.model.max_model_len:
         logger.warning(
             "max_model_len lowered from %d to %d tokens: that is what the KV cache holds",
             config.model.max_model_len,
-            plan.max_model_len,
+            layout.max_model_len,
         )
-        config = config.with_max_model_len(plan.max_model_len)
-    try:
-        executor.initialize_cache(plan.num_blocks, plan.max_model_len)
-    except (MemoryError, OSError) as error:
-        size = plan.num_blocks * report.block_bytes / 2**30
-        raise ConfigError(
-            f"there is no memory for a KV cache of {plan.num_blocks} blocks, {size:.1f} GiB; lower num_kv_blocks or "
-            "kv_cache_memory."
-        ) from error
-    cache = CacheConfig(
-        block_size=config.args.block_size,
-        num_blocks=plan.num_blocks,
-        enable_prefix_caching=config.args.enable_prefix_caching,
-    )
-    logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, plan.max_model_len)
-    logger.info("%s", loaded)
+        config = config.with_max_model_len(layout.max_model_len)
+    logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, layout.max_model_len)
+    logger.info("%s", _describe(loaded))
     logger.info(
-        "KV cache: %d blocks of %d tokens, %d tokens in all; engine ready in %.2f s",
-        plan.num_blocks,
-        cache.block_size,
-        plan.num_blocks * cache.block_size,
+        "KV cache: %s blocks of %d tokens, %d tokens in all; engine ready in %.2f s",
+        " + ".join(map(str, layout.num_blocks)),
+        layout.block_size,
+        max(layout.num_blocks, default=0) * layout.block_size,
         time.perf_counter() - start,
     )
-    return EngineCore(config, Scheduler(config.scheduler, KVManager(cache)), executor)
+    kv = KVManager(layout, enable_prefix_caching=config.args.enable_prefix_caching)
+    return EngineCore(Scheduler(config.scheduler, kv), executor, debug=config.args.debug)
+
+
+def _initialize_cache(config: EngineConfig, executor: Executor) -> CacheLayout:
+    args = config.args
+    request = CacheRequest(
+        block_size=args.block_size,
+        max_model_len=config.model.max_model_len,
+        is_max_model_len_asked=args.max_model_len is not None,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_in_flight=executor.max_in_flight,
+        num_kv_blocks=args.num_kv_blocks,
+        kv_cache_memory=args.kv_cache_memory,
+        memory_share=args.gpu_memory_utilization,
+    )
+    report = executor.cache_report()
+    layout = plan_cache(request, report)
+    try:
+        executor.initialize_cache(layout)
+    except (MemoryError, OSError) as error:
+        raise ConfigError(
+            f"there is no memory for a KV cache of {_num_bytes(layout, report) / 2**30:.1f} GiB, "
+            f"{max(layout.num_blocks)} blocks; lower num_kv_blocks or kv_cache_memory."
+        ) from error
+    return layout
+
+
+def _num_bytes(layout: CacheLayout, report: CacheReport) -> int:
+    return sum(count * size for count, size in zip(layout.num_blocks, report.block_bytes, strict=True))
+
+
+def _describe(loaded: WorkerReport) -> str:
+    """What was loaded, the kernels in use and why, and the threads."""
+    files = f"{loaded.num_files} {'file' if loaded.num_files == 1 else 'files'}"
+    why = {
+        "asked": "as asked for",
+        "best": "the best that this machine has",
+        "unserved": "no compiled ones serve this model here: slower",
+    }[loaded.kernels_reason]
+    small = ", as the model is small" if loaded.is_small_model else ""
+    packed = "" if loaded.quantization is None else f"; {loaded.quantization} weights"
+    cached = "" if loaded.kv_cache_dtype == "auto" else f"; {loaded.kv_cache_dtype} KV cache"
+    return (
+        f"weights: {loaded.num_bytes / 2**20:.1f} MiB in {files}, loaded in {loaded.seconds:.2f} s; "
+        f"kernels: {loaded.kernels} ({why}); threads: {loaded.num_threads}{small}{packed}{cached}"
+    )

@@ -1,77 +1,118 @@
 """The engine core: the loop of schedule, execute, update.
 
-`LLMEngine` (and later the engine process) drives it. It works on token ids alone: text, stop strings and progress
-bars live above it, tensors below.
+`LLMEngine` drives it, or `CoreLoop` in the engine's own process or thread. It works on token ids alone: text, stop
+strings and progress bars live above it, tensors below.
 """
 
-from quire.config.engine_args import EngineConfig
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
-from quire.protocol.step import NewRequest, SequenceOutput, StepPlan, StepResult
+from quire.protocol.requests import NewRequest
+from quire.protocol.step import SequenceOutput, StepPlan
+from quire.protocol.worker import CheckIntegrity
 from quire.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
 
 
 class EngineCore:
     """A scheduler and an executor, stepped together.
 
+    Attributes:
+        first_scheduled: requests that were new, or back from a preemption, in the last step's plans.
+        interrupts: holds Ctrl-C back while books are open.
+        debug: check everything's integrity after each step.
+
     Raises:
         EngineDeadError: from every call after the executor failed.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor) -> None:
-        self.config = config
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        debug: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` gives the seconds of requests' arrival times."""
         self.scheduler = scheduler
         self.executor = executor
+        self.first_scheduled: list[str] = []
+        self.interrupts = InterruptShield()
+        self.debug = debug
+        self._clock = clock
+        self._plans: deque[StepPlan] = deque()  # in flight
+        self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
-        self._in_flight: StepPlan | None = None
-        self.first_scheduled: list[str] = []  # requests that were new, or back from a preemption, in the last step
 
     def add(self, request: NewRequest) -> None:
         """Queue a request (InvalidRequestError when it can never fit, or its id is taken)."""
         self._check_alive()
-        self.scheduler.add(request)
+        with self.interrupts:
+            self.scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request now; returns the final output of each sequence that was not finished."""
-        return self.scheduler.abort(request_id)
+        with self.interrupts:
+            return self.scheduler.abort(request_id)
 
     def finish_sequence(self, request_id: str, sequence_index: int) -> None:
         """End one sequence whose stop string was found upstairs."""
-        self.scheduler.finish_sequence(request_id, sequence_index)
+        with self.interrupts:
+            self.scheduler.finish_sequence(request_id, sequence_index)
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do; on a dead engine it will say so."""
-        return self.scheduler.has_unfinished()
+        return bool(self.scheduler.has_unfinished() or self._plans or self._undelivered)
 
     def step(self) -> list[SequenceOutput]:
-        """One iteration: which tokens, compute them, what came of it."""
-        self._check_alive()
-        plan = self._in_flight = self.scheduler.schedule()
-        self.first_scheduled = [new.request_id for new in plan.new_sequences]
-        try:
-            result = self.executor.execute(plan)
-        except Exception as error:
-            self._dead = f"{type(error).__name__}: {error}"
-            raise EngineDeadError("the executor failed in a step; the engine can't go on") from error
-        outputs = self.scheduler.update(plan, result)
-        self._in_flight = None
-        if self.config.args.debug:
-            self.check_integrity()
-        return outputs
+        """One iteration: which tokens, compute them, what came of it.
 
-    def cancel_step(self) -> list[SequenceOutput]:
-        """After an interrupt (Ctrl-C) in `step`: fail the half-done step's sequences, so that the engine can go on."""
-        plan, self._in_flight = self._in_flight, None
-        if plan is None:
-            return []
-        failed = {s.sequence_id: "interrupted" for s in plan.scheduled}
-        tokens = [-1] * sum(s.num_samples for s in plan.scheduled)
-        return self.scheduler.update(plan, StepResult(step_id=plan.step_id, token_ids=tokens, errors=failed))
+        As many plans are in flight as the executor takes. A Ctrl-C comes out of it as KeyboardInterrupt, and the engine
+        can go on: what was under way is planned again, and what had come is returned by the next step.
+        """
+        self._check_alive()
+        with self.interrupts:
+            plans, self.first_scheduled = self._plans, []
+            while len(plans) < self.executor.max_in_flight and (plan := self.scheduler.schedule()) is not None:
+                plans.append(plan)
+                self.first_scheduled += [new.request_id for new in plan.new_sequences]
+                self._execute(self.executor.submit, plan)
+            if plans:
+                result = self._execute(self.executor.collect)
+                self._undelivered += self.scheduler.update(plans.popleft(), result, self._clock())
+            if self.debug:
+                self.check_integrity()
+            if self.interrupts.will_interrupt:
+                return []  # never, as leaving raises; the next step returns them
+            outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def check_integrity(self) -> None:
         """Raise AssertionError when scheduler, KV cache or rows are inconsistent."""
         self.scheduler.check_integrity()
-        self.executor.check_integrity()
+        for reply in self.executor.call(CheckIntegrity(self.scheduler.held_rows())):
+            assert reply.fault is None, reply.fault
+
+    def _execute(self, function: Callable[..., T], *args: Any) -> T:
+        """Let the executor work, interruptibly; after an interrupt workers and scheduler begin anew."""
+        try:
+            try:
+                return self.interrupts.let_through(function, *args)
+            except KeyboardInterrupt:
+                self._plans.clear()
+                self.scheduler.cancel()
+                self.executor.reset()
+                raise
+        except Exception as error:
+            self._dead = f"{type(error).__name__}: {error}"
+            raise EngineDeadError("the executor failed in a step; the engine can't go on") from error
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -17,7 +17,7 @@ import msgspec
 from quire.config.engine_args import EngineConfig
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType, prompt_too_long
-from quire.protocol.step import NewRequest
+from quire.protocol.requests import NewRequest, SamplingTask
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -29,6 +29,12 @@ class ProcessedInput:
     request: NewRequest
     prompt: str | None  # its text, where there is one
     params: SamplingParams  # the user's; the request's own may ask for logprobs besides, to rank sequences by
+
+    @property
+    def task(self) -> SamplingTask:
+        """What the request asks for."""
+        assert isinstance(self.request.task, SamplingTask), "the input processor makes no other requests"
+        return self.request.task
 
     def renamed(self, request_id: str) -> "ProcessedInput":
         """The same under another id; its random numbers stay those of the id it was made with."""
@@ -101,9 +107,9 @@ class InputProcessor:
         elif params is not None:
             raise InvalidRequestError("a prepared prompt has its parameters already; pass none.", "params")
         params = drawn = prompt.params
-        stop_token_ids = frozenset(params.stop_token_ids)
+        stop_token_ids, eos_token_ids = frozenset(params.stop_token_ids), self._model.eos_token_ids
         if not params.ignore_eos:
-            stop_token_ids |= set(self._model.eos_token_ids)
+            stop_token_ids |= set(eos_token_ids)
         room = self._model.max_model_len - len(prompt.token_ids)
         if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
             drawn = copy.copy(params)
@@ -111,11 +117,14 @@ class InputProcessor:
         request = NewRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
-            sampling_params=drawn,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=stop_token_ids,
-            seed=self._seed(request_id) if params.seed is None else params.seed,
-            bad_words_token_ids=self._bad_words(params.bad_words),
+            task=SamplingTask(
+                params=drawn,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_token_ids=stop_token_ids,
+                eos_token_id=None if params.ignore_eos or not eos_token_ids else eos_token_ids[0],
+                seed=self._seed(request_id) if params.seed is None else params.seed,
+                bad_words_token_ids=self._bad_words(params.bad_words),
+            ),
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=prompt.cache_salt,

@@ -16,6 +16,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.tokenizer import config_tokenizer
 from quire.errors import NotYetSupportedError
 from quire.executor.base import Executor
+from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
@@ -35,6 +36,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(config, tokenizer)
         self._outputs = OutputProcessor(tokenizer, with_metrics=not config.args.disable_log_stats)
+        self._undelivered: list[RequestOutput] = []  # of a step that ended in an interrupt
         self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
 
     @classmethod
@@ -49,7 +51,8 @@ class LLMEngine:
         check_architecture(config.model)  # the first thing to say of a model that can't run
         tokenizer = config_tokenizer(config)
         core = build_core(config, show_progress)
-        return cls(core.config, core.executor, core, tokenizer)
+        config = config.with_max_model_len(core.scheduler.config.max_model_len)
+        return cls(config, core.executor, core, tokenizer)
 
     def add_request(
         self,
@@ -87,41 +90,46 @@ class LLMEngine:
 
     def submit(self, processed: ProcessedInput) -> None:
         """Queue a validated request."""
-        self.core.add(processed.request)
-        self._outputs.add(processed)
+        with self.core.interrupts:
+            self.core.add(processed.request)
+            self._outputs.add(processed)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the outputs of the requests that have news, finished ones for the last time."""
-        news, self._pending = self._pending, []
-        if self.core.has_unfinished():
-            scheduled_time = time.monotonic()
-            try:
-                news = news + self.core.step()
-            except KeyboardInterrupt:
-                self._pending = news + self.core.cancel_step()
-                raise
-            self._outputs.note_scheduled(self.core.first_scheduled, scheduled_time)
-        processed = self._outputs.process(news)
-        for request_id, sequence_index in processed.stopped:
-            self.core.finish_sequence(request_id, sequence_index)
-        return processed.outputs
+        with self.core.interrupts:
+            if self.core.has_unfinished():
+                start = time.monotonic()
+                self._pending += self.core.step()
+                self._outputs.note_scheduled(self.core.first_scheduled, start)
+            news, self._pending = self._pending, []
+            processed = self._outputs.process(news, time.monotonic())
+            for request_id, sequence_index in processed.stopped:
+                self.core.finish_sequence(request_id, sequence_index)
+            # Where leaving raises KeyboardInterrupt, the next step is to return them.
+            self._undelivered += processed.outputs
+            if self.core.interrupts.will_interrupt:
+                return []
+            outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests now; their final outputs ("abort") come with the next step. Unknown ids are ignored."""
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            if one in self._outputs:
-                self._pending.extend(self.core.abort(one))
+        with self.core.interrupts:
+            for one in [request_id] if isinstance(request_id, str) else list(request_id):
+                if one in self._outputs:
+                    self._pending.extend(self.core.abort(one))
 
     def discard_outputs(self, request_ids: Iterable[str]) -> None:
         """Forget aborted requests whose final outputs nobody waits for."""
         dropped = set(request_ids)
+        self._undelivered = [output for output in self._undelivered if output.request_id not in dropped]
         self._pending = [news for news in self._pending if news.request_id not in dropped]
         for request_id in dropped:
             self._outputs.discard(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has more to return."""
-        return len(self._outputs) > 0
+        return len(self._outputs) + len(self._undelivered) > 0
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose final output is still to come."""
@@ -136,12 +144,14 @@ class LLMEngine:
         return self.core.scheduler.reset_prefix_cache()
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call a function on the worker's model."""
+        """Call a function on the worker's model, where that is in this process."""
+        if not isinstance(self.executor, InProcessExecutor):
+            raise NotYetSupportedError("apply_model needs a model in this process, and this engine's is elsewhere.")
         return self.executor.apply_model(function)
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges at this moment."""
-        return EngineStats.of(self.core.scheduler)
+        return self.core.scheduler.stats()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the engine's state is inconsistent."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
-from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.stats import EngineSnapshot
 from quire.protocol.step import SequenceOutput
 from quire.scheduler.snapshot import take_snapshot
 
@@ -39,11 +39,11 @@ class CoreLoop:
     def ready(self) -> Ready:
         """The facts that the front end needs."""
         kv = self.core.scheduler.kv
-        return Ready(self.core.config.model.max_model_len, kv.num_blocks, kv.block_size)
+        return Ready(self.core.scheduler.config.max_model_len, sum(kv.num_blocks), kv.block_size)
 
     def run(self) -> bool:
         """Serve until stopped; False when the engine died."""
-        debug = self.core.config.args.debug
+        debug = self.core.debug
         while self._running:
             idle = not self.core.has_unfinished()
             if idle and debug:
@@ -70,7 +70,7 @@ class CoreLoop:
             scheduled = self.core.first_scheduled
         elif not (outputs or finished):
             return
-        self._send(News(outputs, scheduled, start, time.monotonic(), EngineStats.of(self.core.scheduler)))
+        self._send(News(outputs, scheduled, start, time.monotonic(), self.core.scheduler.stats()))
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -100,7 +100,7 @@ class CoreLoop:
 
     def _call(self, name: str) -> EngineSnapshot | bool:
         if name == "snapshot":
-            return take_snapshot(self.core.scheduler)
+            return take_snapshot(self.core.scheduler, time.monotonic())
         if name == "reset_prefix_cache":
             return self.core.scheduler.reset_prefix_cache()
         self.core.check_integrity()

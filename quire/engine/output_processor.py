@@ -5,12 +5,11 @@ sequences to finish. It keeps one record per request, and knows nothing of sched
 """
 
 import logging
-import time
 from dataclasses import dataclass, field
 
 from quire.engine.input_processor import ProcessedInput
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.protocol.step import NO_TOKEN_LEFT, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.protocol.step import Failure, FailureKind, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
@@ -64,11 +63,12 @@ class _RequestRecord:
 
     def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, with_metrics: bool) -> None:
         self.request = request = processed.request
+        self.num_sequences = processed.task.num_sequences
         self.prompt = processed.prompt
         self.params = params = processed.params
         self.tokenizer = tokenizer
         self.sequences = [
-            _SequenceRecord(i, self._detokenizer() if params.detokenize else None) for i in range(request.num_sequences)
+            _SequenceRecord(i, self._detokenizer() if params.detokenize else None) for i in range(self.num_sequences)
         ]
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:
@@ -93,7 +93,7 @@ class _RequestRecord:
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.sequences)
 
-    def update(self, news: SequenceOutput) -> bool:
+    def update(self, news: SequenceOutput, now: float) -> bool:
         """Take in one sequence's news; returns whether a stop string ended the sequence just now."""
         sequence = self.sequences[news.sequence_index]
         if sequence.finish_reason is not None:
@@ -102,7 +102,7 @@ class _RequestRecord:
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
         if news.new_token_ids and self.metrics is not None and self.metrics.first_token_time is None:
-            self.metrics.first_token_time = time.monotonic()
+            self.metrics.first_token_time = now
         tokens, stop_string = news.new_token_ids, None
         if sequence.detokenizer is not None and tokens:
             ended_by_token = news.finish_reason == "stop"
@@ -118,16 +118,16 @@ class _RequestRecord:
             # The scheduler has ended it already when it ran out of room on the very same token.
             return news.finish_reason is None
         sequence.finish_reason, sequence.stop_reason = news.finish_reason, news.stop_reason
-        if news.error is not None:
-            sequence.stop_reason = news.error
-            self._log_failure(news.error)
+        if news.failure is not None:
+            sequence.stop_reason = news.failure.message
+            self._log_failure(news.failure)
         return False
 
-    def _log_failure(self, error: str) -> None:
+    def _log_failure(self, failure: Failure) -> None:
         """A line for the first of its sequences that fails; at debug level where it is the caller's own fault."""
         if not self.failed:
-            level = logging.DEBUG if error == NO_TOKEN_LEFT else logging.WARNING
-            logger.log(level, "request %s failed: %s", quoted(self.request.request_id), error)
+            level = logging.DEBUG if failure.kind == FailureKind.BAD_REQUEST else logging.WARNING
+            logger.log(level, "request %s failed: %s", quoted(self.request.request_id), failure.message)
         self.failed = True
 
     def fail(self, message: str) -> list[tuple[str, int]]:
@@ -137,10 +137,10 @@ class _RequestRecord:
             sequence.finish_reason, sequence.stop_reason = "error", message
         return [(self.request.request_id, s.index) for s in unfinished]
 
-    def output(self) -> RequestOutput | None:
+    def output(self, now: float) -> RequestOutput | None:
         """The output to hand out after a step, or None when there is nothing to say yet."""
         kind, params, finished = self.params.output_kind, self.params, self.finished
-        ranked = self.request.num_sequences > params.n
+        ranked = self.num_sequences > params.n
         if (kind == RequestOutputKind.FINAL_ONLY or ranked) and not finished:
             return None
         delta = kind == RequestOutputKind.DELTA
@@ -149,7 +149,7 @@ class _RequestRecord:
             # Stable: equal likelihoods keep the order of their draw.
             chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: params.n]
         if finished and self.metrics is not None:
-            self.metrics.finished_time = time.monotonic()
+            self.metrics.finished_time = now
         completions = [
             s.completion(params, delta, rank if ranked else s.index)
             for rank, s in enumerate(chosen)
@@ -220,8 +220,11 @@ class OutputProcessor:
         """Close a record without an output."""
         self._records.pop(request_id, None)
 
-    def process(self, news: list[SequenceOutput]) -> ProcessedOutputs:
-        """Turn a step's news into outputs, at most one per request, in the order of the batch."""
+    def process(self, news: list[SequenceOutput], now: float) -> ProcessedOutputs:
+        """Turn a step's news into outputs, at most one per request, in the order of the batch.
+
+        `now`, in seconds of the clock of arrival times, is when the step brought them.
+        """
         result = ProcessedOutputs()
         touched: dict[str, _RequestRecord] = {}
         for item in news:
@@ -230,13 +233,13 @@ class OutputProcessor:
                 continue
             touched[item.request_id] = record
             try:
-                if record.update(item):
+                if record.update(item, now):
                     result.stopped.append((item.request_id, item.sequence_index))
             except Exception as error:  # one request's text must not stop its neighbours
                 logger.exception("request %s: its output could not be processed", quoted(item.request_id))
                 result.stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
         for request_id, record in touched.items():
-            output = record.output()
+            output = record.output(now)
             if record.finished:
                 del self._records[request_id]
             if output is not None and (output.finished or output.outputs):

@@ -1,43 +1,63 @@
 """The executor contract: the door between the engine, which plans, and the workers, which compute.
 
 The engine core calls it and never a worker. Executors differ only in transport: in this process, in others on this
-machine, on other machines.
+machine, on other machines. What crosses is of `quire.protocol`; no tensor, no sentence and no function does.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
-from quire.protocol.cache import MemoryReport
-from quire.protocol.step import StepPlan, StepResult
+from quire.protocol.cache import CacheLayout, CacheReport
+from quire.protocol.step import SampleGuide, StepPlan, StepResult
+from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 
 
 class Executor(ABC):
-    """Runs step plans on one or more workers."""
+    """Runs step plans on one or more workers, in the order in which they were submitted.
+
+    Any exception from `submit`, `collect` or `call` but KeyboardInterrupt means that the executor is dead.
+
+    Attributes:
+        max_in_flight: plans that may be submitted before the oldest is collected, >= 1.
+    """
+
+    max_in_flight: int = 1
 
     @abstractmethod
-    def start(self, progress: bool) -> str:
-        """Start the workers and load the model; returns a line for the log (files, bytes, seconds)."""
+    def start(self, progress: bool) -> WorkerReport:
+        """Start the workers and load the model, with progress bars if asked for.
+
+        Raises:
+            ConfigError: the options don't suit the model.
+            ModelLoadError: the model's files are missing or broken.
+        """
 
     @abstractmethod
-    def memory_report(self) -> MemoryReport:
+    def cache_report(self) -> CacheReport:
         """Measured after loading: what the KV cache may take. The smallest figures among the workers."""
 
     @abstractmethod
-    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate the KV cache on every worker; comes once, before the first execute."""
+    def initialize_cache(self, layout: CacheLayout) -> None:
+        """Allocate the KV cache on every worker; comes once, before the first plan."""
 
     @abstractmethod
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step; any exception means that the executor is dead."""
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step; results are collected in the order of submission."""
 
     @abstractmethod
-    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call the function on each worker's model (inspection, surgery); one result per worker."""
+    def collect(self, guide: SampleGuide | None = None) -> StepResult:
+        """Wait for the oldest submitted plan; `guide` says which tokens it may draw."""
 
     @abstractmethod
-    def check_integrity(self) -> None:
-        """Raise AssertionError when a worker's rows are inconsistent; for tests and debug mode."""
+    def reset(self) -> None:
+        """Drop plans that were not collected, and every row and request: all will be announced again.
+
+        It follows an interrupt anywhere in `submit` or `collect`, so it may rely on no row being whole. What is in the
+        KV cache stays.
+        """
+
+    @abstractmethod
+    def call(self, call: WorkerCall) -> list[WorkerReply]:
+        """Ask every worker for something; one reply a worker."""
 
     @abstractmethod
     def stop(self) -> None:

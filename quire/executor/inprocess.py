@@ -3,27 +3,34 @@
 from collections.abc import Callable
 from typing import Any
 
-from quire.config.engine_args import EngineConfig
+from quire.config.worker import WorkerConfig
 from quire.executor.base import Executor
-from quire.protocol.cache import MemoryReport
-from quire.protocol.step import StepPlan, StepResult
+from quire.models.registry import CausalLM
+from quire.protocol.cache import CacheLayout, CacheReport
+from quire.protocol.step import SampleGuide, StepPlan, StepResult
+from quire.protocol.worker import IntegrityReply, WorkerCall, WorkerReply, WorkerReport
+from quire.speculative.base import Proposer
 from quire.worker.worker import Worker
 
 
 class InProcessExecutor(Executor):
-    """One worker in this process and thread."""
+    """One worker in this process and thread: a plan is computed when it is submitted, and sampled when collected.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: what the worker runs.
+        proposer: makes what drafts tokens for the loaded model, where anything does.
+    """
+
+    max_in_flight = 1
+
+    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config
+        self._proposer = proposer
         self._worker: Worker | None = None
 
-    def start(self, progress: bool) -> str:
-        self._worker = Worker(self._config)
-        report = self._worker.load(progress)
-        size = (
-            f"{report.num_bytes / 2**20:.1f} MiB in {report.num_files} {'file' if report.num_files == 1 else 'files'}"
-        )
-        return f"weights: {size}, loaded in {report.seconds:.2f} s; {self._worker.describe()}"
+    def start(self, progress: bool) -> WorkerReport:
+        self._worker = Worker(self._config, self._proposer)
+        return self._worker.load(progress)
 
     @property
     def worker(self) -> Worker:
@@ -31,20 +38,31 @@ class InProcessExecutor(Executor):
         assert self._worker is not None, "the executor is not started, or is stopped"
         return self._worker
 
-    def memory_report(self) -> MemoryReport:
-        return self.worker.memory_report()
+    def cache_report(self) -> CacheReport:
+        return self.worker.cache_report()
 
-    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
-        self.worker.initialize_cache(num_blocks, max_model_len)
+    def initialize_cache(self, layout: CacheLayout) -> None:
+        self.worker.initialize_cache(layout)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.worker.execute(plan)
+    def submit(self, plan: StepPlan) -> None:
+        self.worker.begin(plan)
+
+    def collect(self, guide: SampleGuide | None = None) -> StepResult:
+        return self.worker.finish(guide)
+
+    def reset(self) -> None:
+        self.worker.reset()
+
+    def call(self, call: WorkerCall) -> list[WorkerReply]:
+        try:
+            self.worker.check_integrity(call.live_sequence_ids)
+        except AssertionError as error:
+            return [IntegrityReply(str(error))]
+        return [IntegrityReply(None)]
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call the function on the worker's model (inspection, surgery); its result, in a list."""
         return [function(self.worker.model)]
-
-    def check_integrity(self) -> None:
-        self.worker.check_integrity()
 
     def stop(self) -> None:
         self._worker = None

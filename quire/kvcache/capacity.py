@@ -1,55 +1,152 @@
-"""How many KV blocks fit: from a measured memory report to a number, with the refusals that belong to it.
+"""How many KV blocks fit: from a measured memory report to a layout, with the refusals that belong to it.
 
-The engine calls `plan_kv_blocks` once at start-up, between loading the weights and building the scheduler. It knows
-the options and the report's numbers and nothing of tensors.
+The engine calls `plan_cache` once at start-up, between loading the weights and building the scheduler. It knows
+numbers of the options and of the report, and nothing of tensors.
 """
 
-from quire.config.engine_args import EngineConfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
 from quire.errors import ConfigError
-from quire.protocol.cache import KVPlan, MemoryReport
+from quire.kvcache.groups import window_reach
+from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 
 CPU_SHARE = 0.4  # of the memory that is free after loading: a CPU's memory serves the rest of the machine too
 MIB = 1 << 20
 
 
-def plan_kv_blocks(config: EngineConfig, report: MemoryReport) -> KVPlan:
+@dataclass(frozen=True)
+class CacheRequest:
+    """What the options ask of the KV cache.
+
+    Attributes:
+        block_size: tokens in a block.
+        max_model_len: tokens of the longest sequence: the user's, or the model's own limit.
+        is_max_model_len_asked: the user asked for it, so it is not shortened.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens computed in a step.
+        max_in_flight: plans that may be under way at once.
+        num_kv_blocks: blocks of the largest group (full attention, or else the widest window), in place of a measure.
+        kv_cache_memory: bytes of all blocks, in place of a measure.
+        memory_share: of the available memory, 0 to 1; None for the default.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    is_max_model_len_asked: bool = False
+    max_in_flight: int = 1
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    memory_share: float | None = None
+
+
+def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
     """Decide the number of KV blocks and, where the user left it open, a context length that fits them.
 
-    Never more blocks than max_num_seqs contexts of max_model_len can use. When max_model_len was not given and the
-    model's own limit does not fit, the context is shortened to what does.
+    All groups get blocks for the same number of contexts of max_model_len, so that they run out at about the same
+    time. A context takes all its blocks in a group of full attention. In a windowed one it takes those that a window
+    can show (window + 63 tokens, as keys are read in tiles of 64), and all contexts together those of the tokens that
+    plans under way compute. Never more than max_num_seqs contexts can use. When max_model_len was not asked for and
+    the model's own limit does not fit, the context is shortened to what does.
 
     Raises:
         ConfigError: not even one block, or not one context of the max_model_len that was asked for, fits.
     """
-    args, block_size = config.args, config.args.block_size
-    max_model_len = config.model.max_model_len
-    blocks_per_context = -(-max_model_len // block_size)
-    if args.num_kv_blocks is not None:
-        num_blocks = args.num_kv_blocks
+    sizes = _Sizes(request, request.max_model_len)
+    largest = sizes.largest(report.groups)
+    if request.num_kv_blocks is not None:
+        num_blocks = request.num_kv_blocks
     else:
-        budget = _kv_budget(config, report)
-        num_blocks = min(budget // report.block_bytes, blocks_per_context * config.scheduler.max_num_seqs)
+        budget = _budget(request, report)
+        num_blocks = _most_blocks(sizes, report, budget)
         if num_blocks < 1:
             raise ConfigError(
-                f"no memory for the KV cache: {budget // MIB} MiB are left for it and one block of {block_size} tokens "
-                f"takes {report.block_bytes / MIB:.2f} MiB. Set kv_cache_memory, raise gpu_memory_utilization, or "
-                f"lower max_num_batched_tokens (now {config.scheduler.max_num_batched_tokens})."
+                f"no memory for the KV cache: {budget // MIB} MiB are left for it and one block of "
+                f"{request.block_size} tokens takes {sum(report.block_bytes) / MIB:.2f} MiB. Set kv_cache_memory, "
+                "raise gpu_memory_utilization, or lower max_num_batched_tokens (now "
+                f"{request.max_num_batched_tokens})."
             )
-    if num_blocks >= blocks_per_context:
-        return KVPlan(num_blocks, max_model_len)
-    fits = num_blocks * block_size
-    if args.max_model_len is not None:
-        needed = blocks_per_context * report.block_bytes
-        raise ConfigError(
-            f"max_model_len={max_model_len} needs {needed / MIB:.1f} MiB of KV cache ({blocks_per_context} blocks of "
-            f"{block_size} tokens) but {num_blocks} blocks ({fits} tokens) fit. Lower max_model_len to at most {fits}, "
-            "or give the KV cache more memory (kv_cache_memory, gpu_memory_utilization, num_kv_blocks)."
-        )
-    return KVPlan(num_blocks, fits)
+    needed = sizes.of_one_context(largest)
+    max_model_len = request.max_model_len
+    if num_blocks < needed:
+        fits = num_blocks * request.block_size
+        if request.is_max_model_len_asked:
+            num_bytes = _num_bytes(sizes.layout(report.groups, needed), report)
+            raise ConfigError(
+                f"max_model_len={max_model_len} needs {num_bytes / MIB:.1f} MiB of KV cache ({needed} blocks of "
+                f"{request.block_size} tokens) but {num_blocks} blocks ({fits} tokens) fit. Lower max_model_len to at "
+                f"most {fits}, or give the KV cache more memory (kv_cache_memory, gpu_memory_utilization, "
+                "num_kv_blocks)."
+            )
+        max_model_len = fits
+        sizes = _Sizes(request, fits)
+    return CacheLayout(
+        block_size=request.block_size,
+        groups=report.groups,
+        num_blocks=sizes.layout(report.groups, num_blocks),
+        max_model_len=max_model_len,
+    )
 
 
-def _kv_budget(config: EngineConfig, report: MemoryReport) -> int:
-    if config.args.kv_cache_memory is not None:
-        return config.args.kv_cache_memory
-    share = config.args.gpu_memory_utilization or CPU_SHARE
-    return int(report.available_bytes * share) - report.activation_bytes
+class _Sizes:
+    """What contexts of one length take of each group, in blocks."""
+
+    def __init__(self, request: CacheRequest, max_model_len: int) -> None:
+        self.max_num_seqs = request.max_num_seqs
+        self._block_size = request.block_size
+        self._whole = -(-max_model_len // request.block_size)  # one context, all of it
+        self._pending = -(-request.max_num_batched_tokens * request.max_in_flight // request.block_size)
+
+    @staticmethod
+    def largest(groups: Sequence[CacheGroup]) -> CacheGroup:
+        """The group whose blocks are counted, the others following: full attention, or else the widest window."""
+        return max(groups, key=lambda group: (group.window is None, group.window or 0))
+
+    def of_one_context(self, group: CacheGroup) -> int:
+        """Blocks without which a context might never get to its end."""
+        return self._whole if group.window is None else min(self._whole, self._pending + self._steady(group.window))
+
+    def of_contexts(self, group: CacheGroup, contexts: Fraction) -> int:
+        """Blocks that so many contexts use; one context's at least in a windowed group."""
+        whole = -(-contexts * self._whole // 1)
+        if group.window is None:
+            return int(whole)
+        return min(int(whole), self._pending + int(-(-max(contexts, 1) * self._steady(group.window) // 1)))
+
+    def layout(self, groups: Sequence[CacheGroup], num_blocks: int) -> list[int]:
+        """Blocks by group when the largest has `num_blocks`."""
+        largest = self.largest(groups)
+        contexts = Fraction(num_blocks, self._whole)
+        if largest.window is not None:
+            contexts = max(contexts, Fraction(num_blocks - self._pending, self._steady(largest.window)))
+        return [num_blocks if group is largest else self.of_contexts(group, contexts) for group in groups]
+
+    def _steady(self, window: int) -> int:
+        """Blocks of a context that computes one token after the other."""
+        num_tokens = window_reach(window, self._block_size) + 1
+        return min(self._whole, -(-num_tokens // self._block_size))
+
+
+def _most_blocks(sizes: _Sizes, report: CacheReport, budget: int) -> int:
+    """The most blocks of the largest group with which all groups stay within the budget, and are of use."""
+    low, high = 0, sizes.of_contexts(sizes.largest(report.groups), Fraction(sizes.max_num_seqs))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _num_bytes(sizes.layout(report.groups, middle), report) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:
+    return sum(count * size for count, size in zip(num_blocks, report.block_bytes, strict=True))
+
+
+def _budget(request: CacheRequest, report: CacheReport) -> int:
+    if request.kv_cache_memory is not None:
+        return request.kv_cache_memory
+    return int(report.available_bytes * (request.memory_share or CPU_SHARE)) - report.activation_bytes

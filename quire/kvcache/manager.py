@@ -1,195 +1,214 @@
-"""The KV manager: block tables of running sequences, prefix sharing, forks and copy-on-write.
+"""The KV manager: block tables of running sequences, prefix sharing, forks and copy-on-write, over all KV groups.
 
 The scheduler is its only caller: it opens a table per sequence, asks for blocks before a step and commits what the
 step computed. The manager sees token ids to name prefixes by, and never a tensor, a queue or a policy.
 """
 
-from typing import NamedTuple
+import sys
 
-from quire.config.cache import CacheConfig
-from quire.kvcache.pool import BlockPool
-from quire.kvcache.prefix import BlockHasher, root_hash
-from quire.protocol.step import BlockCopy
-
-
-class BlockTable:
-    """The blocks of one sequence: block i holds the keys and values of tokens [i * block_size, (i + 1) * block_size).
-
-    Attributes:
-        sequence_id: whose table it is.
-        prompt_token_ids, output_token_ids: the sequence's own lists, read here and never changed.
-        block_ids: empty while the sequence does not run.
-        hashes: names of the sequence's first full blocks, as far as they were needed; kept when blocks are freed.
-        num_committed: full blocks that were computed, or found, and offered to the prefix cache.
-    """
-
-    __slots__ = (
-        "block_ids",
-        "hashes",
-        "num_committed",
-        "output_token_ids",
-        "prompt_token_ids",
-        "root",
-        "sequence_id",
-    )
-
-    def __init__(self, sequence_id: int, prompt_token_ids: list[int], output_token_ids: list[int], root: bytes) -> None:
-        self.sequence_id = sequence_id
-        self.prompt_token_ids = prompt_token_ids
-        self.output_token_ids = output_token_ids
-        self.root = root
-        self.block_ids: list[int] = []
-        self.hashes: list[bytes] = []
-        self.num_committed = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids at positions [start, stop)."""
-        border = len(self.prompt_token_ids)
-        if stop <= border:
-            return self.prompt_token_ids[start:stop]
-        if start >= border:
-            return self.output_token_ids[start - border : stop - border]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - border]
-
-
-class PrefixMatch(NamedTuple):
-    """What the cache knows of a sequence's beginning: its first blocks, and whether the next one is on its way."""
-
-    block_ids: list[int]
-    next_is_computing: bool  # a running sequence is about to compute the first block that is missing
-
-
-NO_MATCH = PrefixMatch([], False)
+from quire.errors import ConfigError
+from quire.kvcache.copies import BlockCopy, PlannedCopies
+from quire.kvcache.groups import KVGroup
+from quire.kvcache.integrity import check_books
+from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
+from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
+from quire.protocol.cache import CacheLayout
+from quire.protocol.step import Moves
 
 
 class KVManager:
-    """Hands out the blocks of one pool. All costs are O(1) per sequence and step, and O(blocks) at admission."""
+    """Hands out the blocks of each group's pool. All costs are O(1) per sequence and step, O(blocks) at admission.
 
-    def __init__(self, config: CacheConfig) -> None:
-        self.block_size = config.block_size
-        self.num_blocks = config.num_blocks
-        self._caching = config.enable_prefix_caching
-        self._pool = BlockPool(config.num_blocks)
-        self._hash = BlockHasher(config.block_size)
+    Calls that take blocks belong to the plan that `end_plan` completes; `commit` comes with a result. Several plans
+    may be under way: workers carry them out in order, so a block that is free here may be written by a later plan
+    while an earlier one still reads it.
+
+    Attributes:
+        block_size: tokens in a block.
+        num_blocks: by group.
+
+    Raises:
+        ConfigError: a number of the layout is not positive.
+    """
+
+    def __init__(self, layout: CacheLayout, enable_prefix_caching: bool = True) -> None:
+        for number in (layout.block_size, *layout.num_blocks):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"block_size and num_blocks must be integers, at least 1, got {number!r}.")
+        size = self.block_size = layout.block_size
+        self.num_blocks = list(layout.num_blocks)
+        self._groups = [
+            KVGroup(count, size, group.window) for count, group in zip(self.num_blocks, layout.groups, strict=True)
+        ]
+        self._windowed = [number for number, group in enumerate(self._groups) if group.window is not None]
+        self._caching = enable_prefix_caching
+        self._hash = BlockHasher(size)
         self._tables: dict[int, BlockTable] = {}  # those that hold blocks
         self._computing: dict[bytes, int] = {}  # block hash -> the running sequence that will compute it
-        self._copies: list[BlockCopy] = []  # of the plan being made
-        self._held: list[int] = []  # sources of those that nobody owns any more, to be freed when the plan is complete
+        self._copies = PlannedCopies(self._groups)  # of the plan being made
+
+    # What there is.
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be taken, those that still hold a cached prefix included."""
-        return self._pool.num_free
+    def num_free_blocks(self) -> list[int]:
+        """By group: blocks that can be taken, those that still hold a cached prefix included."""
+        return [group.pool.num_free for group in self._groups]
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that running sequences hold, 0 to 1."""
-        return 1.0 - self._pool.num_free / self.num_blocks
+        """Share of the blocks that running sequences hold, 0 to 1, of the fullest group."""
+        return max(1.0 - group.pool.num_free / group.pool.num_blocks for group in self._groups)
 
     def block_states(self) -> bytes:
-        """One byte a block: 0 free, 1 free but holding a cached prefix, 2 used."""
-        return self._pool.states()
+        """One byte a block, group after group: 0 free, 1 free but holding a cached prefix, 2 used."""
+        return b"".join(group.pool.states() for group in self._groups)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks of a full-attention group that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
+    def fits_ever(self, num_tokens: int) -> bool:
+        """Whether a sequence that computes so many tokens can run, if need be by itself."""
+        return num_tokens <= self.max_tokens_ever()
+
+    def max_tokens_ever(self) -> int:
+        """Tokens of the longest sequence that can run by itself; sys.maxsize where windows alone are kept."""
+        return min(group.max_tokens() for group in self._groups)
+
+    # Sequences come.
+
     def open(
-        self, sequence_id: int, prompt_token_ids: list[int], output_token_ids: list[int], cache_salt: str | None
+        self,
+        sequence_id: int,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
+        cache_salt: str | None = None,
+        adapter_digest: bytes = b"",
     ) -> BlockTable:
         """An empty table for a new sequence."""
-        return BlockTable(sequence_id, prompt_token_ids, output_token_ids, root_hash(cache_salt))
+        table = BlockTable(sequence_id, prompt_token_ids, output_token_ids, root_hash(cache_salt, adapter_digest))
+        table.clear(len(self._groups))
+        return table
 
     def match_prefix(self, table: BlockTable) -> PrefixMatch:
         """The longest cached prefix in full blocks, never reaching the last token: that one must be computed.
 
-        The blocks stay valid until anything is allocated.
+        The blocks are not taken, so the match holds until other blocks are.
         """
-        found: list[int] = []
         if not self._caching:
             return NO_MATCH
-        for index in range((table.num_tokens - 1) // self.block_size):
-            block_hash = self._hash_of(table, index)
-            block = self._pool.find(block_hash)
-            if block is None:
-                return PrefixMatch(found, block_hash in self._computing)
-            found.append(block)
-        return PrefixMatch(found, False)
+        limit = (table.num_tokens - 1) // self.block_size
+        num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
+        computed_by = self._computing.get(self._hash_of(table, num_found)) if num_found < limit else None
+        num_tokens = num_found * self.block_size
+        block_ids: list[list[int]] = []
+        for group in self._groups:
+            first, find = group.first_visible(num_tokens), group.pool.find
+            found = [find(name) for name in table.hashes[first:num_found]]
+            block_ids.append([0] * first + [block for block in found if block is not None])
+        return PrefixMatch(num_tokens, block_ids, computed_by)
 
-    def shortage(self, table: BlockTable, match: PrefixMatch) -> int:
-        """Blocks missing to allocate all of a sequence's tokens; zero or less when they fit."""
-        num_free_hits = sum(1 for block in match.block_ids if self._pool.ref_counts[block] == 0)
-        num_fresh = self.num_blocks_for(table.num_tokens) - len(match.block_ids)
-        return num_fresh + num_free_hits - self._pool.num_free
+    def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> int:
+        """Blocks missing to admit a sequence whose first step computes so many tokens; zero or less when it fits.
 
-    def allocate(self, table: BlockTable, match: PrefixMatch) -> None:
-        """Give an empty table blocks for all its tokens, the matched ones first. There must be no shortage."""
-        assert not table.block_ids, "the table holds blocks already"
-        for block in match.block_ids:
-            self._pool.acquire(block)
-        num_fresh = self.num_blocks_for(table.num_tokens) - len(match.block_ids)
-        table.block_ids = match.block_ids + self._pool.allocate(num_fresh)
-        table.num_committed = len(match.block_ids)
-        self._tables[table.sequence_id] = table
+        Of the group that lacks most. Full groups are asked for all known tokens, windowed ones for the first step's.
+        """
+        missing = -sys.maxsize
+        for number, group in enumerate(self._groups):
+            found = match.block_ids[number] if match.block_ids else []
+            num_fresh = group.num_admitted(table.num_tokens, match.num_tokens + num_new_tokens) - len(found)
+            num_free_hits = group.num_free_among(found[group.first_visible(match.num_tokens) :])
+            missing = max(missing, num_fresh + num_free_hits - group.pool.num_free)
+        return missing
+
+    def allocate(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> None:
+        """Give an empty table blocks, the matched ones first. There must be no shortage."""
+        assert not any(table.block_ids), "the table holds blocks already"
+        for number, group in enumerate(self._groups):
+            found = match.block_ids[number] if match.block_ids else []
+            first = table.first_block[number] = group.first_visible(match.num_tokens)
+            for block in found[first:]:
+                group.pool.acquire(block)
+            num_fresh = group.num_admitted(table.num_tokens, match.num_tokens + num_new_tokens) - len(found)
+            table.block_ids[number] = found + group.pool.allocate(num_fresh)
+        table.num_committed = match.num_tokens // self.block_size
+        self._start(table)
         if self._caching:
             for index in range(table.num_committed, table.num_tokens // self.block_size):
                 self._computing.setdefault(self._hash_of(table, index), table.sequence_id)
-
-    def append(self, table: BlockTable, start: int, stop: int) -> list[int] | None:
-        """Make positions [start, stop) writable: add blocks, and copy the first one if it is shared.
-
-        The copy is part of the plan being made (see `end_plan`), and its source is not handed out again until then.
-
-        Returns:
-            The blocks added to the table's end; None, with nothing changed, when there are too few.
-        """
-        block_ids, pool = table.block_ids, self._pool
-        first = start // self.block_size
-        num_fresh = -(-stop // self.block_size) - len(block_ids)
-        shared = first < len(block_ids) and pool.ref_counts[block_ids[first]] > 1
-        if num_fresh <= 0 and not shared:
-            return []
-        num_fresh = max(num_fresh, 0)
-        if num_fresh + shared > pool.num_free:
-            return None
-        if shared:
-            source = block_ids[first]
-            (destination,) = pool.allocate(1)
-            block_ids[first] = destination
-            pool.release(source)
-            self._copies.append(BlockCopy(table.sequence_id, first, source, destination))
-        fresh = pool.allocate(num_fresh)
-        block_ids.extend(fresh)
-        return fresh
-
-    def commit(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Offer full blocks to the prefix cache, once the step that computed them was executed."""
-        num_full = num_computed_tokens // self.block_size
-        if num_full <= table.num_committed or not self._caching:
-            return
-        for index in range(table.num_committed, num_full):
-            block_hash = self._hash_of(table, index)
-            self._pool.register(table.block_ids[index], block_hash)
-            self._forget_computing(table, block_hash)
-        table.num_committed = num_full
 
     def fork(
         self, table: BlockTable, sequence_id: int, output_token_ids: list[int], num_computed_tokens: int
     ) -> BlockTable:
         """A table for a sequence that shares the first num_computed_tokens tokens, and their blocks, with another."""
         child = BlockTable(sequence_id, table.prompt_token_ids, output_token_ids, table.root)
-        child.block_ids = table.block_ids[: self.num_blocks_for(num_computed_tokens)]
-        for block in child.block_ids:
-            self._pool.acquire(block)
-        child.num_committed = min(table.num_committed, num_computed_tokens // self.block_size)
-        child.hashes = table.hashes[: num_computed_tokens // self.block_size]
-        self._tables[sequence_id] = child
+        child.clear(len(self._groups))
+        num_blocks, num_full = self.num_blocks_for(num_computed_tokens), num_computed_tokens // self.block_size
+        for number, group in enumerate(self._groups):
+            first = child.first_block[number] = table.first_block[number]
+            assert first <= group.first_visible(num_computed_tokens), "a window has left behind what a fork must see"
+            child.block_ids[number] = table.block_ids[number][:num_blocks]
+            for block in child.block_ids[number][first:]:
+                group.pool.acquire(block)
+        child.num_committed = min(table.num_committed, num_full)
+        child.hashes = table.hashes[:num_full]
+        if num_full < num_blocks:
+            child.shared_block = num_full
+            table.shared_block = max(table.shared_block, num_full)  # it writes no earlier block any more
+        self._start(child)
         return child
+
+    # A sequence runs.
+
+    def append(self, table: BlockTable, start: int, stop: int) -> Appended | None:
+        """Make positions [start, stop) writable: add blocks, and copy the first one if it is shared.
+
+        The copy is part of the plan being made (see `end_plan`), and its source is not handed out again until then.
+
+        Returns:
+            What the sequence's row has to know; None, with nothing changed, when some group has too few blocks.
+        """
+        if stop <= table.num_slots and table.shared_block < 0:
+            return NOTHING_APPENDED
+        first, num_blocks = start // self.block_size, self.num_blocks_for(stop)
+        may_share = first == table.shared_block
+        shared: list[int] = []  # groups in which the first block is to be copied
+        for number, group in enumerate(self._groups):
+            block_ids = table.block_ids[number]
+            is_shared = may_share and first < len(block_ids) and group.is_shared(block_ids[first])
+            if is_shared:
+                shared.append(number)
+            if max(num_blocks - len(block_ids), 0) + is_shared > group.pool.num_free:
+                return None
+        if first >= table.shared_block:
+            table.shared_block = -1
+        edits = [self._copy(table, number, first) for number in shared]
+        if stop <= table.num_slots:
+            return Appended([], edits) if edits else NOTHING_APPENDED
+        return Appended(self._extend(table, num_blocks), edits)
+
+    def commit(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """A result came: offer full blocks to the prefix cache, and free what windows have left behind.
+
+        The sequence's tokens must be known up to num_computed_tokens, of which results have come; plans under way may
+        be ahead of it.
+        """
+        if num_computed_tokens < table.next_commit:
+            return
+        num_full = num_computed_tokens // self.block_size
+        if self._caching:
+            for index in range(table.num_committed, num_full):
+                block_hash = self._hash_of(table, index)
+                for group, block_ids in zip(self._groups, table.block_ids, strict=True):
+                    group.pool.register(block_ids[index], block_hash)
+                self._forget_computing(table, block_hash)
+            table.num_committed = max(table.num_committed, num_full)
+        for number in self._windowed:
+            group, block_ids = self._groups[number], table.block_ids[number]
+            table.first_block[number] = group.drop_left_behind(
+                block_ids, table.first_block[number], num_computed_tokens
+            )
+        self._set_next_commit(table)
 
     def free(self, table: BlockTable) -> None:
         """Take all blocks, and copies not yet planned, from a table; what the blocks hold stays findable.
@@ -197,58 +216,67 @@ class KVManager:
         The blocks are freed from the last to the first, so that a sequence's end is evicted before its beginning.
         """
         del self._tables[table.sequence_id]
-        self._copies = [copy for copy in self._copies if copy.sequence_id != table.sequence_id]
-        sources = {copy.source for copy in self._copies}
-        for block in reversed(table.block_ids):
-            if block in sources and self._pool.ref_counts[block] == 1:
-                self._held.append(block)
-            else:
-                self._pool.release(block)
-        for block in [block for block in self._held if block not in sources]:
-            self._held.remove(block)
-            self._pool.release(block)
+        self._copies.drop(table.sequence_id)
+        for number, block_ids in enumerate(table.block_ids):
+            self._copies.release(number, block_ids[table.first_block[number] :])
         for block_hash in table.hashes[table.num_committed :]:
             self._forget_computing(table, block_hash)
-        table.block_ids = []
-        table.num_committed = 0
+        table.clear(len(self._groups))
 
-    def end_plan(self) -> list[BlockCopy]:
+    # A plan is made.
+
+    def end_plan(self) -> Moves:
         """A plan is complete: returns its copies, whose sources may be handed out from the next plan on."""
-        copies, self._copies = self._copies, []
-        while self._held:
-            self._pool.release(self._held.pop())
-        return copies
+        return Moves(copies=self._copies.take())
+
+    # All at once.
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, with nothing done, while sequences hold blocks."""
         if self._tables:
             return False
-        self._pool.forget_all()
+        for group in self._groups:
+            group.pool.forget_all()
         return True
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count and hash is what the live tables imply. O(num_blocks + tokens)."""
-        self._pool.check_integrity()
-        assert not self._copies, "a plan was left incomplete"
-        assert not self._held, "a plan was left incomplete"
-        counts = [0] * self.num_blocks
-        computing: set[bytes] = set()
-        for table in self._tables.values():
-            assert table.block_ids, f"sequence {table.sequence_id} is kept without blocks"
-            for index, block in enumerate(table.block_ids):
-                counts[block] += 1
-                assert index < table.num_committed or not self._pool.is_registered(block), (
-                    f"block {block} of sequence {table.sequence_id} is findable before it was computed"
-                )
-            parent = table.root
-            for index, block_hash in enumerate(table.hashes):
-                span = table.tokens(index * self.block_size, (index + 1) * self.block_size)
-                parent = self._hash(parent, span)
-                assert block_hash == parent, f"wrong hash of block {index} of sequence {table.sequence_id}"
-            computing.update(table.hashes[table.num_committed :])
-        assert counts == self._pool.ref_counts, "reference counts are not the numbers of owners"
+        self._copies.check_none()
+        check_books(self._groups, list(self._tables.values()), self._hash)
+        computing = {name for table in self._tables.values() for name in table.hashes[table.num_committed :]}
         assert self._computing.keys() <= computing, "nobody computes a block that is waited for"
         assert set(self._computing.values()) <= self._tables.keys(), "nobody computes a block that is waited for"
+
+    def _start(self, table: BlockTable) -> None:
+        self._tables[table.sequence_id] = table
+        self._set_num_slots(table)
+        self._set_next_commit(table)
+
+    def _set_num_slots(self, table: BlockTable) -> None:
+        table.num_slots = min(map(len, table.block_ids)) * self.block_size
+
+    def _set_next_commit(self, table: BlockTable) -> None:
+        steps = [(table.num_committed + 1) * self.block_size if self._caching else NEVER]
+        steps += [self._groups[number].release_at(table.first_block[number]) for number in self._windowed]
+        table.next_commit = min(steps)
+
+    def _copy(self, table: BlockTable, number: int, index: int) -> tuple[int, int, int]:
+        """Replace a shared block by one of the table's own; returns the edit."""
+        pool, block_ids = self._groups[number].pool, table.block_ids[number]
+        source = block_ids[index]
+        (destination,) = pool.allocate(1)
+        block_ids[index] = destination
+        self._copies.add(BlockCopy(table.sequence_id, number, source, destination))
+        return number, index, destination
+
+    def _extend(self, table: BlockTable, num_blocks: int) -> list[list[int]]:
+        """Lengthen the lists of all groups to num_blocks; returns what was added."""
+        added: list[list[int]] = []
+        for group, block_ids in zip(self._groups, table.block_ids, strict=True):
+            added.append(group.pool.allocate(max(num_blocks - len(block_ids), 0)))
+            block_ids += added[-1]
+        self._set_num_slots(table)
+        return added
 
     def _hash_of(self, table: BlockTable, index: int) -> bytes:
         """The name of a sequence's full block; hashes what was not hashed before."""

@@ -40,7 +40,7 @@ class Step:
     """What a layer may know of a step of T tokens.
 
     Attributes:
-        positions: int64 [T], of each token in its sequence.
+        positions: int32 [T], of each token in its sequence.
         caches: the KV cache of each cache layer.
         attention: what the attention backend built, by KV group.
         adapters: None where no token has one.

@@ -43,6 +43,10 @@ class CompiledModel:
         self._head = builder.finish(logits)
         self.target = builder.target
 
+    def num_bytes(self, num_tokens: int) -> int:
+        """Memory that steps of that many tokens make it keep."""
+        return self._body.num_bytes(num_tokens)
+
     def reserve(self, num_tokens: int) -> None:
         """Make room for steps of that many tokens."""
         self._body.reserve(num_tokens)

@@ -1,9 +1,7 @@
-"""The KV cache between rooms: what a worker measured, and what the engine decided.
+"""The KV cache between rooms: what a model's layers keep, what a worker measured, what the engine decided.
 
 The worker reports, `quire.kvcache.capacity` plans, the KV manager and the worker follow the plan. Numbers only.
 """
-
-from dataclasses import dataclass
 
 import msgspec
 
@@ -23,25 +21,27 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
     window: int | None = None  # as LayerCache.window; what has fallen out of it is freed
 
 
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker measured once its weights were loaded, in bytes."""
+
+    available_bytes: int  # free for the KV cache and activations together
+    activation_bytes: int  # of a step's transient tensors, measured by a real execute
+    groups: list[CacheGroup]
+    block_bytes: list[int]  # by group: one block, keys and values of the group's layers
+    host_bytes: int = 0  # host memory for swapped blocks
+
+
+class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache as it was decided; the same for scheduler and workers."""
+
+    block_size: int  # tokens in a block
+    groups: list[CacheGroup]
+    num_blocks: list[int]  # by group
+    max_model_len: int  # tokens of the longest sequence
+
+
 def group_layers(layers: list[LayerCache]) -> list[CacheGroup]:
     """Cache groups of a model's layers: full attention first, then each window, by first appearance."""
     windows = dict.fromkeys(layer.window for layer in layers)
     ordered = [w for w in windows if w is None] + [w for w in windows if w is not None]
     return [CacheGroup([i for i, layer in enumerate(layers) if layer.window == w], w) for w in ordered]
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What a worker measured once its weights were loaded, in bytes."""
-
-    available_bytes: int  # free for the KV cache and activations together
-    activation_bytes: int  # upper estimate of a step's transient tensors
-    block_bytes: int  # one KV block, keys and values of all layers
-
-
-@dataclass(frozen=True)
-class KVPlan:
-    """The size of the KV cache, and the longest context that fits in it."""
-
-    num_blocks: int
-    max_model_len: int  # tokens

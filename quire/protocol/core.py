@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats
-from quire.protocol.step import NewRequest, SequenceOutput
+from quire.protocol.step import SequenceOutput
 
 CallName = Literal["snapshot", "reset_prefix_cache", "check_integrity"]
 

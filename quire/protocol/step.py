@@ -1,16 +1,23 @@
-"""The messages between rooms: requests go down, plans go down, results come up.
+"""A step's messages: the plan goes down, the result comes up.
 
-The engine makes `NewRequest`, the scheduler `StepPlan`, the executor `StepResult`, and the scheduler turns that into
-`SequenceOutput`. All are msgspec structs without tensors, so that they cross a process border unchanged. New
-sequences travel whole, old ones as a diff.
+The scheduler makes `StepPlan`, the executor `StepResult`, and the scheduler turns that into `SequenceOutput`. New
+sequences travel by their tokens, old ones as a diff, forks as a reference to their parent. Lists by KV group have one
+entry a group, in the order of `CacheLayout.groups`. All are msgspec structs without tensors.
 """
+
+from enum import IntEnum
 
 import msgspec
 
-from quire.sampling_params import SamplingParams
+from quire.protocol.requests import NewRequest
 
-# The error of a sequence whose own parameters are to blame.
-NO_TOKEN_LEFT = "no token is left to choose: the request's parameters (or a logits processor) mask them all."
+
+class Sampling(IntEnum):
+    """What happens at a sequence's last computed position."""
+
+    NONE = 0  # nothing: tokens remain to be caught up
+    DRAW = 1  # a token is drawn and appended to the row
+    RANK = 2  # the best candidates come back and nothing is appended: the scheduler chooses (beams)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -24,71 +31,91 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: list[int]  # 1 = most likely
 
 
-class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request on its way to the scheduler."""
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of prompt tokens [start, start + len(entries)); start >= 1 as the first has none."""
 
-    request_id: str
-    prompt_token_ids: list[int]  # never empty
-    sampling_params: SamplingParams
-    max_tokens: int  # resolved: output tokens allowed, so that prompt + output <= max_model_len
-    stop_token_ids: frozenset[int]  # end-of-sequence ids (unless ignore_eos) and the user's stop_token_ids
-    seed: int  # resolved: 64-bit key of the request's random numbers
-    bad_words_token_ids: list[list[int]] = []  # token sequences that must never be completed
-    first_sequence_index: int = 0  # > 0 when one request is split into several that must draw as its forks would
-    arrival_time: float = 0.0  # seconds, any monotonic origin
-    priority: int = 0  # lower runs first under the "priority" policy
-    cache_salt: str | None = None  # requests share cached prefixes only with the same salt
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences are drawn from the prompt (best_of, or n)."""
-        return self.sampling_params.best_of or self.sampling_params.n
+    start: int
+    entries: list[TokenLogprobs]
 
 
-class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that the runner does not hold: just admitted, forked, or resumed after preemption."""
+class FailureKind(IntEnum):
+    """Whose fault a failure is."""
+
+    BAD_REQUEST = 0  # the request's own parameters are to blame
+    INTERNAL = 1  # ours
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why one sequence could not go on; its request ends with it, others don't notice."""
+
+    kind: FailureKind
+    message: str  # without paths, addresses or traces
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that the worker holds no row for: just admitted, or resumed after preemption."""
 
     sequence_id: int  # unique in the engine's life; a resumed sequence keeps its id
-    request_id: str
+    request_id: str  # of a NewRequest in this plan or an earlier one
     sequence_index: int  # keys the random numbers together with seed and position
-    prompt_token_ids: list[int]
     output_token_ids: list[int]
-    sampling_params: SamplingParams
-    seed: int
-    stop_token_ids: frozenset[int]
-    bad_words_token_ids: list[list[int]]
-    block_ids: list[int]  # the whole block table, blocks for this step's tokens included
+    block_ids: list[list[int]]  # by KV group: the whole block table, blocks for this step's tokens included
     num_computed_tokens: int  # tokens whose keys and values are in the blocks already
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    """A new row that begins as a copy of another: its first `num_tokens` tokens, all computed, and their blocks.
+
+    Carried out before rows are removed and before any token, block or edit of this plan reaches the parent. The
+    child's block table is the parent's, as far as it holds those tokens, in every group.
+    """
+
+    sequence_id: int
+    parent_id: int
+    sequence_index: int
+    num_tokens: int
+    token_id: int  # the child's own next token, appended after them
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     """What one sequence does in this step: computes positions [computed, computed + num_new_tokens)."""
 
     sequence_id: int
-    num_new_tokens: int  # >= 1
-    num_samples: int  # 0 while tokens remain to be caught up; 1; n where a request with n > 1 ends its prompt
-    new_block_ids: list[int]  # appended to the row's block table first; empty for a sequence in new_sequences
+    num_new_tokens: int  # >= 1, drafts included
+    sampling: Sampling = Sampling.NONE
+    num_samples: int = 1  # draws at the last position: > 1 where a request with n > 1 ends its prompt
+    new_block_ids: list[list[int]] = []  # by KV group, appended to the row's tables first; [] for none in any group
+    edits: list[tuple[int, int, int]] = []  # (group, block index, block): the row's table then has `block` there
+    num_drafts: int = 0  # the last so many of the new tokens are drafts, sampled one by one while they agree
+    draft_token_ids: list[int] = []  # them, where the scheduler drew them; [] where the row has them
+    chosen_token_id: int = -1  # appended to the row before anything is computed, after a RANK; -1: none
 
 
-class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy-on-write: before the step, copy block `source` to `destination` in every layer.
+class Moves(msgspec.Struct, frozen=True, array_like=True):
+    """Whole blocks moved before anything is computed, as (group, source, destination), in this order.
 
-    The row of `sequence_id`, where the runner already holds one, then has `destination` at `block_index`.
+    Every source of a list is read before any destination of it is written.
     """
 
-    sequence_id: int
-    block_index: int
-    source: int
-    destination: int
+    out: list[tuple[int, int, int]] = []  # from the device's blocks to the host's
+    copies: list[tuple[int, int, int]] = []  # within the device (copy on write)
+    in_: list[tuple[int, int, int]] = []  # from the host's to the device's
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens of which sequences are computed in a step, and in which blocks."""
+    """Which tokens of which sequences are computed in a step, and in which blocks.
+
+    Order of work: new requests, forks, removed rows, new sequences, moves, then edits, new blocks and chosen tokens of
+    the scheduled, then the computation, then ended requests are forgotten.
+    """
 
     step_id: int
-    removed_sequence_ids: list[int]  # rows to drop first: finished, aborted or preempted
+    removed_sequence_ids: list[int]  # rows to drop: finished, aborted or preempted
+    ended_request_ids: list[str]  # requests of which no sequence will come again
+    new_requests: list[NewRequest]
     new_sequences: list[NewSequence]
-    copies: list[BlockCopy]
+    forks: list[Fork]
+    moves: Moves
     scheduled: list[ScheduledSequence]  # order of the batch
 
     @property
@@ -97,21 +124,36 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(s.num_new_tokens for s in self.scheduled)
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of prompt tokens [start, start + len(entries)); start >= 1 as the first has none."""
+class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one scheduled sequence. Everything is empty where nothing was sampled."""
 
-    start: int
-    entries: list[TokenLogprobs]
+    # DRAW: the accepted drafts and the token after them (1 .. num_drafts + 1), or `num_samples` draws of one position.
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token, where asked for
+    draft_token_ids: list[int] = []  # proposed for the next step; the row has them
+    candidates: TokenLogprobs | None = None  # RANK: the best tokens after processing, best first
+    pooled: list[float] | None = None  # of a PoolingTask whose prompt is computed
+    prompt_logprobs: PromptLogprobs | None = None  # this step's part, where asked for
+    failure: Failure | None = None  # then all else is to be ignored
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor brings back from a step."""
 
     step_id: int
-    token_ids: list[int]  # one per sample, flat, in the order of plan.scheduled; -1 where the sequence failed
-    logprobs: dict[int, list[TokenLogprobs]] = {}  # sequence_id -> one entry per sample, where asked for
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # sequence_id -> this step's part, where asked for
-    errors: dict[int, str] = {}  # sequence_id -> why it failed (its own logits processor raised, say)
+    results: list[SequenceResult]  # one per plan.scheduled, in its order
+
+
+class SampleGuide(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens a step may draw: made while the device computes, needed when it samples.
+
+    `masks` holds one bitmask per entry of `rows`, little-endian uint32 words, bit t set where token t is allowed;
+    `rows` says for which scheduled sequence (its place in the plan) and which sampled position of it.
+    """
+
+    step_id: int
+    masks: bytes
+    rows: list[tuple[int, int]]
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +165,6 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-    stop_reason: int | None = None  # the user's stop token id that ended it; None for end-of-sequence
+    stop_reason: int | None = None  # the token id that ended it, unless it is the model's first end-of-sequence id
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
-    error: str | None = None
+    failure: Failure | None = None

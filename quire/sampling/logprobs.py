@@ -23,11 +23,7 @@ def row_logprobs(logits: Floats, token_ids: Sequence[int], k: int) -> list[Token
 
     Values are float32 log-softmax of `logits`. A rank is 1 + the number of tokens with a larger logit.
     """
-    maximum = float(logits.max())
-    if not math.isfinite(maximum):  # nothing can be likely in a row of NaN or of masked tokens
-        logits, maximum = np.full_like(logits, -math.inf), 0.0
-    total = int(weigh(logits, maximum).sum())
-    normaliser = maximum + (math.log(total) - WEIGHT_BITS * math.log(2) if total else 0.0)
+    logits, normaliser = _normalised(logits)
     top = _most_likely(logits, len(logits) if k == -1 else min(k, len(logits)))
     values = logits[top]
     top_ids: list[int] = top.tolist()
@@ -43,14 +39,41 @@ def row_logprobs(logits: Floats, token_ids: Sequence[int], k: int) -> list[Token
     return entries
 
 
+def listed_logprobs(logits: Floats, token_ids: Ids) -> TokenLogprobs:
+    """Of exactly `token_ids`, in their order, under one row, [V]; values and ranks as `row_logprobs`."""
+    logits, normaliser = _normalised(logits)
+    values = logits[token_ids]
+    ranks = [int(np.count_nonzero(logits > value)) + 1 for value in values]
+    return TokenLogprobs(token_ids.tolist(), _rounded(values, normaliser), ranks)
+
+
 def prompt_logprobs(
     logits: Tensor, target_ids: Sequence[int], k: int, target: Target | None = None
 ) -> list[TokenLogprobs]:
-    """Entry r is for `target_ids[r]` under row r of `logits`, [R, V] of any float type; as `row_logprobs`."""
+    """Entry r is for `target_ids[r]` under row r of `logits`, [R, V] of any float type; as `row_logprobs`.
+
+    An id beyond the vocabulary, for which there is no logit, has log-probability -inf and comes after all others.
+    """
+    vocab_size = logits.shape[1]
+    known_ids = [token_id if 0 <= token_id < vocab_size else 0 for token_id in target_ids]
     if native.library() is not None and len(target_ids) == len(logits) > 0 and 0 <= k <= native.MAX_LOGPROBS:
-        return native.given_logprobs(target or default_target(), logits.cpu(), target_ids, k)
-    rows = zip(logits.cpu(), target_ids, strict=True)
-    return [row_logprobs(float32_array(row), [token_id], k)[0] for row, token_id in rows]
+        entries = native.given_logprobs(target or default_target(), logits.cpu(), known_ids, k)
+    else:
+        rows = zip(logits.cpu(), known_ids, strict=True)
+        entries = [row_logprobs(float32_array(row), [token_id], k)[0] for row, token_id in rows]
+    for entry, token_id in zip(entries, target_ids, strict=True):
+        if entry.token_ids[0] != token_id:
+            entry.token_ids[0], entry.logprobs[0], entry.ranks[0] = token_id, -math.inf, vocab_size + 1
+    return entries
+
+
+def _normalised(logits: Floats) -> tuple[Floats, float]:
+    """The row, and what to subtract from it for log-probabilities."""
+    maximum = float(logits.max())
+    if not math.isfinite(maximum):  # nothing can be likely in a row of NaN or of masked tokens
+        return np.full_like(logits, -math.inf), 0.0
+    total = int(weigh(logits, maximum).sum())
+    return logits, maximum + (math.log(total) - WEIGHT_BITS * math.log(2))
 
 
 def _rounded(values: Floats, normaliser: float) -> list[float]:

@@ -119,7 +119,7 @@ def sample_rows(
     num_samples: Sequence[int],
     rows: Sequence[int],
 ) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
-    """Sample `rows`, none of which has a logits processor, of [R, V] logits with a state and a number of samples each.
+    """Sample rows of [R, V] logits with a state, of which none has a logits processor, and a number of samples each.
 
     Returns, by index in `rows`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
     """
@@ -127,7 +127,7 @@ def sample_rows(
     width = min(max(asked.values()), 1 + logits.shape[1]) if asked else 0
     records = b"".join([s.record or _current(s) for s in states])
     first = list(accumulate(num_samples, initial=0))
-    call = _Call(logits, records, rows, [len(s.output_token_ids) for s in states], first, width)
+    call = _Call(logits, records, rows, [s.position for s in states], first, width)
     errors = call.run(target)
     flat = call.token_ids.tolist()
     token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
@@ -163,6 +163,7 @@ def _current(state: SamplingState) -> bytes | bytearray:
             return record
         live = state.live_row = _LiveRow(record)
     if state.counts is not None:
+        state.counts.update()
         ids, counts = state.counts.addresses
         _SEEN.pack_into(live.data, _SEEN_AT, ids, state.counts.num, counts)
     if state.bad_sequences:

@@ -1,23 +1,31 @@
 """Rows of logits as float32, and what changes them before a token is chosen, in vLLM's order:
 
-allowed_token_ids, bad_words, min_tokens, logit_bias, the user's logits_processors, then penalties (repetition over
-prompt and output, frequency and presence over the output). Called by the sampler with a row of its own; touches only
-the entries concerned. Knows nothing of temperature or drawing.
+a grammar's mask, allowed_token_ids, bad_words, min_tokens, logit_bias, the user's logits_processors, then penalties
+(repetition over prompt and output, frequency and presence over the output). Called by the sampler with a row of its
+own; touches only the entries concerned. Knows nothing of temperature or drawing.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from quire.protocol.step import Failure, FailureKind
 from quire.sampling.state import Floats, SamplingState
 
 _NEVER = float("-inf")
 
+Mask = npt.NDArray[np.uint32]  # bit t % 32 of word t // 32 is set where token t is allowed
+
 
 class RowError(Exception):
     """One row can't be sampled; the message is for the user. Other rows go on."""
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.failure = Failure(kind, message)
 
 
 def float32_array(logits: torch.Tensor) -> Floats:
@@ -31,35 +39,38 @@ def float32_array(logits: torch.Tensor) -> Floats:
     return bits.view(np.float32)
 
 
-def process_logits(logits: Floats, state: SamplingState) -> None:
-    """Apply all that `state` asks for to `logits`, float32 [vocabulary], in place.
+def process_logits(logits: Floats, state: SamplingState, mask: Mask | None = None) -> None:
+    """Apply `mask` and all that `state` asks for to `logits`, float32 [vocabulary], in place.
 
     Raises:
         RowError: a logits processor of the user raised or returned something else than logits.
     """
+    if mask is not None:
+        allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+        logits[allowed == 0] = _NEVER
     if state.allowed_token_ids is not None:
         kept = logits[state.allowed_token_ids]
         logits.fill(_NEVER)
         logits[state.allowed_token_ids] = kept
     if state.bad_token_ids is not None:
         logits[state.bad_token_ids] = _NEVER
-    output = state.output_token_ids
     if state.bad_sequences:
         logits[state.completing_ids()] = _NEVER
-    if len(output) < state.min_tokens:
+    if state.position < state.min_tokens:
         logits[state.stop_token_ids] = _NEVER
     if state.bias_ids is not None:
         logits[state.bias_ids] += state.biases
     for processor, wants_prompt in state.logits_processors:
         # Copies, as a processor that edits its arguments must not edit the sequence.
-        arguments = [list(state.prompt_token_ids)] if wants_prompt else []
-        _run_processor(processor, [*arguments, list(output)], torch.from_numpy(logits))
+        arguments = [state.tokens.prompt()] if wants_prompt else []
+        _run_processor(processor, [*arguments, state.tokens.output()], torch.from_numpy(logits))
     if state.penalised:
         _penalise(logits, state)
 
 
 def _penalise(logits: Floats, state: SamplingState) -> None:
     assert state.counts is not None
+    state.counts.update()
     params = state.params
     ids, counts = state.counts.ids, state.counts.counts
     values = logits[ids]

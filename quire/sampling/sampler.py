@@ -3,7 +3,7 @@
 The order for each row is vLLM's: raw logprobs (before anything), processing.py, temperature, min_p, top-k, top-p, draw;
 greedy rows take the largest processed logit, the lowest id among equals. A row's outcome has the same bits alone or in
 any batch, at any row, and from the compiled sampler (native.py, where there is one) or numpy. A row that can't be
-sampled is reported in `errors`; the others go on. Called by the runner.
+sampled is reported in `failures`; the others go on. Called by the runner.
 """
 
 import logging
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from quire.ops.native.library import Target, default_target
-from quire.protocol.step import NO_TOKEN_LEFT, TokenLogprobs
+from quire.protocol.step import Failure, FailureKind, TokenLogprobs
 from quire.sampling import native
-from quire.sampling.logprobs import row_logprobs
-from quire.sampling.processing import RowError, float32_array, process_logits
+from quire.sampling.logprobs import listed_logprobs, row_logprobs
+from quire.sampling.processing import Mask, RowError, float32_array, process_logits
 from quire.sampling.random import random_bits, random_bits_of
-from quire.sampling.select import DrawTable, candidates, draw, weigh
+from quire.sampling.select import DrawTable, candidates, draw, leading_ids, weigh
 from quire.sampling.state import Floats, SamplingState
 
 logger = logging.getLogger(__name__)
@@ -35,136 +35,163 @@ _WEIGHED_NUMEL = 2**15  # logits weighed at once
 
 @dataclass
 class SamplerOutput:
-    """What was drawn, by row of the logits."""
+    """What was drawn, by sequence."""
 
-    token_ids: list[list[int]]  # one per sample; [] where the row failed
+    token_ids: list[list[int]]  # one per sample; [] where the sequence failed
     logprobs: list[list[TokenLogprobs] | None]  # one per sample; None where not asked for
-    errors: dict[int, str] = field(default_factory=dict)  # row -> why it failed
+    failures: dict[int, Failure] = field(default_factory=dict)  # index of the sequence -> why there is no token
+
+
+@dataclass(slots=True)
+class Draws:
+    """What is to be drawn from [N, V] logits: sequence i draws `num_samples[i]` tokens from row `rows[i]`.
+
+    Where that is more than one, sample j is drawn as sequence `sequence_index` + j would. `masks`, where there are any,
+    has a grammar's bitmask or None for each sequence.
+    """
+
+    states: Sequence[SamplingState]
+    num_samples: Sequence[int]
+    rows: Sequence[int]
+    masks: Sequence[Mask | None] | None = None
+
+    def some(self, indices: Sequence[int]) -> "Draws":
+        """Those of some sequences."""
+        states, num_samples, rows = self.states, self.num_samples, self.rows
+        masks = None if self.masks is None else [self.masks[i] for i in indices]
+        return Draws([states[i] for i in indices], [num_samples[i] for i in indices], [rows[i] for i in indices], masks)
+
+    def special(self) -> list[int]:
+        """Sequences of which something is asked that the compiled sampler can't do."""
+        found = {i for i, state in enumerate(self.states) if state.logits_processors}
+        if self.masks is not None:
+            found.update(i for i, mask in enumerate(self.masks) if mask is not None)
+        return sorted(found)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A row that waits to be drawn together with others."""
+    """A sequence that waits to be drawn together with others."""
 
-    row: int
+    index: int
     state: SamplingState
     num_samples: int
     logits: Floats  # processed
     maximum: float
 
 
-def sample(
-    logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int], target: Target | None = None
-) -> SamplerOutput:
-    """Choose the next token or tokens of each sequence. Appends nothing to the states.
+def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> SamplerOutput:
+    """Choose the next token or tokens of each sequence from `logits`, [N, V] of any float type. Appends nothing.
 
-    Where that breaks, each row is sampled by itself, so that only one that breaks by itself fails.
-
-    Args:
-        logits: [R, V], any float type.
-        states: one per row.
-        num_samples: one per row. Where it is > 1, sample j is drawn as sequence `sequence_index` + j would.
-        target: threads of the compiled sampler; default: `default_target`. The result is the same on any.
+    Where that breaks, each sequence is sampled by itself, so that only one that breaks by itself fails. `target` says
+    with which kernels and threads, `default_target` where it is None; the result is the same on any.
     """
-    assert logits.shape[0] == len(states) == len(num_samples)
     try:
-        return _sample(logits, states, num_samples, target)
+        return _sample(logits, draws, target)
     except Exception as error:
-        logger.exception("sampling %d rows broke", len(states))
-        if len(states) == 1:
-            return SamplerOutput([[]], [None], {0: f"{type(error).__name__} while its token was chosen"})
+        logger.exception("sampling %d sequences broke", len(draws.states))
+        if len(draws.states) == 1:
+            failure = Failure(FailureKind.INTERNAL, f"{type(error).__name__} while its token was chosen")
+            return SamplerOutput([[]], [None], {0: failure})
     output = SamplerOutput([], [])
-    for row, state in enumerate(states):
-        one = sample(logits[row : row + 1], [state], num_samples[row : row + 1], target)
+    for i in range(len(draws.states)):
+        one = sample(logits, draws.some([i]), target)
         output.token_ids += one.token_ids
         output.logprobs += one.logprobs
-        output.errors.update((row, message) for message in one.errors.values())
+        output.failures.update((i, failure) for failure in one.failures.values())
     return output
 
 
-def _sample(
-    logits: Tensor, states: Sequence[SamplingState], num_samples: Sequence[int], target: Target | None
-) -> SamplerOutput:
+def rank(logits: Tensor, state: SamplingState, num: int, mask: Mask | None = None) -> TokenLogprobs | Failure:
+    """The `num` best tokens of one row, [V], as it is after processing, best first; fewer where more are masked.
+
+    Log-probabilities and ranks are those of the raw row, as everywhere.
+    """
+    raw = float32_array(logits.cpu())
+    try:
+        processed = _processed(raw, state, mask)
+        _largest(processed)
+    except RowError as error:
+        return error.failure
+    return listed_logprobs(raw, leading_ids(processed, num))
+
+
+def _sample(logits: Tensor, draws: Draws, target: Target | None) -> SamplerOutput:
     logits = logits.cpu()
-    output = SamplerOutput([[] for _ in states], [None] * len(states))
-    rows: Sequence[int] = range(len(states))
-    if native.library() is not None:
-        can = [row for row in rows if not states[row].logits_processors]
-        if can:
-            _sample_natively(target or default_target(), logits, states, num_samples, can, output)
-        rows = [row for row in rows if states[row].logits_processors] if len(can) < len(states) else []
-    if rows:
-        _sample_in_numpy(logits, states, num_samples, rows, output)
-    for row, state in enumerate(states):
-        if state.num_logprobs is not None and output.logprobs[row] is None and output.token_ids[row]:
-            raw = float32_array(logits[row])
-            output.logprobs[row] = row_logprobs(raw, output.token_ids[row], state.num_logprobs)
+    num = len(draws.states)
+    special: Sequence[int] = range(num) if native.library() is None else draws.special()
+    if len(special) == num:
+        output = SamplerOutput([[] for _ in range(num)], [None] * num)
+    elif not special:
+        output = _sample_natively(target or default_target(), logits, draws)
+    else:
+        output = SamplerOutput([[] for _ in range(num)], [None] * num)
+        others = sorted(set(range(num)) - set(special))
+        some = _sample_natively(target or default_target(), logits, draws.some(others))
+        for i, token_ids, logprobs in zip(others, some.token_ids, some.logprobs, strict=True):
+            output.token_ids[i], output.logprobs[i] = token_ids, logprobs
+        output.failures.update((others[i], failure) for i, failure in some.failures.items())
+    if special:
+        _sample_in_numpy(logits, draws, special, output)
+    asking = [i for i, state in enumerate(draws.states) if state.num_logprobs is not None]
+    for i in asking:  # what the compiled sampler has not answered
+        if output.logprobs[i] is None and output.token_ids[i]:
+            raw = float32_array(logits[draws.rows[i]])
+            output.logprobs[i] = row_logprobs(raw, output.token_ids[i], draws.states[i].num_logprobs or 0)
     return output
 
 
-def _sample_natively(
-    target: Target,
-    logits: Tensor,
-    states: Sequence[SamplingState],
-    num_samples: Sequence[int],
-    rows: Sequence[int],
-    output: SamplerOutput,
-) -> None:
-    if len(rows) < len(states):
-        states, num_samples = [states[row] for row in rows], [num_samples[row] for row in rows]
-    token_ids, errors, logprobs = native.sample_rows(target, logits, states, num_samples, rows)
-    for i, row in enumerate(rows):
-        output.token_ids[row] = token_ids[i]
+def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOutput:
+    token_ids, errors, listed = native.sample_rows(target, logits, draws.states, draws.num_samples, draws.rows)
+    output = SamplerOutput(token_ids, [None] * len(token_ids))
     for i, code in errors.items():
-        output.errors[rows[i]] = _unusable(native.MAXIMA[code])
-    for i, entries in logprobs.items():
-        output.logprobs[rows[i]] = entries
+        output.failures[i] = _unusable(native.MAXIMA[code]).failure
+    for i, entries in listed.items():
+        output.logprobs[i] = entries
+    return output
 
 
-def _sample_in_numpy(
-    logits: Tensor,
-    states: Sequence[SamplingState],
-    num_samples: Sequence[int],
-    rows: Sequence[int],
-    output: SamplerOutput,
-) -> None:
+def _sample_in_numpy(logits: Tensor, draws: Draws, indices: Sequence[int], output: SamplerOutput) -> None:
     whole = logits.dtype == torch.float32 or logits.numel() <= _GROUP_NUMEL
     matrix = float32_array(logits) if whole else None
-    if matrix is not None and len(rows) == len(states) and all(s.greedy and not s.processes for s in states):
-        _choose_greedy(matrix, num_samples, output)
+    simple = all(s.greedy and not s.processes for s in draws.states) and draws.masks is None
+    if matrix is not None and simple and len(indices) == len(draws.states):
+        _choose_greedy(matrix, draws, output)
         return
     pending: list[_Pending] = []
-    for row in rows:
-        state = states[row]
+    for i in indices:
+        state, row, num_samples = draws.states[i], draws.rows[i], draws.num_samples[i]
         try:
-            processed = _processed(float32_array(logits[row]) if matrix is None else matrix[row], state)
+            raw = float32_array(logits[row]) if matrix is None else matrix[row]
+            processed = _processed(raw, state, None if draws.masks is None else draws.masks[i])
             if state.greedy:
-                output.token_ids[row] = [_largest(processed)[0]] * num_samples[row]
+                output.token_ids[i] = [_largest(processed)[0]] * num_samples
             elif state.truncates or len(processed) > _SMALL_VOCAB:
-                output.token_ids[row] = _choose(processed, state, num_samples[row])
+                output.token_ids[i] = _choose(processed, state, num_samples)
             else:
-                pending.append(_Pending(row, state, num_samples[row], processed, _largest(processed)[1]))
+                pending.append(_Pending(i, state, num_samples, processed, _largest(processed)[1]))
         except RowError as error:
-            output.errors[row] = str(error)
+            output.failures[i] = error.failure
     _draw_pending(pending, output)
 
 
-def _choose_greedy(logits: Floats, num_samples: Sequence[int], output: SamplerOutput) -> None:
-    """All rows of [R, V] at once. numpy takes the first of equal maxima, and the first NaN if there is one."""
+def _choose_greedy(logits: Floats, draws: Draws, output: SamplerOutput) -> None:
+    """All rows of [N, V] at once. numpy takes the first of equal maxima, and the first NaN if there is one."""
     chosen = logits.argmax(1)
     finite = np.isfinite(logits[np.arange(len(chosen)), chosen]).tolist()
-    for row, token_id in enumerate(chosen.tolist()):
+    token_ids: list[int] = chosen.tolist()
+    for i, row in enumerate(draws.rows):
         if finite[row]:
-            output.token_ids[row] = [token_id] * num_samples[row]
+            output.token_ids[i] = [token_ids[row]] * draws.num_samples[i]
         else:
-            output.errors[row] = _unusable(float(logits[row, token_id]))
+            output.failures[i] = _unusable(float(logits[row, token_ids[row]])).failure
 
 
-def _processed(logits: Floats, state: SamplingState) -> Floats:
-    if not state.processes:
+def _processed(logits: Floats, state: SamplingState, mask: Mask | None) -> Floats:
+    if not state.processes and mask is None:
         return logits
     logits = logits.copy()
-    process_logits(logits, state)
+    process_logits(logits, state, mask)
     return logits
 
 
@@ -173,7 +200,7 @@ def _largest(logits: Floats) -> tuple[int, float]:
     index = int(logits.argmax())
     value = float(logits[index])
     if not math.isfinite(value):
-        raise RowError(_unusable(value))
+        raise _unusable(value)
     return index, value
 
 
@@ -205,11 +232,11 @@ def _draw_pending(pending: list[_Pending], output: SamplerOutput) -> None:
         bits = iter(random_bits_of(keys))
         for p, row_weights in zip(group, weights, strict=True):
             table = DrawTable(None, row_weights)
-            output.token_ids[p.row] = [table.pick(b) for b in islice(bits, p.num_samples)]
+            output.token_ids[p.index] = [table.pick(b) for b in islice(bits, p.num_samples)]
 
 
-def _unusable(maximum: float) -> str:
+def _unusable(maximum: float) -> RowError:
     """Why a row whose largest logit isn't finite can't be sampled."""
     if maximum == -math.inf:
-        return NO_TOKEN_LEFT
-    return f"the logits are not finite (the largest is {maximum})."
+        return RowError("no token is left to choose: the request's parameters (or a logits processor) mask them all.")
+    return RowError(f"the logits are not finite (the largest is {maximum}).", FailureKind.INTERNAL)

@@ -1,7 +1,7 @@
-"""What the sampler knows of one sequence: its parameters as arrays and flags, its tokens, their counts.
+"""What the sampler knows of one sequence: its parameters as arrays and flags, the counts of its tokens.
 
-The runner makes one per sequence, never per batch row, and appends every drawn token. All facts that don't change are
-worked out here, once, so that the sampler's loop only reads flags. Knows no other sequence.
+The runner makes one per sequence, never per batch row; the tokens themselves are the row's. All facts that don't change
+are worked out here, once, so that the sampler's loop only reads flags. Knows no other sequence.
 """
 
 import inspect
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams, SamplingType
 
 Ids = npt.NDArray[np.int64]
@@ -20,11 +21,14 @@ Floats = npt.NDArray[np.float32]
 class TokenCounts:
     """The distinct tokens of a sequence and how often its output has each. O(1) per token; arrays double as they fill.
 
-    `ids[:num]` are distinct, prompt's first; `counts[:num]` is 0 for those only in the prompt.
+    `ids[:num]` are distinct, prompt's first; `counts[:num]` is 0 for those only in the prompt. Counts what the output
+    has gained since the last `update`.
     """
 
-    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
-        distinct = list(dict.fromkeys(prompt_token_ids))
+    def __init__(self, tokens: SequenceTokens, with_prompt: bool) -> None:
+        self._tokens = tokens
+        self._num_counted = tokens.num_prompt
+        distinct = list(dict.fromkeys(tokens.prompt())) if with_prompt else []
         self._index = {token_id: i for i, token_id in enumerate(distinct)}
         self.num = len(distinct)
         self._ids: Ids = np.zeros(max(64, 2 * self.num), np.int64)
@@ -42,17 +46,23 @@ class TokenCounts:
         """Occurrences in the output, [num]."""
         return self._counts[: self.num]
 
-    def add(self, token_id: int) -> None:
-        """Count one more output token."""
-        index = self._index.setdefault(token_id, self.num)
-        if index == self.num:
-            if index == len(self._ids):
-                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-                self.addresses = (self._ids.ctypes.data, self._counts.ctypes.data)
-            self._ids[index] = token_id
-            self.num += 1
-        self._counts[index] += 1
+    def update(self) -> None:
+        """Count the tokens that the sequence has gained."""
+        tokens = self._tokens
+        for token_id in tokens.ids[self._num_counted : tokens.num].tolist():
+            index = self._index.setdefault(token_id, self.num)
+            if index == self.num:
+                self._add(token_id)
+            self._counts[index] += 1
+        self._num_counted = tokens.num
+
+    def _add(self, token_id: int) -> None:
+        if self.num == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self.addresses = (self._ids.ctypes.data, self._counts.ctypes.data)
+        self._ids[self.num] = token_id
+        self.num += 1
 
 
 class SamplingState:
@@ -60,30 +70,27 @@ class SamplingState:
 
     Args:
         params: the request's; `top_k` 0 or -1, `top_p` 1 and `min_p` 0 mean off.
-        prompt_token_ids: in the vocabulary.
+        tokens: the sequence's, in its row; what is appended there counts from then on.
         seed: 64-bit key of the request's random numbers.
         sequence_index: which of the request's sequences this is; part of the key.
         vocab_size: width of the logits; ids beyond it in the lists below are left out.
         stop_token_ids: tokens that may not come before `min_tokens` tokens have.
         bad_words_token_ids: token sequences that must not be completed within the output.
-        output_token_ids: drawn before now (a resumed or forked sequence).
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        prompt_token_ids: Sequence[int],
+        tokens: SequenceTokens,
         *,
         seed: int,
         sequence_index: int,
         vocab_size: int,
         stop_token_ids: Iterable[int] = (),
         bad_words_token_ids: Iterable[Sequence[int]] = (),
-        output_token_ids: Iterable[int] = (),
     ) -> None:
         self.params = params
-        self.prompt_token_ids = prompt_token_ids
-        self.output_token_ids: list[int] = []
+        self.tokens = tokens
         self.seed = seed
         self.sequence_index = sequence_index
         self.greedy = params.sampling_type is SamplingType.GREEDY
@@ -101,6 +108,7 @@ class SamplingState:
         bad_words = [list(word) for word in bad_words_token_ids if word and 0 <= word[-1] < vocab_size]
         self.bad_token_ids = ids(word[0] for word in bad_words if len(word) == 1)
         self.bad_sequences = [word for word in bad_words if len(word) > 1]
+        self._longest_prefix = max((len(word) - 1 for word in self.bad_sequences), default=0)
         self.allowed_token_ids = ids(params.allowed_token_ids)
         self.stop_token_ids = ids(stop_token_ids)
         self.min_tokens = params.min_tokens if self.stop_token_ids is not None else 0
@@ -113,36 +121,28 @@ class SamplingState:
         )
         self.counts: TokenCounts | None = None
         if self.penalised:  # the prompt counts for the repetition penalty only
-            self.counts = TokenCounts(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+            self.counts = TokenCounts(tokens, with_prompt=params.repetition_penalty != 1.0)
         self._always_processes = bool(self.penalised or self.logits_processors or self.bad_sequences) or not (
             self.allowed_token_ids is self.bad_token_ids is self.bias_ids is None
         )
         # The native sampler's copy of all this (native.py): for good, or to be brought up to date at every step.
         self.record: bytes | None = None
         self.live_row: Any = None
-        for token_id in output_token_ids:
-            self.append(token_id)
 
     @property
     def position(self) -> int:
         """Index in the output of the token to be drawn next."""
-        return len(self.output_token_ids)
+        return self.tokens.num - self.tokens.num_prompt
 
     @property
     def processes(self) -> bool:
         """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
-        return self._always_processes or len(self.output_token_ids) < self.min_tokens
+        return self._always_processes or self.position < self.min_tokens
 
     def completing_ids(self) -> list[int]:
         """Tokens that would complete a bad word of several tokens."""
-        output = self.output_token_ids
-        return [last for *prefix, last in self.bad_sequences if output[-len(prefix) :] == prefix]
-
-    def append(self, token_id: int) -> None:
-        """Record a drawn token."""
-        self.output_token_ids.append(token_id)
-        if self.counts is not None:
-            self.counts.add(token_id)
+        tail = self.tokens.tail(self._longest_prefix)
+        return [last for *prefix, last in self.bad_sequences if tail[-len(prefix) :] == prefix]
 
 
 def _wants_prompt(processor: Callable[..., Any]) -> bool:

@@ -1,32 +1,66 @@
 """A step plan in the making.
 
-`Scheduler.schedule` fills one per step. A sequence that is preempted while the plan is made leaves it as if it had
-never been in. It knows nothing of why a sequence was chosen.
+The planner fills one per step. A sequence that is preempted while the plan is made leaves it as if it had never been
+in. It knows nothing of why a sequence was chosen.
 """
 
-from quire.protocol.step import BlockCopy, NewSequence, ScheduledSequence, StepPlan
+from quire.kvcache.table import Appended
+from quire.protocol.requests import NewRequest
+from quire.protocol.step import Fork, Moves, NewSequence, Sampling, ScheduledSequence, StepPlan
 from quire.scheduler.sequence import Sequence
+
+_DRAW = Sampling.DRAW
+_NONE = Sampling.NONE
 
 
 class PlanBuilder:
     """The parts of a plan, and the tokens that may still be added to it."""
 
-    __slots__ = ("budget", "new_sequences", "scheduled")
+    __slots__ = ("budget", "new_requests", "new_sequences", "scheduled")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.new_requests: list[NewRequest] = []
         self.new_sequences: list[NewSequence] = []
         self.scheduled: list[ScheduledSequence] = []
 
-    def add(self, sequence: Sequence, num_new_tokens: int, new_block_ids: list[int]) -> None:
-        """Schedule tokens of a sequence whose block table covers them, and announce it if it is new to the runner."""
+    def add(self, sequence: Sequence, num_new_tokens: int, appended: Appended, num_drafts: int = 0) -> None:
+        """Schedule tokens of a sequence whose block table covers them, the last `num_drafts` of them drafts.
+
+        Its request and itself are announced where the worker does not know them.
+        """
+        new_block_ids, edits = appended
         if not sequence.announced:
-            sequence.announced = True
-            self.new_sequences.append(sequence.announcement())
-            new_block_ids = []
+            self._announce(sequence)
+            new_block_ids, edits = [], []
+        sampling, num_samples = _NONE, 1
+        sequence.num_scheduled = stop = sequence.num_scheduled + num_new_tokens
+        sequence.num_in_flight += 1
+        if stop >= sequence.num_expected:
+            sampling, num_samples = sequence.sampling, sequence.num_samples
+            # What can be told without the result: one more token, unless that is the last there may be.
+            if (
+                sampling is _DRAW
+                and num_samples == 1
+                and not num_drafts
+                and not sequence.proposes
+                and stop + 1 < sequence.group.limit
+            ):
+                sequence.num_expected = stop + 1
         self.scheduled.append(
-            ScheduledSequence(sequence.sequence_id, num_new_tokens, sequence.num_samples(num_new_tokens), new_block_ids)
+            ScheduledSequence(
+                sequence.sequence_id,
+                num_new_tokens,
+                sampling,
+                num_samples,
+                new_block_ids,
+                edits,
+                num_drafts,
+                [],
+                sequence.chosen_token_id,
+            )
         )
+        sequence.chosen_token_id = -1
         self.budget -= num_new_tokens
 
     def drop(self, sequence: Sequence) -> None:
@@ -38,15 +72,36 @@ class PlanBuilder:
         for place, item in enumerate(self.scheduled):
             if item.sequence_id == sequence_id:
                 self.budget += item.num_new_tokens
+                sequence.num_in_flight -= 1
                 del self.scheduled[place]
                 break
 
-    def plan(self, step_id: int, removed_sequence_ids: list[int], copies: list[BlockCopy]) -> StepPlan:
+    def plan(
+        self,
+        step_id: int,
+        removed_sequence_ids: list[int],
+        ended_request_ids: list[str],
+        forks: list[Fork],
+        moves: Moves,
+    ) -> StepPlan:
         """The finished plan."""
         return StepPlan(
             step_id=step_id,
             removed_sequence_ids=removed_sequence_ids,
+            ended_request_ids=ended_request_ids,
+            new_requests=self.new_requests,
             new_sequences=self.new_sequences,
-            copies=copies,
+            forks=forks,
+            moves=moves,
             scheduled=self.scheduled,
         )
+
+    def _announce(self, sequence: Sequence) -> None:
+        group = sequence.group
+        if not group.announced:
+            group.announced = True
+            self.new_requests.append(group.request)
+        sequence.announced = True
+        # The announcement has all tokens.
+        sequence.chosen_token_id = -1
+        self.new_sequences.append(sequence.announcement())

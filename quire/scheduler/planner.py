@@ -1,26 +1,27 @@
 """The planner: which tokens of which sequences the next step computes, and who has to make room for whom.
 
-The scheduler's half that looks ahead: it keeps the two queues and asks the KV manager for blocks. It knows
-nothing of results, and of requests only what their policy makes of them.
+The scheduler's half that looks ahead: it keeps the queues and asks the KV manager for blocks. It knows nothing of
+results, and of requests only what their policy makes of them.
 """
 
 from quire.config.scheduler import SchedulerConfig
-from quire.errors import ConfigError
-from quire.kvcache.manager import NO_MATCH, KVManager, PrefixMatch
-from quire.protocol.step import StepPlan
+from quire.kvcache.manager import KVManager
+from quire.kvcache.table import NO_MATCH, NOTHING_APPENDED, PrefixMatch
+from quire.protocol.step import Fork, StepPlan
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.policy import POLICIES
+from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceStatus
 
 
 class Planner:
-    """The running and the waiting sequences, and the rules by which they change places.
+    """The running, the waiting and the preparing sequences, and the rules by which they change places.
 
     Attributes:
-        policy: orders both queues.
+        policy: orders the queues.
         running: sequences that hold blocks.
-        waiting: sequences that hold none.
+        waiting: sequences that hold none and could run if there were room.
+        preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once.
         num_preemptions: sequences preempted since the start.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found, at requests' first admission.
@@ -30,12 +31,10 @@ class Planner:
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
-        if config.policy not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise ConfigError(f"scheduling policy must be one of {known}, got {config.policy!r}.")
-        self.policy = POLICIES[config.policy]()
+        self.policy = make_policy(config.policy)
         self.running = SequenceQueue()
         self.waiting = SequenceQueue()
+        self.preparing: dict[int, Sequence] = {}
         self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
@@ -43,14 +42,23 @@ class Planner:
         self._config = config
         self._kv = kv
         # Left free at admission so that what runs can grow a little before anything is preempted again.
-        self._num_spare_blocks = kv.num_blocks // 100
-        self._removed: list[int] = []  # rows for the runner to drop with the next plan
+        self._num_spare_blocks = kv.num_blocks[0] // 100
+        self._removed: list[int] = []  # rows for the worker to drop with the next plan
+        self._ended: dict[str, None] = {}  # requests for it to forget
+        self._forks: dict[int, Fork] = {}  # rows for it to copy, by the new sequence
+        self._prefixes: list[tuple[Sequence, Sequence, int]] = []  # who awaits whose blocks; how far that one had come
         self._reason: str | None = None  # why the first waiting sequence was not admitted; None: not looked at yet
 
-    def plan(self, step_id: int) -> StepPlan:
-        """The next step. Schedules something whenever there is any sequence."""
+    def plan(self, step_id: int, may_be_empty: bool) -> StepPlan | None:
+        """The next step, or None when there is nothing to be done now.
+
+        Schedules something whenever any sequence is neither preparing nor ahead of a result; otherwise there is a plan
+        only if `may_be_empty` and workers have something to forget.
+        """
         builder = PlanBuilder(self._config.max_num_batched_tokens)
         self._reason = None
+        if self._prefixes:
+            self._look_at_prefixes()
         if self._config.enable_chunked_prefill:
             self._continue_running(builder)
             self._admit_waiting(builder)
@@ -58,79 +66,186 @@ class Planner:
             self._admit_waiting(builder)
             if not builder.scheduled:
                 self._continue_running(builder)
-        removed, self._removed = self._removed, []
-        return builder.plan(step_id, removed, self._kv.end_plan())
+        moves = self._kv.end_plan()
+        if not builder.scheduled:
+            assert not moves.copies, "blocks are copied for nobody"
+            if not (may_be_empty and (self._removed or self._ended or self._forks)):
+                return None
+        for request in builder.new_requests:  # an id that is used again: the new request takes the old one's place
+            self._ended.pop(request.request_id, None)
+        plan = builder.plan(step_id, self._removed, list(self._ended), list(self._forks.values()), moves)
+        self._removed, self._ended, self._forks = [], {}, {}
+        return plan
 
-    def start(self, sequence: Sequence) -> None:
-        """Move a waiting sequence, which has got its blocks, to those that run."""
+    # Sequences come and go.
+
+    def start_fork(self, sequence: Sequence, fork: Fork) -> None:
+        """A waiting sequence has got its parent's blocks: it runs, and the next plan copies the row."""
         self.waiting.remove(sequence)
-        sequence.status = SequenceStatus.RUNNING
-        self.running.add(sequence)
+        self._start(sequence)
+        sequence.announced = True
+        self._forks[sequence.sequence_id] = fork
 
     def drop(self, sequence: Sequence) -> None:
         """Take out a sequence that has ended."""
         if sequence.status is SequenceStatus.RUNNING:
             self._withdraw(sequence)
-        else:
+        elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+        else:
+            del self.preparing[sequence.sequence_id]
         sequence.status = SequenceStatus.FINISHED
+
+    def forget_request(self, request_id: str) -> None:
+        """Workers may forget a request that they know."""
+        self._ended[request_id] = None
+
+    def make_ready(self, sequence: Sequence) -> None:
+        """A preparing sequence could run now."""
+        del self.preparing[sequence.sequence_id]
+        sequence.status = SequenceStatus.WAITING
+        sequence.awaits = ""
+        self.waiting.add(sequence)
+
+    def rekey(self, sequence: Sequence) -> None:
+        """Bring a live sequence to the place that its group's key gives it."""
+        key = (*sequence.group.key, sequence.index)
+        if sequence.status is SequenceStatus.PREPARING:
+            sequence.key = key
+        else:
+            (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).rekey(sequence, key)
+
+    def start_anew(self) -> None:
+        """Workers know nothing any more: whatever runs waits again, and everyone will be announced."""
+        for sequence in [*self.running]:
+            self._withdraw(sequence)
+            sequence.status = SequenceStatus.WAITING
+            self.waiting.add(sequence)
+        for sequence in [*self.preparing.values()]:
+            self.make_ready(sequence)
+        for sequence in self.waiting:
+            sequence.num_in_flight = 0
+            sequence.forget_row()
+            sequence.settle()
+            sequence.group.announced = False
+        self._kv.end_plan()  # its copies went with their tables
+        self._removed, self._ended, self._forks, self._prefixes = [], {}, {}, []
+        self._reason = None
+
+    # What may be asked.
 
     def waiting_reasons(self) -> dict[str, int]:
         """Why sequences wait -> how many.
 
         "capacity": max_num_seqs are running. "budget": the step's tokens were spent. "blocks": too few are free.
-        "prefix": its beginning is just being computed for another request, and will be shared. "order": another one
-        comes first. "next_step": added since the last step was planned.
+        "order": another one comes first. "next_step": added since the last step was planned. Of those that prepare,
+        "prefix": its beginning is just being computed for another request, and will be shared; "result": it was
+        preempted, and a step that is under way will bring its next token.
         """
+        reasons: dict[str, int] = {}
+        for sequence in self.preparing.values():
+            reasons[sequence.awaits] = reasons.get(sequence.awaits, 0) + 1
         num_waiting = len(self.waiting)
-        if not num_waiting:
-            return {}
-        reason = self._reason or "next_step"
-        if reason not in ("blocks", "prefix") or num_waiting == 1:
-            return {reason: num_waiting}
-        return {reason: 1, "order": num_waiting - 1}
+        if num_waiting:
+            reason = self._reason or "next_step"
+            num_first = 1 if reason == "blocks" else num_waiting
+            reasons[reason] = num_first
+            if num_waiting > num_first:
+                reasons["order"] = num_waiting - num_first
+        return reasons
 
     def why(self, sequence: Sequence) -> str:
-        """Why a waiting sequence waits: a reason of `waiting_reasons`, and its numbers."""
-        reason = self._reason or "next_step"
-        if reason in ("blocks", "prefix") and self.waiting.items[0] is not sequence:
+        """Why a sequence does not run: a reason of `waiting_reasons`, and its numbers."""
+        reason = sequence.awaits or self._reason or "next_step"
+        if reason == "blocks" and self.waiting.items[0] is not sequence:
             reason = "order"
-        num_blocks = self._kv.num_blocks_for(sequence.num_tokens)
+        num_blocks = -(-sequence.num_tokens // self._kv.block_size)
         numbers = {
             "capacity": f"{len(self.running)} sequences run, and at most {self.max_running} may",
             "budget": f"the step's {self._config.max_num_batched_tokens} tokens were spent on sequences before it",
-            "blocks": f"it needs up to {num_blocks} KV blocks, and {self._kv.num_free_blocks} are free",
+            "blocks": f"it needs up to {num_blocks} KV blocks, and {min(self._kv.num_free_blocks)} are free",
             "prefix": "its beginning is being computed for another request",
+            "result": "it was preempted, and its next token is being computed",
             "order": "another request comes first",
             "next_step": "no step was planned since it came",
         }
         return f"{reason}: {numbers[reason]}"
 
+    def held_rows(self) -> list[int]:
+        """The sequences whose rows workers hold now that no plan is in flight, ascending."""
+        held = [s.sequence_id for s in self.running if s.announced and s.sequence_id not in self._forks]
+        return sorted(held + self._removed)
+
+    # Those that run.
+
     def _continue_running(self, builder: PlanBuilder) -> None:
         """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them."""
-        running, append = self.running.items, self._kv.append
+        running, append, add = self.running.items, self._kv.append, builder.add
         behind: list[Sequence] = []
         place = 0
         while place < len(running):
             sequence = running[place]
             place += 1
-            start = sequence.num_computed_tokens
-            if sequence.num_tokens - start > 1:
-                behind.append(sequence)
-                continue
-            while (blocks := append(sequence.table, start, start + 1)) is None:
-                # The last of the queue is not in the plan yet: it is behind, still to be looked at, or this one itself.
-                self._preempt(running[-1], builder)
-                self._reason = "blocks"  # and so nobody is admitted: that would take what was just made free
-                if sequence.status is not SequenceStatus.RUNNING:
-                    break
+            start = sequence.num_scheduled
+            num_left = sequence.num_expected - start
+            if num_left != 1:
+                if num_left > 1:
+                    behind.append(sequence)
+            elif sequence.num_drafts:
+                # Whoever comes after it and has caught up is to get its one token, too.
+                self._verify_drafts(sequence, builder, builder.budget - (len(running) - place))
+            elif (appended := append(sequence.table, start, start + 1)) is not None:
+                add(sequence, 1, appended)
             else:
-                builder.add(sequence, 1, blocks)
+                # The last of the queue is not in the plan yet: it is behind, still to be looked at, or this one itself.
+                self._continue(sequence, 1, builder)
         for sequence in behind:
-            # None of them was preempted above, and their blocks were all allocated at admission.
-            if builder.budget:
-                num_left = sequence.num_tokens - sequence.num_computed_tokens
-                builder.add(sequence, self._chunk(num_left, builder.budget), [])
+            if builder.budget and sequence.status is SequenceStatus.RUNNING:
+                num_left = sequence.num_expected - sequence.num_scheduled
+                self._continue(sequence, self._chunk(num_left, builder.budget), builder)
+
+    def _verify_drafts(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> None:
+        """Schedule a sequence's next token and as many of its drafts as there is room for; they preempt nobody."""
+        start = sequence.num_scheduled
+        # With all drafts accepted and one token more it may just reach its limit.
+        num_drafts = min(sequence.num_drafts, budget - 1, sequence.group.limit - sequence.num_tokens - 1)
+        while num_drafts > 0:
+            appended = self._kv.append(sequence.table, start, start + 1 + num_drafts)
+            if appended is not None:
+                builder.add(sequence, 1 + num_drafts, appended, num_drafts)
+                return
+            num_drafts //= 2
+        self._continue(sequence, 1, builder)
+
+    def _continue(self, sequence: Sequence, num_new_tokens: int, builder: PlanBuilder) -> None:
+        """Schedule tokens of a running sequence; while blocks lack, the last of the queue is preempted.
+
+        When that is the sequence itself, it makes do with a smaller part, or is preempted if there is none.
+        """
+        start, running = sequence.num_scheduled, self.running.items
+        while (appended := self._kv.append(sequence.table, start, start + num_new_tokens)) is None:
+            if running[-1] is sequence and num_new_tokens > 1:
+                num_new_tokens //= 2
+                continue
+            self._preempt(running[-1], builder)
+            self._reason = "blocks"  # and so nobody is admitted: that would take what was just made free
+            if sequence.status is not SequenceStatus.RUNNING:
+                return
+        builder.add(sequence, num_new_tokens, appended)
+
+    # Those that wait.
+
+    def _look_at_prefixes(self) -> None:
+        """Let those wait for their turn again whose prefix another one has gone on with, or given up."""
+        awaited, self._prefixes = self._prefixes, []
+        for entry in awaited:
+            sequence, computing, num_computed = entry
+            if sequence.status is not SequenceStatus.PREPARING:
+                continue
+            if computing.status is SequenceStatus.RUNNING and computing.num_computed_tokens == num_computed:
+                self._prefixes.append(entry)
+            else:
+                self.make_ready(sequence)
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order until there is a reason not to."""
@@ -138,50 +253,68 @@ class Planner:
             self._reason = self._try_admit(self.waiting.items[0], builder)
 
     def _try_admit(self, sequence: Sequence, builder: PlanBuilder) -> str | None:
-        """Admit the first waiting sequence, with blocks for all its tokens, or say why not."""
+        """Admit the first waiting sequence, or let it prepare; or say why nobody more is admitted."""
         if not builder.budget:
             return "budget"
         if len(self.running) >= self.max_running and not self._outranked_by(sequence):
             return "capacity"
         group, table = sequence.group, sequence.table
         match = NO_MATCH if group.owes_prompt_logprobs else self._kv.match_prefix(table)
-        if match.next_is_computing:
-            return "prefix"
-        num_cached = len(match.block_ids) * self._kv.block_size
-        num_left = sequence.num_tokens - num_cached
+        if match.computed_by is not None:
+            self._await_prefix(sequence, match.computed_by)
+            return None
+        num_left = sequence.num_tokens - match.num_tokens
         num_new = self._chunk(num_left, builder.budget)
         if num_new < num_left and not self._config.enable_chunked_prefill:
             return "budget"
-        if not self._make_room(sequence, match, builder):
+        num_new = self._make_room(sequence, match, num_new, builder)
+        if not num_new:
             return "blocks"
-        self._kv.allocate(table, match)
-        sequence.num_computed_tokens = num_cached
-        self.start(sequence)
+        self._kv.allocate(table, match, num_new)
+        sequence.num_computed_tokens = match.num_tokens
+        sequence.settle()
+        self.waiting.remove(sequence)
+        self._start(sequence)
         if group.num_cached_tokens is None:
-            group.num_cached_tokens = num_cached
-            self.prefix_cache_hits += num_cached
+            group.num_cached_tokens = match.num_tokens
+            self.prefix_cache_hits += match.num_tokens
             self.prefix_cache_queries += sequence.num_tokens
-        builder.add(sequence, num_new, [])
+        builder.add(sequence, num_new, NOTHING_APPENDED)
         return None
+
+    def _await_prefix(self, sequence: Sequence, computed_by: int) -> None:
+        """Set aside a waiting sequence until another one has computed more of its beginning."""
+        computing = next(s for s in self.running if s.sequence_id == computed_by)
+        self._prefixes.append((sequence, computing, computing.num_computed_tokens))
+        self.waiting.remove(sequence)
+        self._prepare(sequence, "prefix")
 
     def _chunk(self, num_left: int, budget: int) -> int:
         """Tokens of one sequence that go in this step."""
         return min(num_left, budget, self._config.long_prefill_token_threshold or num_left)
 
-    def _make_room(self, sequence: Sequence, match: PrefixMatch, builder: PlanBuilder) -> bool:
-        """Whether place and blocks for a waiting sequence are there; preempts worse ones if the policy says so."""
-        num_spare = self._num_spare_blocks if self.running.items else 0
-        num_short = self._kv.shortage(sequence.table, match) + num_spare
-        if num_short <= 0 and len(self.running) < self.max_running:
-            return True
+    def _make_room(self, sequence: Sequence, match: PrefixMatch, num_new_tokens: int, builder: PlanBuilder) -> int:
+        """Place and blocks for a waiting sequence; preempts worse ones if the policy says so.
+
+        Returns:
+            The tokens that can be computed now: all of `num_new_tokens` or, where nothing else runs, fewer; 0 when
+            there is no room.
+        """
+        kv, table, running = self._kv, sequence.table, self.running
+        num_short = kv.shortage(table, match, num_new_tokens) + (self._num_spare_blocks if running.items else 0)
+        if len(running) < self.max_running and num_short <= 0:
+            return num_new_tokens
         outranked = self._outranked_by(sequence)
-        if num_short > sum(len(victim.table.block_ids) for victim in outranked):
-            return False
-        while len(self.running) >= self.max_running or self._kv.shortage(sequence.table, match) > 0:
-            if not outranked:
-                return False
-            self._preempt(outranked.pop(), builder)
-        return True
+        if running.items and num_short > sum(max(map(len, victim.table.block_ids)) for victim in outranked):
+            return 0
+        while len(running) >= self.max_running or kv.shortage(table, match, num_new_tokens) > 0:
+            if outranked:
+                self._preempt(outranked.pop(), builder)
+            elif running.items or num_new_tokens == 1:
+                return 0
+            else:
+                num_new_tokens //= 2
+        return num_new_tokens
 
     def _outranked_by(self, sequence: Sequence) -> list[Sequence]:
         """Running sequences that the policy lets a waiting one preempt, in order."""
@@ -191,19 +324,33 @@ class Planner:
             first -= 1
         return running[first:]
 
+    # Changing places.
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self.running.add(sequence)
+
     def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Back to the waiting, without blocks; all its tokens, outputs included, will be computed again."""
+        """Take a running sequence's blocks; all its tokens, outputs included, will be computed again."""
         builder.drop(sequence)
         self._withdraw(sequence)
-        sequence.status = SequenceStatus.WAITING
-        sequence.num_computed_tokens = 0
-        self.waiting.add(sequence)
         self.num_preemptions += 1
+        if sequence.num_in_flight:
+            self._prepare(sequence, "result")
+            return
+        sequence.settle()
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.add(sequence)
+
+    def _prepare(self, sequence: Sequence, awaits: str) -> None:
+        sequence.status = SequenceStatus.PREPARING
+        sequence.awaits = awaits
+        self.preparing[sequence.sequence_id] = sequence
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a running sequence's place, blocks and row."""
         self.running.remove(sequence)
         self._kv.free(sequence.table)
-        if sequence.announced:
-            sequence.announced = False
+        if self._forks.pop(sequence.sequence_id, None) is None and sequence.announced:
             self._removed.append(sequence.sequence_id)
+        sequence.forget_row()

@@ -1,11 +1,13 @@
 """The queue of sequences in the policy's order: one of those that wait, one of those that run.
 
-The scheduler keeps both. Keys are unique and never change, so that the order depends on nothing but what was added.
+The planner keeps both. Keys are unique, and change through `rekey` only, so that the order depends on nothing but what
+was added and served.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any
 
 from quire.scheduler.sequence import Sequence
 
@@ -39,3 +41,9 @@ class SequenceQueue:
         place = bisect_left(self.items, sequence.key, key=_key)
         assert self.items[place] is sequence, "the sequence is not in the queue"
         del self.items[place]
+
+    def rekey(self, sequence: Sequence, key: tuple[Any, ...]) -> None:
+        """Give a sequence of this queue another key, and the place that goes with it."""
+        self.remove(sequence)
+        sequence.key = key
+        self.add(sequence)

@@ -1,28 +1,37 @@
 """The scheduler: takes requests, plans steps, and says what a step's result means.
 
-The engine core calls `schedule` and `update` in turn; requests may be added and aborted at any time. There is no
-prefill and no decode here: each sequence has computed so many of its tokens, and each step spends a budget of tokens
-on catching up. It sees token ids and block ids, never text or tensors.
+The engine core calls `schedule`, and `update` with the results of plans in their order; requests may be added and
+aborted at any time. There is no prefill and no decode here: each sequence has computed so many of its tokens, and each
+step spends a budget of tokens on catching up. It sees token ids and block ids, never text, tensors or clocks.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
-from quire.protocol.step import NewRequest, PromptLogprobs, SequenceOutput, StepPlan, StepResult, TokenLogprobs
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.stats import EngineStats
+from quire.protocol.step import SequenceOutput, StepPlan, StepResult
+from quire.scheduler.continuation import Continuation, Independent
+from quire.scheduler.integrity import check_scheduler
 from quire.scheduler.limits import check_request_fits
+from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
-from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.scheduler.sequence import Sequence, SequenceStatus
+from quire.scheduler.state import RequestState, SchedulerState, SequenceState
 
 
 class Scheduler:
     """Continuous batching over paged KV.
 
     A step first gives one token to every running sequence that has caught up, then the rest of its budget to running
-    sequences that have not, in the policy's order; then waiting ones are admitted, strictly in order. When blocks
-    run out, the running sequence that is last in order is preempted: it loses its blocks and waits, at its old
-    place, to be computed anew. The first one always advances, so that everything ends.
+    sequences that have not, in the policy's order; then waiting ones are admitted, strictly in order, but for those
+    that are not ready. When blocks run out, the running sequence that is last in order is preempted: it loses its
+    blocks and waits, at its old place, to be computed anew. The first one always advances, so that everything ends.
+
+    Several plans may be in flight: their results come in the order of the plans.
 
     Attributes:
         kv: the KV manager.
@@ -31,54 +40,55 @@ class Scheduler:
         ConfigError: no such policy.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_manager: KVManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_manager: KVManager,
+        make_continuation: Callable[[SamplingTask], Continuation] = Independent,
+    ) -> None:
         self.config = config
         self.kv = kv_manager
+        self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
-        self._groups: dict[str, SequenceGroup] = {}
-        self._live: dict[int, Sequence] = {}
+        self._outcomes = Outcomes(self._planner, kv_manager, config.max_model_len)
         self._num_added = 0
-        self._num_sequences = 0
         self._step_id = 0
-        self._in_flight: int | None = None
+        self._in_flight: deque[int] = deque()
 
     # Requests come and go.
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, request: NewRequest, now: float) -> None:
         """Queue a request.
 
         Raises:
             InvalidRequestError: its id is in use, or it could never run in this engine.
         """
-        if request.request_id in self._groups:
+        if request.request_id in self._outcomes.groups:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use; choose another.", "request_id")
-        check_request_fits(request, self.config, self.kv)
-        group = SequenceGroup(request, self._planner.policy.key(request, self._num_added))
+        task = check_request_fits(request, self.config, self.kv)
+        group = self._outcomes.open(request, self._make_continuation(task), self._num_added, now)
         self._num_added += 1
-        self._groups[request.request_id] = group
-        self._make_sequence(group, 0)
+        self._outcomes.make_sequence(group, 0, [])
 
     def abort(self, request_ids: str | Iterable[str]) -> list[SequenceOutput]:
         """End requests now; returns one output for each sequence that had not ended. Unknown ids are ignored."""
         outputs: list[SequenceOutput] = []
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            if request_id in self._groups:
-                outputs += self._end_request(self._groups[request_id], "abort")
+            group = self._outcomes.groups.get(request_id)
+            if group is not None:
+                outputs += self._outcomes.end_request(group, "abort")
         return outputs
 
     def finish_sequence(self, request_id: str, sequence_index: int) -> None:
         """End one sequence silently: the caller knows why. Does nothing if it has ended already."""
-        group = self._groups.get(request_id)
-        if group is None or sequence_index not in group.unfinished:
-            return
-        group.unfinished.remove(sequence_index)
-        # The root computes the prompt for the others, so it stays until they are forked off, or until none is left.
-        if group.forked or not group.unfinished:
-            self._drop(group.sequences[sequence_index if group.forked else 0])
+        group = self._outcomes.groups.get(request_id)
+        if group is not None and sequence_index in group.unfinished:
+            group.unfinished.remove(sequence_index)
+            self._outcomes.drop_unneeded(group)
 
     def has_unfinished(self) -> bool:
-        """Whether any request is unfinished: then `schedule` returns work."""
-        return bool(self._groups)
+        """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results."""
+        return bool(self._outcomes.groups)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, with nothing done, while a sequence is running."""
@@ -86,57 +96,35 @@ class Scheduler:
 
     # A step.
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step. `update` must have been called for the one before."""
-        assert self._in_flight is None, "schedule() called twice without update()"
-        self._in_flight = self._step_id
-        self._step_id += 1
-        return self._planner.plan(self._in_flight)
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to compute before a result comes, or at all.
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Take in what a step brought: append tokens, end, free and fork sequences.
+        Without plans in flight, a plan may be there only to let workers forget what has ended.
+        """
+        plan = self._planner.plan(self._step_id, may_be_empty=not self._in_flight)
+        if plan is not None:
+            self._in_flight.append(self._step_id)
+            self._step_id += 1
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Take in what the oldest plan in flight brought: append tokens, end, free and fork sequences.
 
         Results of sequences that ended while the step was under way are dropped.
         """
-        assert plan.step_id == result.step_id == self._in_flight, "update() with another step's plan or result"
-        self._in_flight = None
-        outputs: list[SequenceOutput] = []
-        for sequence_id, message in result.errors.items():
-            if sequence_id in self._live:
-                outputs += self._end_request(self._live[sequence_id].group, "error", message)
-        position = 0
-        for item in plan.scheduled:
-            first = position
-            position += item.num_samples
-            sequence = self._live.get(item.sequence_id)
-            if sequence is None:
-                continue
-            sequence.num_computed_tokens += item.num_new_tokens
-            self.kv.commit(sequence.table, sequence.num_computed_tokens)
-            prompt_logprobs = None
-            if result.prompt_logprobs:
-                prompt_logprobs = self._undelivered(sequence, result.prompt_logprobs.get(item.sequence_id))
-            if not item.num_samples:
-                if prompt_logprobs is not None:
-                    outputs.append(
-                        SequenceOutput(
-                            request_id=sequence.group.request.request_id,
-                            sequence_index=sequence.index,
-                            new_token_ids=[],
-                            prompt_logprobs=prompt_logprobs,
-                            num_cached_tokens=sequence.group.num_cached_tokens or 0,
-                        )
-                    )
-                continue
-            logprobs = result.logprobs.get(item.sequence_id)
-            if sequence.group.forked:
-                token_id = result.token_ids[first]
-                outputs.append(self._append_token(sequence, token_id, logprobs, prompt_logprobs))
-            else:
-                token_ids = result.token_ids[first:position]
-                outputs += self._fork(sequence, token_ids, logprobs, prompt_logprobs)
-        assert position == len(result.token_ids), "the result has more or fewer tokens than the plan asked for"
-        return outputs
+        assert self._in_flight, "update() without a plan in flight"
+        assert plan.step_id == result.step_id == self._in_flight[0], "update() with another step's plan or result"
+        self._in_flight.popleft()
+        return self._outcomes.take(plan, result, now)
+
+    def cancel(self) -> None:
+        """Forget all plans in flight, whose results will not come, and all that workers know.
+
+        No request ends: what ran waits at its place, and is announced and computed anew, but for what the prefix cache
+        holds.
+        """
+        self._in_flight.clear()
+        self._planner.start_anew()
 
     # What may be asked.
 
@@ -148,178 +136,89 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold none."""
-        return len(self._planner.waiting)
+        return len(self._planner.waiting) + len(self._planner.preparing)
 
-    @property
-    def num_preemptions(self) -> int:
-        """Sequences preempted since the start."""
-        return self._planner.num_preemptions
-
-    @property
-    def prefix_cache_queries(self) -> int:
-        """Prompt tokens looked up in the prefix cache at requests' first admission, since the start."""
-        return self._planner.prefix_cache_queries
-
-    @property
-    def prefix_cache_hits(self) -> int:
-        """Prompt tokens found there."""
-        return self._planner.prefix_cache_hits
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the KV blocks in use, 0 to 1."""
-        return self.kv.usage
-
-    def waiting_reasons(self) -> dict[str, int]:
-        """Why sequences wait -> how many; the reasons are those of `Planner.waiting_reasons`."""
-        return self._planner.waiting_reasons()
+    def stats(self) -> EngineStats:
+        """The figures of this moment."""
+        planner = self._planner
+        return EngineStats(
+            num_requests_running=self.num_running,
+            num_requests_waiting=self.num_waiting,
+            kv_cache_usage_perc=self.kv.usage,
+            num_preemptions_total=planner.num_preemptions,
+            prefix_cache_queries_total=planner.prefix_cache_queries,
+            prefix_cache_hits_total=planner.prefix_cache_hits,
+            waiting_reasons=planner.waiting_reasons(),
+        )
 
     def sequences(self) -> list[Sequence]:
         """All live sequences, the running ones first, each part in the policy's order."""
-        return [*self._planner.running, *self._planner.waiting]
+        planner = self._planner
+        idle = sorted([*planner.waiting, *planner.preparing.values()], key=lambda sequence: sequence.key)
+        return [*planner.running, *idle]
 
     def why(self, request_id: str) -> str | None:
         """Why a request waits, with numbers; None when nothing of it waits, or it is unknown."""
-        group = self._groups.get(request_id)
+        group = self._outcomes.groups.get(request_id)
         return next(filter(None, map(self.why_waiting, group.sequences.values() if group else ())), None)
 
     def why_waiting(self, sequence: Sequence) -> str | None:
         """Why a sequence waits, or None when it does not."""
-        return self._planner.why(sequence) if sequence.status is SequenceStatus.WAITING else None
+        return None if sequence.status is SequenceStatus.RUNNING else self._planner.why(sequence)
+
+    def held_rows(self) -> list[int] | None:
+        """The sequences whose rows workers hold, ascending; None while plans are in flight."""
+        return None if self._in_flight else self._planner.held_rows()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, groups, tables and the pool agree. O(everything)."""
-        self.kv.check_integrity()
-        running, waiting = self._planner.running.items, self._planner.waiting.items
-        assert len(running) <= self._planner.max_running, "more sequences run than may"
-        for queue, status in ((running, SequenceStatus.RUNNING), (waiting, SequenceStatus.WAITING)):
-            assert all(a.key < b.key for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of order"
-            assert all(s.status is status for s in queue), "a sequence is in the wrong queue"
-        queued = {s.sequence_id: s for s in [*running, *waiting]}
-        assert queued == self._live, "a live sequence is in no queue, or a dead one in one"
-        assert queued == {s.sequence_id: s for g in self._groups.values() for s in g.sequences.values()}
-        for s in queued.values():
-            where = f"sequence {s.sequence_id}"
-            assert s.num_tokens == s.table.num_tokens, f"{where} counts its tokens wrong"
-            assert 0 <= s.num_computed_tokens < s.num_tokens, f"{where} computed more than it has"
-            num_blocks = len(s.table.block_ids)
-            if s.status is SequenceStatus.RUNNING:
-                assert num_blocks >= self.kv.num_blocks_for(s.num_computed_tokens), f"{where} lacks blocks"
-            else:
-                assert num_blocks == s.num_computed_tokens == s.announced == 0, f"{where} waits with blocks or a row"
-        for group in self._groups.values():
-            assert group.unfinished, f"request {group.request.request_id} has ended and is still known"
-            assert not group.forked or group.sequences.keys() == group.unfinished
-        assert running or self.kv.num_free_blocks == self.kv.num_blocks, "idle, but blocks are held"
+        check_scheduler(self._planner, self._outcomes, self.kv, num_in_flight=len(self._in_flight))
 
-    # Taking in results.
+    # Going on elsewhere.
 
-    def _append_token(
-        self,
-        sequence: Sequence,
-        token_id: int,
-        logprobs: list[TokenLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-    ) -> SequenceOutput:
-        """Append a sampled token; the sequence ends if it was its last."""
-        group, output_token_ids = sequence.group, sequence.output_token_ids
-        output_token_ids.append(token_id)
-        sequence.num_tokens += 1
-        finish_reason = stop_reason = None
-        if token_id in group.stop_token_ids and len(output_token_ids) >= group.min_tokens:
-            finish_reason = "stop"
-            stop_reason = token_id if token_id in group.request.sampling_params.stop_token_ids else None
-        elif len(output_token_ids) >= group.max_tokens or sequence.num_tokens >= self.config.max_model_len:
-            finish_reason = "length"
-        if finish_reason is not None:
-            group.unfinished.remove(sequence.index)
-            self._drop(sequence)
-        return SequenceOutput(
-            request_id=group.request.request_id,
-            sequence_index=sequence.index,
-            new_token_ids=[token_id],
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=group.num_cached_tokens or 0,
+    def state(self) -> SchedulerState:
+        """Everything that `restore` needs; results of plans in flight are not waited for."""
+        planner = self._planner
+        return SchedulerState(
+            requests=[
+                RequestState(
+                    request=group.request,
+                    order=group.order,
+                    unfinished=sorted(group.unfinished),
+                    num_cached_tokens=group.num_cached_tokens,
+                    num_prompt_logprobs=group.num_prompt_logprobs,
+                    continuation=group.continuation.state(),
+                    sequences=[
+                        SequenceState(s.sequence_id, s.index, s.output_token_ids.copy())
+                        for s in group.sequences.values()
+                    ],
+                )
+                for group in self._outcomes.groups.values()
+            ],
+            num_added=self._num_added,
+            num_sequences=self._outcomes.num_sequences,
+            step_id=self._step_id,
+            num_preemptions=planner.num_preemptions,
+            prefix_cache_queries=planner.prefix_cache_queries,
+            prefix_cache_hits=planner.prefix_cache_hits,
         )
 
-    def _fork(
-        self,
-        root: Sequence,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        prompt_logprobs: PromptLogprobs | None,
-    ) -> list[SequenceOutput]:
-        """The prompt of a request with several sequences is computed: each gets its own first token.
-
-        The others share the root's blocks, as far as there are places to run in; the rest waits without blocks.
-        """
-        group = root.group
-        group.forked = True
-        outputs: list[SequenceOutput] = []
-        for index in range(1, group.num_sequences):
-            if index not in group.unfinished:
-                continue
-            child = self._make_sequence(group, index)
-            outputs.append(self._append_token(child, token_ids[index], logprobs and [logprobs[index]], None))
-            if child.status is SequenceStatus.WAITING and len(self._planner.running) < self._planner.max_running:
-                num_shared = root.num_computed_tokens
-                child.table = self.kv.fork(root.table, child.sequence_id, child.output_token_ids, num_shared)
-                child.num_computed_tokens = num_shared
-                self._planner.start(child)
-        if 0 in group.unfinished:
-            outputs.insert(0, self._append_token(root, token_ids[0], logprobs and logprobs[:1], prompt_logprobs))
-        else:
-            self._drop(root)
-        return outputs
-
-    def _undelivered(self, sequence: Sequence, part: PromptLogprobs | None) -> PromptLogprobs | None:
-        """What is new of some prompt logprobs: after a preemption they are computed, and come, once more."""
-        group = sequence.group
-        if part is None or part.start + len(part.entries) <= group.num_prompt_logprobs:
-            return None
-        num_known = group.num_prompt_logprobs - part.start
-        assert num_known >= 0, "prompt logprobs are missing"
-        group.num_prompt_logprobs = part.start + len(part.entries)
-        return PromptLogprobs(start=part.start + num_known, entries=part.entries[num_known:])
-
-    # Beginnings and ends.
-
-    def _make_sequence(self, group: SequenceGroup, index: int) -> Sequence:
-        """A new sequence of a request, waiting."""
-        request, sequence_id = group.request, self._num_sequences
-        self._num_sequences += 1
-        table = self.kv.open(sequence_id, request.prompt_token_ids, [], request.cache_salt)
-        sequence = Sequence(sequence_id, group, index, table)
-        self._live[sequence_id] = group.sequences[index] = sequence
-        self._planner.waiting.add(sequence)
-        return sequence
-
-    def _end_request(self, group: SequenceGroup, reason: str, error: str | None = None) -> list[SequenceOutput]:
-        """End all unfinished sequences of a request, each with an output."""
-        outputs = [
-            SequenceOutput(
-                request_id=group.request.request_id,
-                sequence_index=index,
-                new_token_ids=[],
-                finish_reason=reason,
-                num_cached_tokens=group.num_cached_tokens or 0,
-                error=error,
-            )
-            for index in sorted(group.unfinished)
-        ]
-        group.unfinished.clear()
-        for sequence in list(group.sequences.values()):
-            self._drop(sequence)
-        return outputs
-
-    def _drop(self, sequence: Sequence) -> None:
-        """Forget a sequence, and its request with the last one."""
-        self._planner.drop(sequence)
-        group = sequence.group
-        del self._live[sequence.sequence_id]
-        del group.sequences[sequence.index]
-        if not group.sequences:
-            del self._groups[group.request.request_id]
+    def restore(self, state: SchedulerState, now: float) -> None:
+        """Go on from a state; this scheduler must be new, and its workers know nothing. All sequences wait."""
+        assert not self._num_added, "restore() needs a scheduler that was never used"
+        self._num_added, self._step_id = state.num_added, state.step_id
+        self._outcomes.num_sequences = state.num_sequences
+        planner = self._planner
+        planner.num_preemptions = state.num_preemptions
+        planner.prefix_cache_queries, planner.prefix_cache_hits = state.prefix_cache_queries, state.prefix_cache_hits
+        for saved in state.requests:
+            task = check_request_fits(saved.request, self.config, self.kv)
+            continuation = self._make_continuation(task)
+            continuation.restore(saved.continuation)
+            group = self._outcomes.open(saved.request, continuation, saved.order, now)
+            group.unfinished = set(saved.unfinished)
+            group.num_cached_tokens = saved.num_cached_tokens
+            group.num_prompt_logprobs = saved.num_prompt_logprobs
+            for sequence in saved.sequences:
+                outputs = sequence.output_token_ids.copy()
+                self._outcomes.make_sequence(group, sequence.index, outputs, sequence.sequence_id)

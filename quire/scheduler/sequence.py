@@ -7,13 +7,16 @@ knows its tokens and its block table, and nothing of queues or of the other requ
 from enum import Enum, auto
 from typing import Any
 
-from quire.kvcache.manager import BlockTable
-from quire.protocol.step import NewRequest, NewSequence
+from quire.kvcache.table import BlockTable
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.step import NewSequence, Sampling
+from quire.scheduler.continuation import Continuation
 
 
 class SequenceStatus(Enum):
     """Where a sequence is; it holds blocks while it is RUNNING only."""
 
+    PREPARING = auto()  # can't run yet, whatever is free: see Sequence.awaits
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -23,51 +26,68 @@ class SequenceGroup:
     """A request and the sequences drawn from its prompt.
 
     Attributes:
+        task: the request's.
+        order: how many requests were added before it.
         key: the policy's sort key; smaller runs earlier.
+        limit: tokens of a sequence, prompt and output, at which it ends.
+        continuation: what the sequences' results mean.
         unfinished: indices 0 .. num_sequences - 1 that have not ended yet.
-        sequences: the live sequences by index; only the root, index 0, until the prompt's end forks the others off.
-        forked: whether all sequences have been made.
+        sequences: the live sequences by index; only the root, index 0, until others come from it.
+        announced: whether the workers know the request.
         num_cached_tokens: prompt tokens found in the prefix cache at first; None before the first admission.
         num_prompt_logprobs: prompt positions whose logprobs were delivered, the first (which has none) included.
     """
 
     __slots__ = (
-        "forked",
+        "announced",
+        "continuation",
         "key",
-        "max_tokens",
+        "limit",
         "min_tokens",
         "num_cached_tokens",
         "num_prompt_logprobs",
-        "num_sequences",
+        "order",
         "request",
         "sequences",
         "stop_token_ids",
+        "task",
         "unfinished",
     )
 
-    def __init__(self, request: NewRequest, key: tuple[Any, ...]) -> None:
+    def __init__(self, request: NewRequest, order: int, continuation: Continuation, max_model_len: int) -> None:
+        assert isinstance(request.task, SamplingTask), "only sampling requests are taken"
         self.request = request
-        self.key = key
-        self.num_sequences = request.num_sequences
-        self.max_tokens = request.max_tokens
-        self.min_tokens = request.sampling_params.min_tokens
-        self.stop_token_ids = request.stop_token_ids
-        self.unfinished = set(range(self.num_sequences))
+        self.task = task = request.task
+        self.order = order
+        self.key: tuple[Any, ...] = ()
+        self.continuation = continuation
+        self.limit = min(len(request.prompt_token_ids) + task.max_tokens, max_model_len)
+        self.min_tokens = task.params.min_tokens
+        self.stop_token_ids = task.stop_token_ids
+        self.unfinished = set(range(task.num_sequences))
         self.sequences: dict[int, Sequence] = {}
-        self.forked = self.num_sequences == 1
+        self.announced = False
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 1
 
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs were asked for and are still to come, for which the prompt must be computed."""
-        return self.request.sampling_params.prompt_logprobs is not None and self.num_prompt_logprobs < len(
+        return self.task.params.prompt_logprobs is not None and self.num_prompt_logprobs < len(
             self.request.prompt_token_ids
         )
+
+    def needs(self, index: int) -> bool:
+        """Whether the sequence of this index must go on."""
+        return index in self.unfinished or self.continuation.carries(index, self.unfinished)
 
 
 class Sequence:
     """One sequence: its tokens, how many of them have keys and values, and its block table.
+
+    With plans in flight a sequence is ahead of what is known of it: `num_expected` counts the tokens that results
+    still to come will bring, `num_scheduled` the positions handed out. Without any, they are `num_tokens` and
+    `num_computed_tokens`. A sequence whose next step needs the last one's result expects nothing, and so sits out.
 
     Attributes:
         sequence_id: unique in the engine's life.
@@ -75,17 +95,32 @@ class Sequence:
         key: sort key in the queues; unique.
         num_tokens: prompt and output tokens.
         num_computed_tokens: tokens whose keys and values are in the blocks; always less than num_tokens.
-        announced: whether the runner holds a row for it.
+        num_in_flight: plans in flight that schedule it.
+        sampling, num_samples: what is done at its last position.
+        num_drafts: draft tokens that its row has for the next step.
+        proposes: whether drafts came with its last result, so that the next step waits for the next ones.
+        chosen_token_id: its last token, where the row does not have it yet; -1 where it does.
+        announced: whether the worker holds a row for it, or will after forks that are planned already.
+        awaits: while PREPARING, a reason of `Planner.waiting_reasons`.
     """
 
     __slots__ = (
         "announced",
+        "awaits",
+        "chosen_token_id",
         "group",
         "index",
         "key",
         "num_computed_tokens",
+        "num_drafts",
+        "num_expected",
+        "num_in_flight",
+        "num_samples",
+        "num_scheduled",
         "num_tokens",
         "output_token_ids",
+        "proposes",
+        "sampling",
         "sequence_id",
         "status",
         "table",
@@ -98,30 +133,43 @@ class Sequence:
         self.key = (*group.key, index)
         self.table = table
         self.output_token_ids = table.output_token_ids
-        self.num_tokens = table.num_tokens
-        self.num_computed_tokens = 0
+        self.num_tokens = self.num_expected = table.num_tokens
+        self.num_computed_tokens = self.num_scheduled = 0
+        self.num_in_flight = 0
+        self.num_drafts = 0
+        self.proposes = False
+        self.chosen_token_id = -1
         self.status = SequenceStatus.WAITING
+        self.awaits = ""
+        self.announced = False
+        self.sampling: Sampling
+        self.num_samples: int
+        self.ask_continuation()
+
+    def ask_continuation(self) -> None:
+        """Take over what is to be done at the last position."""
+        self.sampling, self.num_samples = self.group.continuation.sampling(self.index)
+
+    def settle(self) -> None:
+        """No plan in flight has it: nothing is expected but what is known."""
+        self.num_expected = self.num_tokens
+        self.num_scheduled = self.num_computed_tokens
+
+    def forget_row(self) -> None:
+        """The worker's row is gone, and with it what was computed."""
+        self.num_computed_tokens = self.num_scheduled = 0
+        self.num_drafts = 0
+        self.chosen_token_id = -1
         self.announced = False
 
-    def num_samples(self, num_new_tokens: int) -> int:
-        """Tokens to sample when so many more are computed: none before the last known token is reached."""
-        if self.num_computed_tokens + num_new_tokens < self.num_tokens:
-            return 0
-        return 1 if self.group.forked else self.group.num_sequences
-
     def announcement(self) -> NewSequence:
-        """The sequence as the runner gets to know it."""
-        request = self.group.request
+        """The sequence as the worker gets to know it."""
+        group = self.group
         return NewSequence(
-            sequence_id=self.sequence_id,
-            request_id=request.request_id,
-            sequence_index=request.first_sequence_index + self.index,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=self.output_token_ids.copy(),
-            sampling_params=request.sampling_params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_words_token_ids=request.bad_words_token_ids,
-            block_ids=self.table.block_ids.copy(),
-            num_computed_tokens=self.num_computed_tokens,
+            self.sequence_id,
+            group.request.request_id,
+            group.task.first_sequence_index + self.index,
+            self.output_token_ids.copy(),
+            [block_ids.copy() for block_ids in self.table.block_ids],
+            self.num_computed_tokens,
         )

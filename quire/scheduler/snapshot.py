@@ -3,21 +3,19 @@
 The engine core takes one when the live view asks. It changes nothing.
 """
 
-import time
-
-from quire.protocol.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.protocol.stats import EngineSnapshot, SequenceSnapshot
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 
 MAX_SEQUENCES = 200
 
 
-def take_snapshot(scheduler: Scheduler) -> EngineSnapshot:
-    """The state now; request ages count from arrival times on the monotonic clock. O(blocks)."""
-    sequences, now = scheduler.sequences(), time.monotonic()
+def take_snapshot(scheduler: Scheduler, now: float) -> EngineSnapshot:
+    """The state now; request ages count from arrival times, of the same clock as `now`. O(blocks)."""
+    sequences = scheduler.sequences()
     num_running = scheduler.num_running
     return EngineSnapshot(
-        stats=EngineStats.of(scheduler),
+        stats=scheduler.stats(),
         sequences=[_look_at(scheduler, s, i < num_running, now) for i, s in enumerate(sequences[:MAX_SEQUENCES])],
         num_sequences=len(sequences),
         blocks=scheduler.kv.block_states(),
@@ -35,7 +33,7 @@ def _look_at(scheduler: Scheduler, sequence: Sequence, running: bool, now: float
         num_output_tokens=len(sequence.output_token_ids),
         num_computed_tokens=sequence.num_computed_tokens,
         num_cached_tokens=sequence.group.num_cached_tokens or 0,
-        num_blocks=len(sequence.table.block_ids),
+        num_blocks=sum(map(len, sequence.table.block_ids)),
         why=scheduler.why_waiting(sequence),
         seconds=now - request.arrival_time,
     )

@@ -1,78 +1,87 @@
-"""A step's input tensors, gathered from the persistent rows with a handful of numpy calls.
+"""A step's input arrays, gathered from the persistent rows with a handful of numpy calls.
 
 The model runner calls `gather` once a step. The arrays are made anew each time: what a device may still be reading
-is never written again. It knows the rows and the plan, and nothing of models or sampling.
+is never written again. It knows the rows and the plan, and nothing of models, devices or sampling.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from quire.attention.base import AttentionBatch
-from quire.protocol.step import StepPlan
-from quire.worker.rows import RowTable
+from quire.protocol.step import ScheduledSequence
+from quire.worker.rows import Row, RowTable
+
+INT = np.int32  # of all that kernels index by
+
+Ints = npt.NDArray[INT]
 
 
-@dataclass(frozen=True)
-class InputBatch:
-    """Inputs of one step: S sequences with T tokens in all, R of the sequences being sampled.
+@dataclass(slots=True)
+class StepArrays:
+    """A step of S sequences with T tokens in all, as a device is given it; see `quire.attention.base.AttentionBatch`.
 
     Attributes:
-        input_ids, positions: int64 [T].
-        attention: where each sequence's rows, keys and values lie.
-        rows: the persistent row of each sequence, int64 [S].
-        starts: position of the first token of each sequence in this step, int64 [S].
-        query_start_loc: int64 [S + 1], the numpy twin of ``attention.query_start_loc``.
-        sampled: indices into the plan's scheduled list, of the sequences being sampled; R of them.
-        sampled_tokens: int64 [R], ascending: index in [0, T) of each sampled sequence's last token.
+        input_ids, positions: [T].
+        query_start_loc: [S + 1].
+        seq_lens: [S], tokens computed before this step plus those computed in it.
+        block_tables: by KV group, [S, max_blocks].
+        slot_mappings: by KV group, [T].
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: AttentionBatch
-    rows: np.ndarray
-    starts: np.ndarray
-    query_start_loc: np.ndarray
-    sampled: list[int]
-    sampled_tokens: np.ndarray
+    input_ids: Ints
+    positions: Ints
+    query_start_loc: Ints
+    seq_lens: Ints
+    block_tables: list[Ints]
+    slot_mappings: list[Ints]
+    block_size: int
 
 
-def gather(plan: StepPlan, table: RowTable) -> InputBatch:
-    """Gather the inputs of a step whose rows are up to date with the plan."""
-    rows = np.array([table.row(s.sequence_id) for s in plan.scheduled], np.int64)
-    counts = [s.num_new_tokens for s in plan.scheduled]
-    starts = table.num_computed[rows]
+@dataclass(slots=True)
+class StepBatch:
+    """What one step computes.
+
+    Attributes:
+        rows: the persistent row of each of S sequences.
+        ends: for each sequence, the index in [0, T) after that of its last token.
+    """
+
+    rows: list[Row]
+    ends: list[int]
+    arrays: StepArrays
+
+
+def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
+    """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
+    rows = [table[s.sequence_id] for s in scheduled]
+    counts = [s.num_new_tokens for s in scheduled]
+    indices = np.array([row.index for row in rows])
+    starts = np.array([row.num_computed for row in rows], INT)
     if max(counts) == 1:  # all decode: most steps are this, and each call spared counts in a small model's step
-        query_start_loc = np.arange(len(rows) + 1)
-        positions, row_of_token, seq_lens = starts, rows, starts + 1
+        ends = list(range(1, len(rows) + 1))
+        query_start_loc = np.arange(len(rows) + 1, dtype=INT)
+        positions, row_of_token, seq_lens = starts, indices, starts + 1
     else:
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        query_start_loc = np.zeros(len(rows) + 1, INT)
         np.cumsum(counts, out=query_start_loc[1:])
+        ends = query_start_loc[1:].tolist()
         # Token t of sequence s: position = starts[s] + (t - query_start_loc[s]).
-        positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
-        row_of_token = np.repeat(rows, counts)
-        seq_lens = starts + counts
+        positions = np.arange(ends[-1], dtype=INT) + np.repeat(starts - query_start_loc[:-1], counts)
+        row_of_token = np.repeat(indices, counts)
+        seq_lens = starts + np.array(counts, INT)
     block_size = table.block_size
     block, offset = np.divmod(positions, block_size)
-    slots = table.block_tables[row_of_token, block].astype(np.int64)
-    slots *= block_size
-    slots += offset
     num_blocks = -(-int(seq_lens.max()) // block_size)
-    sampled = [i for i, s in enumerate(plan.scheduled) if s.num_samples]
-    return InputBatch(
-        input_ids=torch.from_numpy(table.token_ids[row_of_token, positions].astype(np.int64)),
-        positions=torch.from_numpy(positions),
-        attention=AttentionBatch(
-            query_start_loc=torch.from_numpy(query_start_loc),
-            seq_lens=torch.from_numpy(seq_lens),
-            block_tables=torch.from_numpy(table.block_tables[rows, :num_blocks].astype(np.int64)),
-            slot_mapping=torch.from_numpy(slots),
-            block_size=block_size,
-        ),
-        rows=rows,
-        starts=starts,
-        query_start_loc=query_start_loc,
-        sampled=sampled,
-        sampled_tokens=query_start_loc[1:][sampled] - 1,
-    )
+    block_tables: list[Ints] = []
+    slot_mappings: list[Ints] = []
+    for tables in table.block_tables:
+        slots = tables[row_of_token, block]
+        slots *= block_size
+        slots += offset
+        slot_mappings.append(slots)
+        block_tables.append(tables[indices, :num_blocks])
+    input_ids = table.token_ids[row_of_token, positions]
+    arrays = StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slot_mappings, block_size)
+    return StepBatch(rows, ends, arrays)

@@ -1,113 +1,178 @@
 """Persistent rows: what the runner remembers of each live sequence between steps.
 
-The model runner adds, extends and drops rows as the step plan says; `input_batch` gathers each step's inputs from
-them. A row holds token ids, the block table and the sampling state of one sequence and is wiped when it goes, so
-that nothing of one request is left for another. It knows nothing of the scheduler or of tensors.
+The model runner carries out a plan's rows here; `gather` makes each step's inputs from them. A row holds the token
+ids, the block tables and the sampling state of one sequence and is wiped when it goes, so that nothing of one request
+is left for another. It knows nothing of the scheduler or of tensors.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from quire.protocol.step import BlockCopy, NewSequence, ScheduledSequence
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.step import Failure, Fork, NewSequence, ScheduledSequence
 from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
+
+
+class Row:
+    """One live sequence.
+
+    Attributes:
+        index: of the row in the table's arrays.
+        tokens: its tokens, a view of the table's.
+        num_computed: tokens whose keys and values are in the cache.
+        num_blocks: length of its block table, by KV group.
+        state: its sampling state, of a request that samples.
+        failure: why it has no sampling state of its own; reported when it is sampled.
+    """
+
+    __slots__ = (
+        "failure", "index", "num_blocks", "num_computed", "request", "sequence_id", "sequence_index", "state", "tokens"
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, sequence_id: int, request: NewRequest, sequence_index: int, tokens: SequenceTokens
+    ) -> None:
+        self.index = index
+        self.sequence_id = sequence_id
+        self.request = request
+        self.sequence_index = sequence_index
+        self.tokens = tokens
+        self.num_computed = 0
+        self.num_blocks: list[int] = []
+        self.state: SamplingState | None = None
+        self.failure: Failure | None = None
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """How many logprobs its request wants at each prompt token; None: not asked for."""
+        task = self.request.task
+        return task.params.prompt_logprobs if isinstance(task, SamplingTask) else None
 
 
 class RowTable:
-    """Dense arrays with one row per live sequence.
+    """Rows of the live sequences, and their tokens and blocks in dense arrays.
 
     Attributes:
-        token_ids: int32 [num_rows, max_model_len + 1], prompt then output.
-        block_tables: int32 [num_rows, max_blocks].
-        num_tokens, num_prompt_tokens, num_computed, num_blocks: int64 [num_rows].
-        states: the sampling state of each row, None where the row is free.
+        token_ids: int32 [num_rows, max_model_len + 1 + max_drafts]; see `SequenceTokens`.
+        block_tables: int32 [num_groups, num_rows, max_blocks].
+        requests: what sequences refer to, by request id.
+        num_with_prompt_logprobs: rows whose request asks for prompt logprobs.
 
     The arrays come from zeroed virtual memory, so a row's far end costs nothing until it is written.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1, max_drafts: int = 0
+    ) -> None:
         self.block_size = block_size
         # One more than the context: the last token sampled is remembered although it is never computed.
-        self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
-        self.num_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.num_computed = np.zeros(num_rows, dtype=np.int64)
-        self.num_blocks = np.zeros(num_rows, dtype=np.int64)
-        self.states: list[SamplingState | None] = [None] * num_rows
-        self._row_of: dict[int, int] = {}
+        self.token_ids = np.zeros((num_rows, max_model_len + 1 + max_drafts), dtype=np.int32)
+        max_blocks = -(-(max_model_len + max_drafts) // block_size)
+        self.block_tables = np.zeros((num_groups, num_rows, max_blocks), dtype=np.int32)
+        self.requests: dict[str, NewRequest] = {}
+        self.num_with_prompt_logprobs = 0
+        self._rows: dict[int, Row] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._rows)
 
     def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._row_of
+        return sequence_id in self._rows
 
-    def row(self, sequence_id: int) -> int:
-        """The row that holds a live sequence."""
-        return self._row_of[sequence_id]
+    def __getitem__(self, sequence_id: int) -> Row:
+        return self._rows[sequence_id]
 
-    def state(self, sequence_id: int) -> SamplingState:
-        """The sampling state of a live sequence."""
-        state = self.states[self._row_of[sequence_id]]
-        assert state is not None
-        return state
+    def add(self, sequence: NewSequence) -> Row:
+        """Take a free row for a sequence that is not held yet, without a sampling state."""
+        request = self.requests[sequence.request_id]
+        prompt, output = request.prompt_token_ids, sequence.output_token_ids
+        row = self._take(sequence.sequence_id, request, sequence.sequence_index, len(prompt) + len(output))
+        row.tokens.ids[: len(prompt)] = prompt
+        row.tokens.ids[len(prompt) : len(prompt) + len(output)] = output
+        row.num_computed = sequence.num_computed_tokens
+        self._append_blocks(row, sequence.block_ids)
+        return row
 
-    def add(self, sequence: NewSequence, state: SamplingState) -> int:
-        """Take a free row for a sequence that is not held yet; returns the row."""
-        assert sequence.sequence_id not in self._row_of, "a live sequence was announced as new"
-        num_prompt, num_output = len(sequence.prompt_token_ids), len(sequence.output_token_ids)
-        row = self._free.pop()
-        self._row_of[sequence.sequence_id] = row
-        self.token_ids[row, :num_prompt] = sequence.prompt_token_ids
-        self.token_ids[row, num_prompt : num_prompt + num_output] = sequence.output_token_ids
-        self.num_tokens[row] = num_prompt + num_output
-        self.num_prompt_tokens[row] = num_prompt
-        self.num_computed[row] = sequence.num_computed_tokens
-        self.block_tables[row, : len(sequence.block_ids)] = sequence.block_ids
-        self.num_blocks[row] = len(sequence.block_ids)
-        self.states[row] = state
+    def fork(self, fork: Fork) -> Row:
+        """Copy a row's first tokens and their blocks to a free one, which goes on with a token of its own."""
+        parent = self._rows[fork.parent_id]
+        num = fork.num_tokens
+        row = self._take(fork.sequence_id, parent.request, fork.sequence_index, num)
+        row.tokens.ids[:num] = parent.tokens.ids[:num]
+        row.num_computed = num
+        held = [min(-(-num // self.block_size), count) for count in parent.num_blocks]
+        self._append_blocks(row, [self.block_tables[g, parent.index, :n] for g, n in enumerate(held)])
+        row.tokens.append(fork.token_id)
         return row
 
     def remove(self, sequence_id: int) -> None:
-        """Wipe and free the row of a sequence that ended or was preempted."""
-        row = self._row_of.pop(sequence_id)
-        self.token_ids[row, : self.num_tokens[row]] = 0
-        self.block_tables[row, : self.num_blocks[row]] = 0
-        for column in (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.num_blocks):
-            column[row] = 0
-        self.states[row] = None
-        self._free.append(row)
+        """Wipe and free the row of a sequence that ended or was preempted; one that has none is left alone."""
+        row = self._rows.pop(sequence_id, None)
+        if row is None:
+            return
+        row.tokens.ids[: row.tokens.num + row.tokens.num_drafts] = 0
+        for group, count in enumerate(row.num_blocks):
+            self.block_tables[group, row.index, :count] = 0
+        if row.prompt_logprobs is not None:
+            self.num_with_prompt_logprobs -= 1
+        self._free.append(row.index)
 
-    def append_blocks(self, scheduled: ScheduledSequence) -> None:
-        """Append the blocks that a step brings to its row's block table."""
+    def clear(self) -> None:
+        """Wipe all rows and forget all requests; relies on nothing that an interrupt may have left half done."""
+        self.token_ids = np.zeros(self.token_ids.shape, np.int32)
+        self.block_tables = np.zeros(self.block_tables.shape, np.int32)
+        self.requests.clear()
+        self._rows.clear()
+        self._free = list(range(len(self.token_ids) - 1, -1, -1))
+        self.num_with_prompt_logprobs = 0
+
+    def advance(self, scheduled: ScheduledSequence) -> None:
+        """Carry out what a plan says of a row before it is computed: blocks, edits of them, tokens from above."""
+        row = self._rows[scheduled.sequence_id]
         if scheduled.new_block_ids:
-            row = self._row_of[scheduled.sequence_id]
-            end = self.num_blocks[row] + len(scheduled.new_block_ids)
-            self.block_tables[row, self.num_blocks[row] : end] = scheduled.new_block_ids
-            self.num_blocks[row] = end
+            self._append_blocks(row, scheduled.new_block_ids)
+        for group, place, block in scheduled.edits:
+            self.block_tables[group, row.index, place] = block
+        if scheduled.chosen_token_id >= 0:
+            row.tokens.append(scheduled.chosen_token_id)
+        if scheduled.draft_token_ids:
+            row.tokens.set_drafts(scheduled.draft_token_ids)
 
-    def replace_block(self, copy: BlockCopy) -> None:
-        """Point a held row's table at the private copy of a block that it shared."""
-        row = self._row_of.get(copy.sequence_id)
-        if row is not None:
-            self.block_tables[row, copy.block_index] = copy.destination
+    def check_integrity(self, live_sequence_ids: Sequence[int] | None = None) -> None:
+        """Raise AssertionError unless rows and free list agree, every free row is wiped, and all live ones are known.
 
-    def append_token(self, sequence_id: int, token_id: int) -> None:
-        """Append a sampled token, to be computed in the sequence's next step."""
-        row = self._row_of[sequence_id]
-        self.token_ids[row, self.num_tokens[row]] = token_id
-        self.num_tokens[row] += 1
-        self.state(sequence_id).append(token_id)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless rows and free list agree and every free row is wiped."""
-        used = set(self._row_of.values())
-        assert len(used) == len(self._row_of), "two sequences share a row"
+        `live_sequence_ids`: the sequences that should have a row, where the caller knows them.
+        """
+        used = {row.index for row in self._rows.values()}
+        assert len(used) == len(self._rows), "two sequences share a row"
         assert used.isdisjoint(self._free), "a used row is on the free list"
-        assert len(used) + len(self._free) == len(self.states), "a row is lost"
-        for row in self._free:
-            assert self.states[row] is None, f"free row {row} keeps a sampling state"
-            assert not self.num_tokens[row], f"free row {row} keeps a token count"
-            assert not self.num_blocks[row], f"free row {row} keeps a block count"
-            assert not self.token_ids[row].any(), f"free row {row} keeps tokens"
-            assert not self.block_tables[row].any(), f"free row {row} keeps blocks"
+        assert len(used) + len(self._free) == len(self.token_ids), "a row is lost"
+        for row in self._rows.values():
+            end = row.tokens.num + row.tokens.num_drafts
+            assert not self.token_ids[row.index, end:].any(), f"row {row.index} has tokens beyond its end"
+        for index in self._free:
+            assert not self.token_ids[index].any(), f"free row {index} keeps tokens"
+            assert not self.block_tables[:, index].any(), f"free row {index} keeps blocks"
+        if live_sequence_ids is not None:
+            held, live = set(self._rows), set(live_sequence_ids)
+            assert held == live, f"rows without a sequence: {sorted(held - live)}; without a row: {sorted(live - held)}"
+
+    def _take(self, sequence_id: int, request: NewRequest, sequence_index: int, num_tokens: int) -> Row:
+        assert sequence_id not in self._rows, "a live sequence was announced as new"
+        index = self._free.pop()
+        tokens = SequenceTokens(self.token_ids[index], len(request.prompt_token_ids), num_tokens)
+        row = self._rows[sequence_id] = Row(index, sequence_id, request, sequence_index, tokens)
+        row.num_blocks = [0] * len(self.block_tables)
+        if row.prompt_logprobs is not None:
+            self.num_with_prompt_logprobs += 1
+        return row
+
+    def _append_blocks(self, row: Row, block_ids: Sequence[Sequence[int] | np.ndarray]) -> None:
+        for group, blocks in enumerate(block_ids):
+            if len(blocks):
+                start = row.num_blocks[group]
+                row.num_blocks[group] = start + len(blocks)
+                self.block_tables[group, row.index, start : start + len(blocks)] = blocks

@@ -1,27 +1,39 @@
 """The model runner: carries out one step plan on one device.
 
-The worker calls `execute`: bring the rows up to date, gather the inputs, run the model, sample, remember the new
-tokens. It keeps rows and KV tensors and knows nothing of queues, policies or text.
+The worker calls `begin` and then `finish`: bring the rows up to date, gather the inputs, run the model; sample,
+remember the new tokens, draft more. It keeps rows and KV tensors and knows nothing of queues, policies or text.
 """
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.layers.step import Step
-from quire.models.compiled import CompiledModel
-from quire.models.registry import CausalLM
-from quire.protocol.cache import group_layers
-from quire.protocol.step import NewSequence, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from quire.sampling.logprobs import prompt_logprobs
-from quire.sampling.sampler import SamplerOutput, sample
+from quire.protocol.cache import CacheGroup
+from quire.protocol.requests import SamplingTask
+from quire.protocol.step import (
+    Failure,
+    FailureKind,
+    PromptLogprobs,
+    SampleGuide,
+    Sampling,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.sampling.state import SamplingState
+from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
-from quire.worker.gather import InputBatch, gather
-from quire.worker.rows import RowTable
+from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.gather import gather
+from quire.worker.rows import Row, RowTable
 
 logger = logging.getLogger(__name__)
 
@@ -29,153 +41,257 @@ logger = logging.getLogger(__name__)
 PROMPT_LOGPROBS_ROWS = 128
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A plan that is computed and not yet sampled."""
+
+    plan: StepPlan
+    rows: list[Row]
+    ends: list[int]  # as StepBatch.ends
+    hidden: Tensor  # [T, H]
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The KV cache of a worker: one tensor a cache layer, in the backend's shape, and which layers share blocks."""
+
+    backend: AttentionBackend
+    tensors: list[Tensor]
+    groups: list[CacheGroup]
+
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks, as (group, source, destination)."""
+        for number, group in enumerate(self.groups):
+            pairs = [(source, destination) for g, source, destination in moves if g == number]
+            if pairs:
+                sources, destinations = torch.tensor(pairs, device=self.tensors[0].device).unbind(1)
+                for layer in group.layers:
+                    self.backend.copy_blocks(self.tensors[layer], sources, destinations)
+
+    def poison(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Fill blocks, by group, with NaN, so that reading what was never written shows."""
+        for group, ids in zip(self.groups, block_ids, strict=False):
+            if ids:
+                blocks = torch.tensor(ids, device=self.tensors[0].device)
+                for layer in group.layers:
+                    self.backend.fill_blocks(self.tensors[layer], blocks, float("nan"))
+
+
 class ModelRunner:
     """Rows, KV cache and model of one worker.
 
     Args:
-        model: the loaded model, as it is or recorded for the native kernels.
-        backend: the attention backend that the model was built with.
-        kv_caches: one tensor per layer, in the backend's shape.
+        device: where it computes.
+        model: the loaded model, as the device runs it.
+        cache: its KV cache.
         table: the persistent rows, empty.
-        poison: debug aid: fill freshly assigned block space with NaN, so that reading what was never written shows.
+        proposer: drafts tokens, where there is one.
+        poison: debug aid: fill freshly assigned block space with NaN.
     """
 
     def __init__(
         self,
-        model: CausalLM | CompiledModel,
-        backend: AttentionBackend,
-        kv_caches: list[Tensor],
+        device: Device,
+        model: RunnableModel,
+        cache: KVCache,
         table: RowTable,
+        proposer: Proposer | None = None,
         poison: bool = False,
     ) -> None:
+        self.device = device
         self.model = model
-        self._target = model.target if isinstance(model, CompiledModel) else None  # where sampling is done
-        self.backend = backend
-        self.kv_caches = kv_caches
+        self.cache = cache
         self.table = table
+        self.proposer = proposer
         self.poison = poison
-        self._num_groups = len(group_layers(model.cache_layers))
-        self._broken: dict[int, str] = {}  # sequences without a sampling state of their own, and why
+        self._begun: _Begun | None = None
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens; returns one sampled token per sample asked for."""
+    def begin(self, plan: StepPlan) -> None:
+        """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
+        assert self._begun is None, "a step is begun and not finished"
         self._update_rows(plan)
         if not plan.scheduled:
-            return StepResult(step_id=plan.step_id, token_ids=[])
-        batch = gather(plan, self.table)
-        metadata = self.backend.build(batch.attention)
-        step = Step(batch.positions, self.kv_caches, [metadata] * self._num_groups)
-        hidden = self.model(batch.input_ids, step)
-        prompt = self._prompt_logprobs(plan, batch, hidden)
-        self.table.num_computed[batch.rows] += np.diff(batch.query_start_loc)
-        return self._sample(plan, batch, hidden, prompt)
+            self._begun = _Begun(plan, [], [], _NO_HIDDEN)
+            return
+        batch = gather(plan.scheduled, self.table)
+        input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
+        self._begun = _Begun(plan, batch.rows, batch.ends, self.model(input_ids, step))
+
+    def finish(self, guide: SampleGuide | None = None) -> StepResult:
+        """Sample the plan that was begun, under the masks of `guide`."""
+        assert self._begun is not None, "no step is begun"
+        begun, self._begun = self._begun, None
+        scheduled, rows = begun.plan.scheduled, begun.rows
+        results = [_NOTHING] * len(rows)
+        if self.table.num_with_prompt_logprobs:
+            self._prompt_logprobs(begun, results)
+        for one, row in zip(scheduled, rows, strict=True):
+            row.num_computed += one.num_new_tokens
+        sampled = [place for place, one in enumerate(scheduled) if one.sampling]
+        if sampled:
+            self._sample(begun, sampled, guide, results)
+        return StepResult(step_id=begun.plan.step_id, results=results)
+
+    def reset(self) -> None:
+        """Forget all sequences and requests, and a step that was begun, whatever state they are in."""
+        self._begun = None
+        self.table.clear()
+
+    # ---- before the computation
 
     def _update_rows(self, plan: StepPlan) -> None:
+        table = self.table
+        for request in plan.new_requests:
+            table.requests[request.request_id] = request
+        for fork in plan.forks:
+            self._give_state(table.fork(fork))
         for sequence_id in plan.removed_sequence_ids:
-            self._broken.pop(sequence_id, None)
-            if sequence_id in self.table:
-                self.table.remove(sequence_id)
+            table.remove(sequence_id)
         for sequence in plan.new_sequences:
-            self.table.add(sequence, self._new_state(sequence))
-            if self.poison:
-                first_fresh = -(-sequence.num_computed_tokens // self.table.block_size)
-                self._poison(sequence.block_ids[first_fresh:])
+            self._give_state(table.add(sequence))
+        moves = plan.moves
+        assert not [*moves.out, *moves.in_], "there are no blocks in host memory"
+        if moves.copies:
+            self.cache.move(moves.copies)
         for scheduled in plan.scheduled:
-            self.table.append_blocks(scheduled)
-            if self.poison:
-                self._poison(scheduled.new_block_ids)
-        for copy in plan.copies:
-            self.table.replace_block(copy)
-        if plan.copies:
-            sources = torch.tensor([c.source for c in plan.copies])
-            destinations = torch.tensor([c.destination for c in plan.copies])
-            for cache in self.kv_caches:
-                self.backend.copy_blocks(cache, sources, destinations)
+            if scheduled.new_block_ids or scheduled.edits or scheduled.chosen_token_id >= 0 or scheduled.num_drafts:
+                table.advance(scheduled)
+        for request_id in plan.ended_request_ids:
+            table.requests.pop(request_id, None)
+        if self.poison:
+            for sequence in plan.new_sequences:
+                first_fresh = -(-sequence.num_computed_tokens // table.block_size)
+                self.cache.poison([blocks[first_fresh:] for blocks in sequence.block_ids])
+            for scheduled in plan.scheduled:
+                self.cache.poison(scheduled.new_block_ids)
 
-    def _new_state(self, sequence: NewSequence) -> SamplingState:
-        """Its sampling state; where that can't be made, a plain one in its place, and an error when it is sampled."""
+    def _give_state(self, row: Row) -> None:
+        """A sampling state; where that can't be made, a plain one in its place, and a failure when it is sampled."""
+        task = row.request.task
+        if not isinstance(task, SamplingTask):
+            return
         try:
-            return self._make_state(sequence, sequence.sampling_params)
+            row.state = self._make_state(row, task, task.params)
         except Exception as error:
-            logger.exception("request %s: its sampling parameters can't be used", sequence.request_id)
-            self._broken[sequence.sequence_id] = f"{type(error).__name__} in its sampling parameters"
-            return self._make_state(sequence, SamplingParams())
+            logger.exception("request %a: its sampling parameters can't be used", row.request.request_id)
+            message = f"{type(error).__name__} in its sampling parameters"
+            row.failure = Failure(FailureKind.INTERNAL, message)
+            row.state = self._make_state(row, task, SamplingParams())
 
-    def _make_state(self, sequence: NewSequence, params: SamplingParams) -> SamplingState:
+    def _make_state(self, row: Row, task: SamplingTask, params: SamplingParams) -> SamplingState:
         return SamplingState(
             params,
-            sequence.prompt_token_ids,
-            seed=sequence.seed,
-            sequence_index=sequence.sequence_index,
+            row.tokens,
+            seed=task.seed,
+            sequence_index=row.sequence_index,
             vocab_size=self.model.vocab_size,
-            stop_token_ids=sequence.stop_token_ids,
-            bad_words_token_ids=sequence.bad_words_token_ids,
-            output_token_ids=sequence.output_token_ids,
+            stop_token_ids=task.stop_token_ids,
+            bad_words_token_ids=task.bad_words_token_ids,
         )
 
-    def _poison(self, block_ids: list[int]) -> None:
-        if block_ids:
-            blocks = torch.tensor(block_ids)
-            for cache in self.kv_caches:
-                self.backend.fill_blocks(cache, blocks, float("nan"))
+    # ---- after it
 
     def _sample(
-        self, plan: StepPlan, batch: InputBatch, hidden: Tensor, prompt: dict[int, PromptLogprobs]
-    ) -> StepResult:
-        scheduled = [plan.scheduled[i] for i in batch.sampled]
-        if not scheduled:
-            return StepResult(step_id=plan.step_id, token_ids=[], prompt_logprobs=prompt)
-        logits = self.model.compute_logits(_take_rows(hidden, batch.sampled_tokens))
-        states = [self.table.state(s.sequence_id) for s in scheduled]
-        output: SamplerOutput = sample(logits, states, [s.num_samples for s in scheduled], self._target)
-        token_ids: list[int] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        errors: dict[int, str] = {}
-        for i, s in enumerate(scheduled):
-            error = self._broken.get(s.sequence_id) or output.errors.get(i)
-            if error is not None:
-                errors[s.sequence_id] = error
-                token_ids.extend([-1] * s.num_samples)
+        self, begun: _Begun, sampled: list[int], guide: SampleGuide | None, results: list[SequenceResult]
+    ) -> None:
+        """Draw or rank at the last positions of the sequences at places `sampled`; fills in their results."""
+        scheduled = begun.plan.scheduled
+        token_rows: list[int] = []
+        lanes: dict[int, Lane] = {}
+        for place in sampled:
+            row, num_drafts = begun.rows[place], scheduled[place].num_drafts
+            if row.failure is not None:
+                results[place] = SequenceResult(failure=row.failure)
                 continue
-            token_ids.extend(output.token_ids[i])
-            entry = output.logprobs[i]
-            if entry is not None:
-                logprobs[s.sequence_id] = entry
-            # The forks of a request with n > 1 arrive as new sequences; this row goes on as the first of them.
-            self.table.append_token(s.sequence_id, output.token_ids[i][0])
-        return StepResult(
-            step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt, errors=errors
-        )
+            assert row.state is not None, "a sequence that does not sample was scheduled to"
+            lanes[place] = Lane(row.state, len(token_rows), num_drafts, scheduled[place].num_samples)
+            if num_drafts:
+                token_rows.extend(range(begun.ends[place] - 1 - num_drafts, begun.ends[place]))
+            else:
+                token_rows.append(begun.ends[place] - 1)
+        if not lanes:
+            return
+        hidden = self.device.take_rows(begun.hidden, token_rows)
+        logits = self.model.compute_logits(hidden)
+        if guide is not None:
+            _attach_masks(guide, lanes)
+        ranked = [place for place in lanes if scheduled[place].sampling == Sampling.RANK]
+        for place in ranked:
+            lane = lanes.pop(place)
+            mask = lane.masks[0] if lane.masks else None
+            found = self.device.rank(logits[lane.first_row], lane.state, lane.num_samples, mask)
+            failed = isinstance(found, Failure)
+            results[place] = _with_prompt(
+                results[place], SequenceResult(failure=found) if failed else SequenceResult(candidates=found)
+            )
+        self.device.draw(logits, list(lanes.values()))
+        drafts: dict[int, list[int]] = {}
+        if self.proposer is not None:
+            drafts = self._propose(self.proposer, begun, lanes, hidden)
+        for place, lane in lanes.items():
+            if lane.num_drafts:
+                begun.rows[place].num_computed -= lane.num_refused
+            if lane.failure is not None:
+                results[place] = SequenceResult(failure=lane.failure)
+            else:
+                result = SequenceResult(lane.token_ids, lane.logprobs, drafts.get(place, []))
+                results[place] = result if results[place] is _NOTHING else _with_prompt(results[place], result)
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> dict[int, PromptLogprobs]:
+    def _propose(
+        self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane], hidden: Tensor
+    ) -> dict[int, list[int]]:
+        """Drafts by place in the plan, which the rows then hold; `hidden` are the rows that logits were made of."""
+        proposer.observe(
+            [
+                Verdict(begun.rows[place].sequence_id, lane.num_drafts, lane.num_drafts - lane.num_refused)
+                for place, lane in lanes.items()
+                if lane.num_drafts
+            ]
+        )
+        places = [p for p, lane in lanes.items() if lane.failure is None and lane.num_samples == 1]
+        rows = [begun.rows[place] for place in places]
+        newest = [lanes[place].first_row + len(lanes[place].token_ids) - 1 for place in places]
+        seen = [DraftedSequence(row.sequence_id, row.tokens) for row in rows]
+        found: dict[int, list[int]] = {}
+        proposed = proposer.propose(seen, self.device.take_rows(hidden, newest), [])
+        for place, row, drafts in zip(places, rows, proposed, strict=True):
+            assert len(drafts) <= proposer.max_drafts, (
+                f"{len(drafts)} drafts, at most {proposer.max_drafts} are allowed"
+            )
+            found[place] = list(drafts)
+            row.tokens.set_drafts(drafts)
+        return found
+
+    def _prompt_logprobs(self, begun: _Begun, results: list[SequenceResult]) -> None:
         """This step's share of the prompt logprobs: token p's row predicts prompt token p + 1."""
-        found: dict[int, PromptLogprobs] = {}
-        for i, s in enumerate(plan.scheduled):
-            row = int(batch.rows[i])
-            state = self.table.state(s.sequence_id)
-            top = state.params.prompt_logprobs
-            start = int(batch.starts[i])
-            end = min(start + s.num_new_tokens, int(self.table.num_prompt_tokens[row]) - 1)
+        for place, (row, one) in enumerate(zip(begun.rows, begun.plan.scheduled, strict=True)):
+            top, start = row.prompt_logprobs, row.num_computed
+            end = min(start + one.num_new_tokens, row.tokens.num_prompt - 1)
             if top is None or end <= start:
                 continue
-            first = int(batch.query_start_loc[i]) - start  # hidden row of position p is first + p
+            first = begun.ends[place] - one.num_new_tokens - start  # hidden row of position p is first + p
             entries: list[TokenLogprobs] = []
             for low in range(start, end, PROMPT_LOGPROBS_ROWS):
                 high = min(low + PROMPT_LOGPROBS_ROWS, end)
-                logits = self.model.compute_logits(hidden[first + low : first + high])
-                targets = self.table.token_ids[row, low + 1 : high + 1].tolist()
-                entries.extend(prompt_logprobs(logits, targets, top, self._target))
-            found[s.sequence_id] = PromptLogprobs(start=start + 1, entries=entries)
-        return found
+                logits = self.model.compute_logits(begun.hidden[first + low : first + high])
+                targets = row.tokens.ids[low + 1 : high + 1].tolist()
+                entries.extend(self.device.prompt_logprobs(logits, targets, top))
+            results[place] = SequenceResult(prompt_logprobs=PromptLogprobs(start=start + 1, entries=entries))
 
 
-def _take_rows(hidden: Tensor, rows: np.ndarray) -> Tensor:
-    """Rows [R] of hidden states [T, H], ascending; all of them as they are.
+_NOTHING = SequenceResult()
+_NO_HIDDEN = torch.empty(0, 0)
 
-    Not by torch's indexing: it wakes OpenMP threads, which then spin on the cores that the kernels' own threads need.
-    """
-    if len(rows) == hidden.shape[0]:
-        return hidden
-    bits = hidden.view(torch.int32 if hidden.dtype.itemsize == 4 else torch.int16)
-    return torch.from_numpy(bits.numpy()[rows]).view(hidden.dtype)
+
+def _with_prompt(prompt: SequenceResult, result: SequenceResult) -> SequenceResult:
+    """`result`, and the prompt logprobs that were found before it."""
+    return structs.replace(result, prompt_logprobs=prompt.prompt_logprobs)
+
+
+def _attach_masks(guide: SampleGuide, lanes: dict[int, Lane]) -> None:
+    """Give each lane its bitmasks; views of the guide's bytes."""
+    words = np.frombuffer(guide.masks, np.dtype("<u4")).reshape(len(guide.rows), -1)
+    for mask, (place, position) in zip(words, guide.rows, strict=True):
+        lane = lanes.get(place)
+        if lane is not None:
+            lane.masks = (lane.masks or {}) | {position: mask}

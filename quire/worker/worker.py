@@ -1,141 +1,141 @@
 """A worker: one device, its memory, its share of the model, and the runner that carries out steps on it.
 
-Executors start workers and hand them plans. A worker knows the resolved configuration and no other worker; it never
-sees a queue or a policy.
+Executors start workers and hand them plans. A worker knows its own configuration and no other worker; it never sees
+a queue or a policy.
 """
 
-import logging
 import math
+from collections.abc import Callable
 
 import torch
 
-from quire.attention.registry import select_backend
-from quire.config.engine_args import EngineConfig
-from quire.errors import ConfigError
-from quire.models.compiled import CompiledModel
-from quire.models.registry import DTYPES, CausalLM, build_model
-from quire.ops.native.library import TORCH, Target, choose_level, prefault
-from quire.protocol.cache import MemoryReport
-from quire.protocol.step import StepPlan, StepResult
-from quire.quantization.registry import select_formats
-from quire.utils.host_memory import available_memory_bytes
-from quire.worker.pages import huge_pages, keep_freed_memory
+from quire.config.worker import WorkerConfig
+from quire.models.registry import CausalLM, build_model
+from quire.protocol.cache import CacheLayout, CacheReport, group_layers
+from quire.protocol.step import SampleGuide, StepPlan, StepResult
+from quire.protocol.worker import WorkerReport
+from quire.speculative.base import Proposer
+from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.cpu import CpuDevice
 from quire.worker.rows import RowTable
-from quire.worker.runner import ModelRunner
+from quire.worker.runner import KVCache, ModelRunner
 from quire.worker.weights.cache import place_of
-from quire.worker.weights.load import LoadReport, load_model_weights
+from quire.worker.weights.load import load_model_weights
 from quire.worker.weights.store import StaleStoreError, WeightStore
 
-# A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
-# a second thread, and milliseconds less than waiting for one on a busy machine.
-SMALL_MODEL = 16_000_000
-# Memory touched at start-up, in tokens: the first use of a page costs as much as computing on it, on some machines.
-TOUCHED_ACTIVATIONS = 2048
-TOUCHED_TOKENS = 1024  # of the KV cache
-
-logger = logging.getLogger(__name__)
+TOUCHED_TOKENS = 1024  # of the KV cache at start-up: the first use of a page is slow
 
 
 class Worker:
-    """Loads the model, reports memory, allocates the KV cache, executes plans."""
+    """Loads the model, reports memory, allocates the KV cache, executes plans.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: what it runs.
+        proposer: makes what drafts tokens for the loaded model, where anything does.
+
+    Raises:
+        ConfigError, ModelLoadError: options that the device, or a model that this version, can't have.
+    """
+
+    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config
-        dtype = DTYPES[config.model.dtype]
-        self.kernels = choose_level(config.args.kernels)
-        if self.kernels != TORCH and dtype not in (torch.float32, torch.bfloat16):
-            logger.info("no compiled kernels for %s: plain torch is used", config.model.dtype)
-            self.kernels = TORCH
-        native = self.kernels != TORCH
-        if config.args.kv_cache_dtype == "int8" and not native:
-            raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
-        int8 = "-int8" if config.args.kv_cache_dtype == "int8" else ""
-        self._backend = select_backend(f"native{int8}" if native else "reference")
+        self.device: Device = CpuDevice(config)
         self._store: WeightStore | None = None
-        self._model = self._build(native)
+        self._model = self._build()
+        self._layers = self._model.cache_layers
+        self._make_proposer = proposer
+        self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
-        num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
-        self._num_threads = 1 if num_parameters < SMALL_MODEL else torch.get_num_threads()
+        self._num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
+        self.device.adopt(self._num_parameters)
 
-    def _build(self, native: bool, keep: bool = True) -> CausalLM:
-        """The model, its packed weights in the store where it is native."""
-        args, model = self._config.args, self._config.model
-        if not native:
-            formats = select_formats(args.quantization, DTYPES[model.dtype], None)
-            return build_model(model, self._backend, formats)
+    def _build(self, keep: bool = True) -> CausalLM:
+        """The model, its packed weights in the store where there are such."""
+        config, device = self._config, self.device
         place = None
-        if keep and args.weight_cache and args.load_format != "dummy":
-            place = place_of(model, args.quantization, int(args.weight_cache_size * 2**30))
-        self._store = WeightStore(place)
-        store, dtype = self._store, DTYPES[model.dtype]
-        formats = select_formats(args.quantization, dtype, store.allocate, store.filled)
+        if device.packs_weights:
+            if keep and config.weight_cache and config.load_format != "dummy":
+                place = place_of(config.model, config.quantization, int(config.weight_cache_size * 2**30))
+            self._store = WeightStore(place)
+        formats = device.weight_formats(config.quantization, self._store)
         try:
-            return build_model(model, self._backend, formats)
+            return build_model(config.model, device.backend, formats)
         except StaleStoreError:  # removed, or where that is not allowed done without
-            return self._build(native, keep=place is not None and not place.path.exists())
+            return self._build(keep=place is not None and not place.path.exists())
 
-    def describe(self) -> str:
-        """The kernels in use and why, and the threads, for the log."""
-        wanted, args = self._config.args.kernels, self._config.args
-        why = "as asked for" if wanted != "auto" else "the best that this machine has"
-        if self.kernels == TORCH:
-            why = "as asked for" if wanted == TORCH else "no compiled ones serve this model here: slower"
-        small = ", as the model is small" if self._num_threads == 1 < torch.get_num_threads() else ""
-        kept = "" if args.kv_cache_dtype == "auto" else f"; {args.kv_cache_dtype} KV cache"
-        packed = "" if args.quantization is None else f"; {args.quantization} weights"
-        return f"kernels: {self.kernels} ({why}); threads: {self._num_threads}{small}{packed}{kept}"
-
-    def load(self, progress: bool = True) -> LoadReport:
+    def load(self, progress: bool = True) -> WorkerReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
-        args = self._config.args
-        report = load_model_weights(self._model, self._config.model, load_format=args.load_format, progress=progress)
+        config, device = self._config, self.device
+        from_store = self._store is not None and self._store.filled
+        loaded = load_model_weights(self._model, config.model, load_format=config.load_format, progress=progress)
         if self._store is not None:
             self._store.finish()
-        return report
-
-    def memory_report(self) -> MemoryReport:
-        """Measure what is free now that the weights are loaded."""
-        model, scheduler = self._config.model, self._config.scheduler
-        # Transient tensors, in fp32 to be safe: about a dozen of the hidden size per token, the MLP's two, and the
-        # logits with the sampler's two copies for every sequence that may be sampled.
-        per_token = 12 * model.hidden_size + 2 * model.intermediate_size
-        activations = 4 * scheduler.max_num_batched_tokens * per_token
-        activations += 4 * 3 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * model.vocab_size
-        elements = math.prod(self._cache_shape(1)) * self._model.num_layers
-        mapped = self._store.mapped_bytes if self._store is not None else 0
-        return MemoryReport(
-            available_bytes=max(0, available_memory_bytes() - mapped),
-            activation_bytes=activations,
-            block_bytes=elements * self._backend.kv_cache_dtype(self._model.dtype).itemsize,
+        self._runnable = device.compile(self._model)
+        return WorkerReport(
+            kernels=device.kernels,
+            kernels_reason=device.kernels_reason,
+            num_threads=device.num_threads,
+            is_small_model=device.is_small_model,
+            quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
+            num_parameters=self._num_parameters,
+            num_files=loaded.num_files,
+            num_bytes=loaded.num_bytes,
+            seconds=loaded.seconds,
+            from_store=from_store,
         )
 
-    def initialize_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate the KV cache; its pages cost memory once they are first written."""
-        keep_freed_memory()
-        shape, dtype = self._cache_shape(num_blocks), self._backend.kv_cache_dtype(self._model.dtype)
-        caches = [huge_pages(shape, dtype) for _ in range(self._model.num_layers)]
-        table = RowTable(self._config.scheduler.max_num_seqs, max_model_len, self._config.args.block_size)
-        model: CausalLM | CompiledModel = self._model
-        if self.kernels != TORCH:
-            model = CompiledModel(self._model, Target(self.kernels, self._num_threads))
-            model.reserve(min(self._config.scheduler.max_num_batched_tokens, TOUCHED_ACTIVATIONS))
-            # The pool hands out its first blocks first.
-            touched = min(num_blocks, TOUCHED_TOKENS // self._config.args.block_size)
-            for cache in caches:
-                prefault(cache[:touched], self._num_threads)
-        self._runner = ModelRunner(model, self._backend, caches, table, poison=self._config.args.debug)
+    def cache_report(self) -> CacheReport:
+        """Measure what is free now that the weights are loaded, and what a step takes of it."""
+        config, device = self._config, self.device
+        # A mapped file counts as memory that could be freed; steps read all of it.
+        mapped = self._store.mapped_bytes if self._store is not None else 0
+        max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
+        groups = group_layers(self._layers)
+        itemsize = device.backend.kv_cache_dtype(self._model.dtype).itemsize
+        layer_bytes = [
+            itemsize * math.prod(self._cache_shape(i, 1, config.block_size)) for i in range(len(self._layers))
+        ]
+        return CacheReport(
+            available_bytes=max(0, device.available_bytes() - mapped),
+            activation_bytes=device.activation_bytes(
+                self._loaded(), self._layers, config.max_num_batched_tokens, max_rows
+            ),
+            groups=groups,
+            block_bytes=[sum(layer_bytes[layer] for layer in group.layers) for group in groups],
+        )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step, on this worker's number of threads; the process's own setting is left as it was."""
-        runner = self.runner
-        outside = torch.get_num_threads()
-        if self.kernels != TORCH or outside == self._num_threads:  # the native kernels have threads of their own
-            return runner.execute(plan)
-        torch.set_num_threads(self._num_threads)
-        try:
-            return runner.execute(plan)
-        finally:
-            torch.set_num_threads(outside)
+    def initialize_cache(self, layout: CacheLayout) -> None:
+        """Allocate the KV cache; its pages cost memory once they are first written."""
+        config, device = self._config, self.device
+        dtype = device.backend.kv_cache_dtype(self._model.dtype)
+        caches: dict[int, torch.Tensor] = {}
+        for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True):
+            touched = min(num_blocks, TOUCHED_TOKENS // layout.block_size)  # the pool hands out its first ones first
+            for layer in group.layers:
+                caches[layer] = device.allocate(self._cache_shape(layer, num_blocks, layout.block_size), dtype, touched)
+        model = self._loaded()
+        device.reserve(model, config.max_num_batched_tokens)
+        # Forks are made before rows are removed: for that moment there can be twice as many.
+        num_rows = 2 * config.max_num_seqs
+        table = RowTable(num_rows, layout.max_model_len, layout.block_size, len(layout.groups), config.max_num_drafts)
+        cache = KVCache(device.backend, [caches[layer] for layer in range(len(self._layers))], layout.groups)
+        proposer = self._make_proposer(self._model) if self._make_proposer is not None else None
+        self._runner = ModelRunner(device, model, cache, table, proposer, poison=config.debug)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Compute a step's tokens."""
+        with self.device.computing():
+            self.runner.begin(plan)
+
+    def finish(self, guide: SampleGuide | None = None) -> StepResult:
+        """Sample the step that was begun."""
+        with self.device.computing():
+            return self.runner.finish(guide)
+
+    def reset(self) -> None:
+        """Forget all sequences; what is in the KV cache stays."""
+        self.runner.reset()
 
     @property
     def runner(self) -> ModelRunner:
@@ -150,13 +150,15 @@ class Worker:
             self._store.settle()
         return self._model
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the rows are inconsistent."""
+    def check_integrity(self, live_sequence_ids: list[int] | None = None) -> None:
+        """Raise AssertionError when the rows are inconsistent, or not those of the live sequences."""
         if self._runner is not None:
-            self._runner.table.check_integrity()
+            self._runner.table.check_integrity(live_sequence_ids)
 
-    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        model = self._model
-        return self._backend.kv_cache_shape(
-            num_blocks, self._config.args.block_size, model.num_kv_heads, model.head_dim
-        )
+    def _loaded(self) -> RunnableModel:
+        assert self._runnable is not None, "load comes first"
+        return self._runnable
+
+    def _cache_shape(self, layer: int, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        kept = self._layers[layer]
+        return self.device.backend.kv_cache_shape(num_blocks, block_size, kept.num_kv_heads, kept.head_dim)

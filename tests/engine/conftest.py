@@ -129,7 +129,7 @@ def two_threads(native: str, monkeypatch: pytest.MonkeyPatch):
     @contextmanager
     def on(used: bool) -> Iterator[None]:
         before = torch.get_num_threads()
-        monkeypatch.setattr("quire.worker.worker.SMALL_MODEL", 0)
+        monkeypatch.setattr("quire.worker.devices.cpu.SMALL_MODEL", 0)
         torch.set_num_threads(2 if used else 1)
         try:
             yield

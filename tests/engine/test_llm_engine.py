@@ -148,7 +148,7 @@ def test_a_failed_step_kills_the_engine_loudly(monkeypatch: pytest.MonkeyPatch) 
     def fail(plan):
         raise MemoryError("no memory left")
 
-    monkeypatch.setattr(engine.executor, "execute", fail)
+    monkeypatch.setattr(engine.executor, "submit", fail)
     with pytest.raises(EngineDeadError):
         engine.step()
     with pytest.raises(EngineDeadError, match="MemoryError"):

@@ -1,19 +1,21 @@
 """The KV manager as a Hypothesis state machine against a naive twin that neither shares nor caches.
 
-The twin keeps each sequence's tokens apart from all others'. A physical memory of (block, slot) is written through the
-manager's tables, and must read back as the twin's tokens at every moment, whatever was forked, evicted or found.
+The twin keeps each sequence's tokens apart from all others'. A physical memory of (group, block, slot) is written
+through the manager's tables, and must read back as the twin's tokens at every moment, as far as each group's window
+shows them, whatever was forked, evicted, found or given back.
 """
-
-from collections.abc import Iterator
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from quire.config.cache import CacheConfig
-from quire.kvcache.manager import BlockTable, KVManager
+from quire.kvcache.manager import KVManager
+from quire.kvcache.table import BlockTable
+from quire.protocol.cache import CacheGroup, CacheLayout
 
-Prefix = tuple[str | None, tuple[int, ...]]  # salt and tokens: what a slot holds
+Prefix = tuple[str | None, bytes, int]  # salt, a digest of all tokens up to here, and how many: what a slot holds
+KEY_TILE = 64
+AMPLE = 5000
 
 
 class Twin:
@@ -23,94 +25,101 @@ class Twin:
         self.table = table
         self.salt = salt
         self.num_computed = num_computed
+        self._content: list[Prefix] = []
 
-    def content(self) -> Iterator[Prefix]:
-        tokens = tuple(self.table.tokens(0, self.table.num_tokens))
-        return ((self.salt, tokens[: position + 1]) for position in range(len(tokens)))
+    def content(self, start: int, stop: int) -> list[Prefix]:
+        tokens = bytes(self.table.tokens(0, stop))
+        return [(self.salt, tokens[: position + 1], position) for position in range(start, stop)]
 
 
 class KVManagerMachine(RuleBasedStateMachine):
     twins = Bundle("twins")
 
     @initialize(
-        num_blocks=st.integers(2, 12) | st.just(1000), block_size=st.sampled_from([1, 2, 4]), caching=st.booleans()
+        windows=st.lists(st.sampled_from([None, 2, 8, 70, 100]), min_size=1, max_size=3, unique=True),
+        blocks=st.lists(st.integers(2, 40), min_size=3, max_size=3) | st.just([AMPLE] * 3),
+        block_size=st.sampled_from([1, 4, 16, 24]),
+        caching=st.booleans(),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.kv = KVManager(CacheConfig(num_blocks, block_size, caching))
+    def start(self, windows: list[int | None], blocks: list[int], block_size: int, caching: bool) -> None:
+        groups = [CacheGroup([number], window) for number, window in enumerate(windows)]
+        counts = blocks[: len(groups)]
+        layout = CacheLayout(block_size=block_size, groups=groups, num_blocks=counts, max_model_len=10_000)
+        self.kv = KVManager(layout, caching)
+        self.windows = windows
         self.size = block_size
         self.caching = caching
-        self.memory: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.is_ample = blocks[0] == AMPLE
+        self.memory: list[dict[tuple[int, int], Prefix]] = [{} for _ in windows]
         self.live: list[Twin] = []
-        self.committed: set[Prefix] = set()  # full blocks ever offered to the cache since the last reset
+        self.committed: set[Prefix] = set()  # ends of full blocks ever offered to the cache since the last reset
         self.num_opened = 0
 
     @rule(
         target=twins,
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        pattern=st.lists(st.integers(0, 1), min_size=1, max_size=5),
+        repeats=st.integers(1, 60),
         num_output=st.integers(0, 3),
         salt=st.sampled_from([None, None, "", "a"]),
+        chunk=st.integers(1, 100),
     )
-    def admit(self, tokens: list[int], num_output: int, salt: str | None):
+    def admit(self, pattern: list[int], repeats: int, num_output: int, salt: str | None, chunk: int):
+        tokens = pattern * repeats
         border = max(1, len(tokens) - num_output)
         table = self.kv.open(self._new_id(), tokens[:border], tokens[border:], salt)
         match = self.kv.match_prefix(table)
-        num_hit = len(match.block_ids) * self.size
+        num_hit = match.num_tokens
         assert num_hit < len(tokens)
+        assert num_hit % self.size == 0
         twin = Twin(table, salt, num_hit)
-        wanted = list(twin.content())
-        found = [slot for block in match.block_ids for slot in self.memory[block]]
-        assert found == wanted[:num_hit], "the cache found another's keys and values"
-        if self.kv.num_blocks == 1000:  # nothing was ever evicted: the match must be complete
-            num_known = 0
-            while num_known + self.size < len(tokens) and wanted[num_known + self.size - 1] in self.committed:
-                num_known += self.size
-            assert num_hit == num_known
-        if self.kv.shortage(table, match) > 0:
-            assert self.kv.num_free_blocks < self.kv.num_blocks_for(len(tokens))
+        for group, found in enumerate(match.block_ids):
+            first = self._first_visible(group, num_hit)
+            assert len(found) == num_hit // self.size
+            assert not any(found[: first // self.size])
+            assert self._read(group, found, first, num_hit) == twin.content(first, num_hit), "another's keys and values"
+        if self.is_ample and self.caching:  # nothing was ever evicted: the match must be complete
+            ends = twin.content(0, len(tokens) - 1)[self.size - 1 :: self.size]
+            known = [end in self.committed for end in ends]
+            assert num_hit == self.size * (known.index(False) if False in known else len(known))
+        num_new = min(chunk, len(tokens) - num_hit)
+        if self.kv.shortage(table, match, num_new) > 0:
+            assert not self.is_ample
             return multiple()
-        self.kv.allocate(table, match)
+        self.kv.allocate(table, match, num_new)
         self.live.append(twin)
+        self._compute(twin, num_new)
         return twin
 
-    @rule(twin=twins, count=st.integers(1, 5))
-    def compute_prompt(self, twin: Twin, count: int) -> None:
-        """A chunk of tokens that admission allocated blocks for."""
+    @rule(twin=twins, count=st.integers(1, 100))
+    def compute_chunk(self, twin: Twin, count: int) -> None:
+        """More of the tokens that are known already."""
         count = min(count, twin.table.num_tokens - twin.num_computed)
-        self._write(twin, count)
-        self.kv.commit(twin.table, twin.num_computed)
-        self._remember(twin)
+        if count and twin in self.live and self._append(twin, twin.num_computed + count):
+            self._compute(twin, count)
 
-    @rule(twin=twins, token=st.integers(0, 1))
-    def append(self, twin: Twin, token: int) -> None:
-        if twin.num_computed < twin.table.num_tokens:
+    @rule(twin=twins, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6), num_accepted=st.integers(0, 6))
+    def decode(self, twin: Twin, tokens: list[int], num_accepted: int) -> None:
+        """The last token with some drafts, of which not all are accepted."""
+        if twin not in self.live or twin.num_computed + 1 < twin.table.num_tokens:
             return
-        twin.table.output_token_ids.append(token)
-        free_before, blocks_before = self.kv.num_free_blocks, list(twin.table.block_ids)
-        fresh = self.kv.append(twin.table, twin.num_computed, twin.num_computed + 1)
-        if fresh is None:
-            assert free_before == 0
-            assert twin.table.block_ids == blocks_before
-            twin.table.output_token_ids.pop()
+        if twin.num_computed == twin.table.num_tokens:
+            twin.table.output_token_ids.append(tokens[0])
+        start = twin.num_computed
+        if not self._append(twin, start + len(tokens)):
             return
-        copies = self.kv.end_plan()
-        for copy in copies:
-            assert copy.sequence_id == twin.table.sequence_id
-            assert blocks_before[copy.block_index] == copy.source
-            assert twin.table.block_ids[copy.block_index] == copy.destination
-            self.memory[copy.destination] = self.memory[copy.source].copy()
-        assert free_before - self.kv.num_free_blocks == len(fresh) + len(copies)
-        self._write(twin, 1)
-        self.kv.commit(twin.table, twin.num_computed)
-        self._remember(twin)
+        num_accepted = min(num_accepted, len(tokens) - 1)
+        for group, block_ids in enumerate(twin.table.block_ids):  # drafts that are refused leave rubbish
+            for position in range(start, start + len(tokens)):
+                self.memory[group][block_ids[position // self.size], position % self.size] = ("rubbish", b"", 0)
+        twin.table.output_token_ids.extend(tokens[1 : num_accepted + 1])
+        self._compute(twin, 1 + num_accepted)
 
     @rule(target=twins, twin=twins)
     def fork(self, twin: Twin):
-        if not twin.num_computed:
+        border = len(twin.table.prompt_token_ids)
+        if twin not in self.live or twin.num_computed < border:
             return multiple()
         free_before = self.kv.num_free_blocks
-        border = len(twin.table.prompt_token_ids)
-        if twin.num_computed < border:
-            return multiple()
         output = twin.table.tokens(border, twin.num_computed)
         child = self.kv.fork(twin.table, self._new_id(), output, twin.num_computed)
         assert self.kv.num_free_blocks == free_before, "a fork takes no block"
@@ -118,11 +127,32 @@ class KVManagerMachine(RuleBasedStateMachine):
         self.live.append(fork)
         return fork
 
+    @rule(steps=st.lists(st.tuples(twins, st.integers(1, 40)), max_size=4))
+    def start_anew(self, steps: list[tuple[Twin, int]]) -> None:
+        """A plan is made and never carried out: whatever runs loses its blocks."""
+        for twin, count in steps:
+            if twin in self.live:
+                self.kv.append(twin.table, twin.num_computed, twin.num_computed + count)
+        for twin in self.live:
+            self.kv.free(twin.table)
+            twin.num_computed = 0
+        assert self.kv.end_plan().copies == []
+        assert self.kv.num_free_blocks == self.kv.num_blocks
+        for twin in list(self.live):
+            match = self.kv.match_prefix(twin.table)
+            if self.kv.shortage(twin.table, match, 1) <= 0:
+                twin.num_computed = match.num_tokens
+                self.kv.allocate(twin.table, match, 1)
+            else:
+                self.live.remove(twin)
+
     @rule(twin=consumes(twins))
     def free(self, twin: Twin) -> None:
+        if twin not in self.live:
+            return
         self.kv.free(twin.table)
         self.live.remove(twin)
-        assert twin.table.block_ids == []
+        assert not any(twin.table.block_ids)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -136,27 +166,73 @@ class KVManagerMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check_integrity()
-        held = {block for twin in self.live for block in twin.table.block_ids}
-        assert self.kv.num_free_blocks == self.kv.num_blocks - len(held)
-        assert self.kv.usage == 1 - self.kv.num_free_blocks / self.kv.num_blocks
+        for group, num_blocks in enumerate(self.kv.num_blocks):
+            held = {block for twin in self.live for block in self._held(twin.table, group)}
+            assert self.kv.num_free_blocks[group] == num_blocks - len(held)
+        shares = [1 - free / count for free, count in zip(self.kv.num_free_blocks, self.kv.num_blocks, strict=True)]
+        assert self.kv.usage == max(shares)
         for twin in self.live:
-            seen = [slot for block in twin.table.block_ids for slot in self.memory[block]]
-            assert seen[: twin.num_computed] == list(twin.content())[: twin.num_computed]
+            for group, block_ids in enumerate(twin.table.block_ids):
+                first = self._first_visible(group, twin.num_computed)
+                assert twin.table.first_block[group] == first // self.size, "a window keeps what it shows, and no more"
+                seen = self._read(group, block_ids, first, twin.num_computed)
+                assert seen == twin.content(first, twin.num_computed)
+
+    def _first_visible(self, group: int, num_computed: int) -> int:
+        """The first position whose block is kept."""
+        window = self.windows[group]
+        if window is None:
+            return 0
+        return max(num_computed - window + 1, 0) // KEY_TILE * KEY_TILE // self.size * self.size
+
+    def _held(self, table: BlockTable, group: int) -> list[int]:
+        return table.block_ids[group][table.first_block[group] :]
 
     def _new_id(self) -> int:
         self.num_opened += 1
         return self.num_opened
 
-    def _write(self, twin: Twin, count: int) -> None:
-        content = list(twin.content())
-        for position in range(twin.num_computed, twin.num_computed + count):
-            self.memory[twin.table.block_ids[position // self.size]][position % self.size] = content[position]
-        twin.num_computed += count
+    def _read(self, group: int, block_ids: list[int], start: int, stop: int) -> list[Prefix | None]:
+        memory, size = self.memory[group], self.size
+        return [memory.get((block_ids[position // size], position % size)) for position in range(start, stop)]
 
-    def _remember(self, twin: Twin) -> None:
+    def _append(self, twin: Twin, stop: int) -> bool:
+        """Blocks for the positions up to `stop`, as a row is told of them; whether there were enough."""
+        free_before, rows = self.kv.num_free_blocks, [block_ids.copy() for block_ids in twin.table.block_ids]
+        appended = self.kv.append(twin.table, twin.num_computed, stop)
+        if appended is None:
+            assert not self.is_ample
+            assert twin.table.block_ids == rows
+            assert self.kv.num_free_blocks == free_before
+            return False
+        num_taken = [0] * len(rows)
+        for group, source, destination in self.kv.end_plan().copies:
+            num_taken[group] += 1
+            assert source in rows[group]
+            for slot in range(self.size):
+                if (source, slot) in self.memory[group]:
+                    self.memory[group][destination, slot] = self.memory[group][source, slot]
+        for group, index, block in appended.edits:
+            rows[group][index] = block
+        for group, fresh in enumerate(appended.new_block_ids):
+            rows[group] += fresh
+            num_taken[group] += len(fresh)
+        for group, row in enumerate(rows):
+            assert row == twin.table.block_ids[group], "the row can't follow the table"
+            assert free_before[group] - self.kv.num_free_blocks[group] == num_taken[group]
+        return True
+
+    def _compute(self, twin: Twin, count: int) -> None:
+        """Carry out a step: write the slots, then commit."""
+        start, stop = twin.num_computed, twin.num_computed + count
+        content = twin.content(start, stop)
+        for group, block_ids in enumerate(twin.table.block_ids):
+            for position, prefix in zip(range(start, stop), content, strict=True):
+                self.memory[group][block_ids[position // self.size], position % self.size] = prefix
+        twin.num_computed = stop
+        self.kv.commit(twin.table, stop)
         if self.caching:
-            content = list(twin.content())[: twin.num_computed]
-            self.committed.update(content[self.size - 1 :: self.size])
+            self.committed.update(prefix for prefix in content if (prefix[2] + 1) % self.size == 0)
 
 
 TestKVManagerMachine = KVManagerMachine.TestCase

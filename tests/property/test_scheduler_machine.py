@@ -1,4 +1,4 @@
-"""The scheduler as a Hypothesis state machine: adds, aborts and steps in any order, on the simulation's fake executor.
+"""The engine core as a Hypothesis state machine: adds, aborts, steps, Ctrl-C in any order, on the simulated executor.
 
 Where the simulation finds a failure after thousands of steps, this one finds the shortest way to it.
 """
@@ -8,9 +8,9 @@ import random
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from simulation import STOP_TOKENS, USER_STOP_TOKEN, World, make_world
+from simulation import EOS_TOKEN, STOP_TOKENS, USER_STOP_TOKEN, World, interrupt, make_world
 
-from quire.protocol.step import NewRequest
+from quire.protocol.requests import NewRequest, SamplingTask
 from quire.sampling_params import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=30)  # few different ones, so that prefixes are shared
@@ -27,6 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=TOKENS,
         n=st.integers(1, 4),
+        seed=st.integers(0, 3),  # 0 and 3: a grove
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a"]),
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         prompt: list[int],
         n: int,
+        seed: int,
         max_tokens: int,
         priority: int,
         salt: str | None,
@@ -44,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fault: tuple[int, int] | None,
     ) -> None:
         self.num_added += 1
+        max_tokens = min(max_tokens, max(1, self.world.config.max_model_len - len(prompt)))
         params = SamplingParams(
             n=n,
             max_tokens=max_tokens,
@@ -53,10 +56,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = NewRequest(
             request_id=f"r{self.num_added}",
             prompt_token_ids=prompt,
-            sampling_params=params,
-            max_tokens=max_tokens,
-            stop_token_ids=STOP_TOKENS,
-            seed=n,
+            task=SamplingTask(
+                params=params, max_tokens=max_tokens, stop_token_ids=STOP_TOKENS, eos_token_id=EOS_TOKEN, seed=seed
+            ),
             arrival_time=self.world.clock,
             priority=priority,
             cache_salt=salt,
@@ -72,9 +74,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, in_flight: bool) -> None:
         request_id = data.draw(st.sampled_from([*self.world.expectations, "nobody"]))
         if in_flight:
-            self.world.step(abort_in_flight=request_id)
+            self.world.step(lambda: self.world.abort(request_id))
         else:
             self.world.abort(request_id)
+
+    @rule()
+    def interrupt(self) -> None:
+        self.world.step(interrupt)
+
+    @rule()
+    def go_on_elsewhere(self) -> None:
+        self.world.go_on_elsewhere()
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -1,21 +1,31 @@
-"""The scheduler under random load, step by step against what each request would yield alone (see `simulation`)."""
+"""The engine core under random load, step by step against what each request would yield alone (see `simulation`)."""
 
 from collections import Counter
 
 import pytest
-from simulation import World, simulate
+from simulation import Kind, World, simulate
 
 QUICK_STEPS = 2_000
 CI_SEEDS, CI_STEPS = range(20), 20_000  # nightly: python tests/property/simulation.py --seeds 200
+KINDS = [Kind(flight, *drafts) for flight in (1, 2) for drafts in ((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 3])
 def test_short_simulation(seed: int) -> None:
     world = simulate(seed, QUICK_STEPS)
-    assert world.scheduler.num_preemptions > 0
-    assert world.executor.copies > 0
-    assert world.scheduler.prefix_cache_hits > 0
+    stats = world.scheduler.stats()
+    assert stats.num_preemptions_total > 0
+    assert stats.prefix_cache_hits_total > 0
+    assert world.num_copies > 0
+    assert world.num_forks > 0
     assert {"stop", "length", "string", "abort", "error", "refused"} <= world.ends.keys()
+    assert {"interrupted", "restored"} <= world.ends.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_each_kind_of_executor(kind: Kind) -> None:
+    world = simulate(3, QUICK_STEPS // 5, kind)
+    assert bool(world.num_accepted) == (kind.accuracy > 0)
 
 
 def test_same_seed_same_trace() -> None:
@@ -29,9 +39,10 @@ def test_long_simulation() -> None:
     for seed in CI_SEEDS:
         world = _simulate_or_tell(seed)
         ends += world.ends
-        num_preemptions += world.scheduler.num_preemptions
+        num_preemptions += world.scheduler.stats().num_preemptions_total
     assert num_preemptions > 10_000
-    assert min(ends[reason] for reason in ("stop", "length", "string", "abort", "error", "refused", "reset")) > 100
+    assert min(ends[reason] for reason in ("stop", "length", "string", "abort", "error", "refused")) > 100
+    assert min(ends[event] for event in ("reset", "interrupted", "restored")) > 100
 
 
 def _simulate_or_tell(seed: int) -> World:

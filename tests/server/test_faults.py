@@ -320,12 +320,12 @@ def sabotaged(tmp_path: Path, text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("engine", "fault"),
     [
-        ("process", "core.executor.execute = lambda plan: 1 / 0"),
-        ("process", "core.executor.execute = no_memory"),
+        ("process", "core.executor.submit = lambda plan: 1 / 0"),
+        ("process", "core.executor.submit = no_memory"),
         ("process", "core.scheduler.update = None"),
         ("process", "os._exit(0)"),
         ("process", "time.sleep(1000)"),
-        ("thread", "core.executor.execute = no_memory"),
+        ("thread", "core.executor.submit = no_memory"),
         ("thread", "core.scheduler.update = None"),
         ("thread", "time.sleep(1000)"),
     ],

@@ -178,6 +178,7 @@ class Program:
         self._num_bound = plan.num_bound
         self._buffers = [(b.width, Type(b.type)) for b in plan.buffers]
         self._num_shared = sum(b.bound for b in plan.buffers)
+        self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
         self._needs_step = any(i.op in _WITH_STEP for i in plan.instructions) or any(
             isinstance(part, HostCall) and part.needs_step for part in plan.parts
         )
@@ -198,6 +199,10 @@ class Program:
         if getattr(self, "_handle", None):
             self._library.quire_program_destroy(self._handle)
             self._handle = None
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Memory of its own buffers for that many rows."""
+        return num_rows * self._row_bytes
 
     def reserve(self, num_rows: int) -> None:
         """Allocate and touch the buffers for that many rows, so that no step has to."""

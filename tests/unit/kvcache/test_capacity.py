@@ -1,72 +1,99 @@
 """The size of the KV cache, from numbers to numbers."""
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quire import EngineArgs
-from quire.config.engine_args import EngineConfig
 from quire.errors import ConfigError
-from quire.kvcache.capacity import CPU_SHARE, plan_kv_blocks
-from quire.protocol.cache import KVPlan, MemoryReport
+from quire.kvcache.capacity import CPU_SHARE, CacheRequest, plan_cache
+from quire.protocol.cache import CacheGroup, CacheReport
 
 BLOCK = 1 << 20
+FULL = CacheGroup([0, 1])
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 99,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+def request(**options: Any) -> CacheRequest:
+    """What the options of a model with a context of 256 tokens ask; max_model_len is asked where it is given."""
+    asked = "max_model_len" in options
+    values = {"max_model_len": 256, "max_num_seqs": 256, "max_num_batched_tokens": 64} | options
+    return CacheRequest(block_size=16, is_max_model_len_asked=asked, **values)
 
 
-def resolve(model_dir: Path, **options) -> EngineConfig:
-    return EngineArgs(model=str(model_dir), load_format="dummy", block_size=16, **options).resolve()
+def report(available: int = 10_000 * BLOCK, activations: int = 0, *windows: int | None) -> CacheReport:
+    groups = [CacheGroup([number], window) for number, window in enumerate(windows)] or [FULL]
+    sizes = [BLOCK] * len(groups)
+    return CacheReport(available_bytes=available, activation_bytes=activations, groups=groups, block_bytes=sizes)
 
 
-def report(available: int = 10_000 * BLOCK, activations: int = 0) -> MemoryReport:
-    return MemoryReport(available_bytes=available, activation_bytes=activations, block_bytes=BLOCK)
+def planned(asked: CacheRequest, measured: CacheReport) -> tuple[list[int], int]:
+    layout = plan_cache(asked, measured)
+    assert layout.block_size == 16
+    assert layout.groups == measured.groups
+    return layout.num_blocks, layout.max_model_len
 
 
-def test_no_more_blocks_than_all_contexts_can_use(model_dir) -> None:
-    config = resolve(model_dir, max_model_len=100, max_num_seqs=3)
-    assert plan_kv_blocks(config, report()) == KVPlan(7 * 3, 100)
+def test_no_more_blocks_than_all_contexts_can_use() -> None:
+    assert planned(request(max_model_len=100, max_num_seqs=3), report()) == ([7 * 3], 100)
 
 
-def test_share_of_free_memory_less_activations(model_dir) -> None:
-    config = resolve(model_dir, max_num_seqs=1000)
-    plan = plan_kv_blocks(config, report(1000 * BLOCK, 100 * BLOCK))
-    assert plan.num_blocks == int(1000 * CPU_SHARE) - 100
-    config = resolve(model_dir, max_num_seqs=1000, gpu_memory_utilization=0.9)
-    assert plan_kv_blocks(config, report(1000 * BLOCK, 100 * BLOCK)).num_blocks == 800
+def test_share_of_free_memory_less_activations() -> None:
+    measured = report(1000 * BLOCK, 100 * BLOCK)
+    assert planned(request(max_num_seqs=1000), measured)[0] == [int(1000 * CPU_SHARE) - 100]
+    assert planned(request(max_num_seqs=1000, memory_share=0.9), measured)[0] == [800]
 
 
-def test_bytes_and_blocks_override(model_dir) -> None:
-    config = resolve(model_dir, kv_cache_memory=40 * BLOCK + 5)
-    assert plan_kv_blocks(config, report()).num_blocks == 40
-    config = resolve(model_dir, num_kv_blocks=33, kv_cache_memory=1)
-    assert plan_kv_blocks(config, report()).num_blocks == 33
+def test_bytes_and_blocks_override() -> None:
+    assert planned(request(kv_cache_memory=40 * BLOCK + 5), report())[0] == [40]
+    assert planned(request(num_kv_blocks=33, kv_cache_memory=1), report())[0] == [33]
 
 
-def test_context_is_shortened_only_when_left_open(model_dir) -> None:
-    config = resolve(model_dir, num_kv_blocks=3)
-    assert plan_kv_blocks(config, report()) == KVPlan(3, 48)
-    config = resolve(model_dir, num_kv_blocks=3, max_model_len=64)
+def test_context_is_shortened_only_when_left_open() -> None:
+    assert planned(request(num_kv_blocks=3), report()) == ([3], 48)
     with pytest.raises(ConfigError, match=r"max_model_len=64 needs 4\.0 MiB.*3 blocks \(48 tokens\).*at most 48"):
-        plan_kv_blocks(config, report())
+        plan_cache(request(num_kv_blocks=3, max_model_len=64), report())
 
 
-def test_no_memory_at_all(model_dir) -> None:
-    config = resolve(model_dir)
+def test_no_memory_at_all() -> None:
     with pytest.raises(ConfigError, match="no memory for the KV cache: -3 MiB"):
-        plan_kv_blocks(config, report(available=5 * BLOCK, activations=5 * BLOCK))
+        plan_cache(request(), report(5 * BLOCK, 5 * BLOCK))
+
+
+# A window of 100 with the tile of keys it begins in: 163 tokens, 11 blocks of 16; 4 more for a step's 64 tokens.
+
+
+def test_a_window_takes_what_as_many_contexts_show_and_the_tokens_of_a_step() -> None:
+    measured = report(10_000 * BLOCK, 0, None, 100)
+    assert planned(request(max_model_len=1024, max_num_seqs=3), measured) == ([64 * 3, 11 * 3 + 4], 1024)
+    assert planned(request(max_model_len=1024, max_num_seqs=3, max_in_flight=2), measured)[0] == [64 * 3, 11 * 3 + 8]
+
+
+def test_memory_is_divided_so_that_all_groups_run_out_together() -> None:
+    layout = plan_cache(request(max_model_len=1024, kv_cache_memory=1000 * BLOCK), report(0, 0, None, 100))
+    full, windowed = layout.num_blocks
+    assert 998 <= full + windowed <= 1000
+    assert windowed == 4 + -(-11 * full // 64)
+
+
+def test_a_window_beyond_the_context_takes_as_much_as_full_attention() -> None:
+    assert planned(request(num_kv_blocks=40), report(0, 0, None, 4096))[0] == [40, 40]
+
+
+def test_windows_alone_never_shorten_a_context_that_they_can_carry() -> None:
+    measured = report(0, 0, 100)
+    assert planned(request(max_model_len=100_000, num_kv_blocks=15), measured) == ([15], 100_000)
+    assert planned(request(num_kv_blocks=14), report(0, 0, 100))[1] == 14 * 16
+    with pytest.raises(ConfigError, match=r"15 blocks of 16 tokens\) but 14 blocks \(224 tokens\) fit"):
+        plan_cache(request(max_model_len=100_000, num_kv_blocks=14), measured)
+    assert planned(request(max_model_len=100_000, max_num_seqs=3), report(10_000 * BLOCK, 0, 100))[0] == [11 * 3 + 4]
+
+
+def test_a_shortened_context_fits_in_its_windows_by_itself() -> None:
+    num_blocks, max_model_len = planned(request(max_model_len=1024, num_kv_blocks=64), report(0, 0, None, 100, 8))
+    assert (num_blocks, max_model_len) == ([64, 15, 4 + 5], 1024)
+    num_blocks, max_model_len = planned(request(num_kv_blocks=10), report(0, 0, None, 100, 8))
+    assert (num_blocks, max_model_len) == ([10, 10, 4 + 5], 160)
+
+
+def test_the_widest_window_is_counted_where_nothing_is_full() -> None:
+    num_blocks, _ = planned(request(max_model_len=1024, num_kv_blocks=26), report(0, 0, 8, 100))
+    assert num_blocks == [4 + 2 * 5, 26]

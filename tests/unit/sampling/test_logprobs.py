@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from quire.protocol.step import TokenLogprobs
-from quire.sampling import SamplingState, prompt_logprobs, sample
+from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, prompt_logprobs, sampler
 from quire.sampling_params import SamplingParams
 
 
+def sample(logits, states, num_samples) -> SamplerOutput:
+    return sampler.sample(logits, Draws(states, num_samples, range(len(states))))
+
+
 def make_state(vocab: int, seed: int = 7, **params) -> SamplingState:
-    return SamplingState(SamplingParams(**params), [1, 2], seed=seed, sequence_index=0, vocab_size=vocab)
+    return SamplingState(
+        SamplingParams(**params), SequenceTokens.of([1, 2]), seed=seed, sequence_index=0, vocab_size=vocab
+    )
 
 
 def make_logits(num_rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,6 +86,15 @@ def test_prompt_logprobs_have_the_bits_of_sampled_ones() -> None:
     targets = [tokens[0] for tokens in output.token_ids]
     assert prompt_logprobs(logits, targets, 4) == [(entries or [])[0] for entries in output.logprobs]
     assert prompt_logprobs(logits[[3]], targets[3:4], 4) == output.logprobs[3]
+
+
+@pytest.mark.parametrize("top", [2, -1])  # the compiled sampler has no -1
+def test_an_id_beyond_the_vocabulary_comes_after_all_others(top: int) -> None:
+    logits = make_logits(2, 9)
+    beyond, known = prompt_logprobs(logits, [9, 3], top)
+    assert (beyond.token_ids[0], beyond.logprobs[0], beyond.ranks[0]) == (9, -math.inf, 10)
+    assert beyond.token_ids[1:] == prompt_logprobs(logits[:1], [0], top)[0].token_ids[1:]
+    assert known == prompt_logprobs(logits[1:], [3], top)[0]
 
 
 def test_no_rows() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.ops.native.library import Target, default_target
-from quire.sampling import SamplingState, native, prompt_logprobs, sample
+from quire.protocol.step import Failure, FailureKind
+from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, sampler
 from quire.sampling_params import SamplingParams
 
 pytestmark = [
@@ -19,6 +20,10 @@ pytestmark = [
 ]
 # The level stays the same for all examples of a test.
 same_level = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+def sample(logits, states, num_samples, target=None) -> SamplerOutput:
+    return sampler.sample(logits, Draws(states, num_samples, range(len(states))), target)
 
 
 def in_numpy(function: Any, *arguments: Any) -> Any:
@@ -85,13 +90,12 @@ def random_state(generator: np.random.Generator, vocab: int) -> SamplingState:
     parameters["allowed_token_ids"] = sometimes(ids(60))
     return SamplingState(
         SamplingParams(max_tokens=100, **parameters),
-        ids(80),
+        SequenceTokens.of(ids(80), ids(40)[1:], room=3),
         seed=int(generator.integers(2**63)) * int(generator.choice([1, -1, 2])),
         sequence_index=int(generator.integers(2 ** int(generator.integers(1, 60)))),
         vocab_size=vocab,
         stop_token_ids=sometimes(ids(4)) or [],
         bad_words_token_ids=sometimes([ids(4) for _ in range(40)]) or [],
-        output_token_ids=ids(40)[1:],
     )
 
 
@@ -121,9 +125,9 @@ def test_native_and_numpy_are_equal_step_after_step(level, seed, vocab, dtype, n
             alone = sample(logits[row : row + 1], [state], num_samples[row : row + 1])
             assert alone.token_ids == output.token_ids[row : row + 1]
             assert alone.logprobs == output.logprobs[row : row + 1]
-            assert alone.errors.get(0) == output.errors.get(row)
+            assert alone.failures.get(0) == output.failures.get(row)
         for state, tokens in zip(states, output.token_ids, strict=True):
-            state.append(tokens[0] if tokens else int(generator.integers(vocab)))
+            state.tokens.append(tokens[0] if tokens else int(generator.integers(vocab)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,13 +150,18 @@ def test_many_draws_are_equal(level: str, seed: int, vocab: int, dtype: torch.dt
     generator = np.random.default_rng(seed)
     logits = torch.from_numpy(random_logits(generator, vocab, "plain")[None]).to(dtype)
     for params in ({}, {"top_p": 0.6}, {"top_k": 9}, {"top_k": 1500, "top_p": 0.9, "min_p": 0.01}, {"min_p": 0.3}):
-        state = SamplingState(SamplingParams(**params), [], seed=seed, sequence_index=0, vocab_size=vocab)
+        state = SamplingState(
+            SamplingParams(**params), SequenceTokens.of([]), seed=seed, sequence_index=0, vocab_size=vocab
+        )
         assert sample(logits, [state], [200]) == in_numpy(sample, logits, [state], [200])
 
 
 def make_states(num: int, vocab: int, **params: Any) -> list[SamplingState]:
     return [
-        SamplingState(SamplingParams(**params), [1], seed=i, sequence_index=0, vocab_size=vocab) for i in range(num)
+        SamplingState(
+            SamplingParams(**params), SequenceTokens.of([1], room=1), seed=i, sequence_index=0, vocab_size=vocab
+        )
+        for i in range(num)
     ]
 
 
@@ -164,7 +173,7 @@ def test_rows_with_logits_processors_go_the_other_way_among_the_rest() -> None:
     states[2] = make_states(1, 700, allowed_token_ids=[3], logit_bias={3: -5.0})[0]
     logits[3] = torch.nan
     output = sample(logits, states, [1, 2, 1, 1, 1, 3])
-    assert list(output.errors) == [3]
+    assert list(output.failures) == [3]
     assert output.token_ids[2] == [3]
     assert output == in_numpy(sample, logits, states, [1, 2, 1, 1, 1, 3])
 
@@ -191,13 +200,12 @@ def test_any_float_type_and_layout_will_do(change: Any) -> None:
 
 def test_ids_outside_the_logits_and_shapes_that_do_not_fit_are_refused() -> None:
     penalised = make_states(2, 50, repetition_penalty=1.2)
-    penalised[1].append(45)
-    assert sample(torch.zeros(2, 50), penalised, [1, 1]).errors == {}
-    assert sample(torch.zeros(2, 40), penalised, [1, 1]).errors == {1: "IndexError while its token was chosen"}
+    penalised[1].tokens.append(45)
+    assert sample(torch.zeros(2, 50), penalised, [1, 1]).failures == {}
+    failure = Failure(FailureKind.INTERNAL, "IndexError while its token was chosen")
+    assert sample(torch.zeros(2, 40), penalised, [1, 1]).failures == {1: failure}
     with pytest.raises(IndexError, match="vocabulary of 40"):
         native.sample_rows(default_target(), torch.zeros(2, 40), penalised, [1, 1], [0, 1])
-    with pytest.raises(IndexError, match="vocabulary of 40"):
-        prompt_logprobs(torch.zeros(1, 40), [40], 2)
     states = make_states(2, 50)
     compiled = default_target()
     with pytest.raises(ValueError, match="rows"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.sampling import SamplingState, prompt_logprobs, sample
+from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, prompt_logprobs, sampler
 from quire.sampling.processing import process_logits
 from quire.sampling.select import candidates
 from quire.sampling_params import SamplingParams
@@ -15,18 +15,21 @@ from quire.sampling_params import SamplingParams
 VOCAB = 60
 
 
+def sample(logits, states, num_samples) -> SamplerOutput:
+    return sampler.sample(logits, Draws(states, num_samples, range(len(states))))
+
+
 def make_state(
     prompt=(1, 2, 3), output=(), vocab=VOCAB, seed=7, index=0, stop=(), bad_words=(), **params
 ) -> SamplingState:
     return SamplingState(
         SamplingParams(**params),
-        list(prompt),
+        SequenceTokens.of(prompt, output, room=200),
         seed=seed,
         sequence_index=index,
         vocab_size=vocab,
         stop_token_ids=frozenset(stop),
         bad_words_token_ids=[list(word) for word in bad_words],
-        output_token_ids=list(output),
     )
 
 
@@ -36,7 +39,7 @@ def make_logits(num_rows=1, vocab=VOCAB, seed=0, dtype=torch.float32) -> Tensor:
 
 def one(logits: Tensor, state: SamplingState) -> int:
     output = sample(logits, [state], [1])
-    assert not output.errors
+    assert not output.failures
     return output.token_ids[0][0]
 
 
@@ -98,7 +101,7 @@ def test_penalties_equal_a_dense_twin_as_tokens_come(penalties: tuple[float, flo
         logits = make_logits(1, vocab, step)[0]
         assert torch.equal(processed(logits, state), dense_twin(logits, prompt, drawn, SamplingParams(**params)))
         drawn.append(int(generator.integers(0, vocab // 2)))
-        state.append(drawn[-1])
+        state.tokens.append(drawn[-1])
     resumed = make_state(prompt, output=drawn, vocab=vocab, **params)
     assert torch.equal(processed(logits, resumed), processed(logits, state))
 
@@ -117,7 +120,7 @@ def test_allowed_ids_bias_and_stop_ids_before_min_tokens() -> None:
         assert state.processes
         token = one(logits, state)
         assert token not in (8, 11)
-        state.append(token)
+        state.tokens.append(token)
     assert not state.processes
     assert one(logits, state) == 8
 
@@ -127,14 +130,14 @@ def test_bad_words_of_one_and_of_several_tokens() -> None:
     state = make_state(bad_words=[[4], [5, 6], [7, 8, 9], [], [999]])
     assert torch.isinf(processed(logits, state)).nonzero().flatten().tolist() == [4]
     for token, banned in [(5, [4, 6]), (7, [4]), (8, [4, 9]), (7, [4]), (1, [4])]:
-        state.append(token)
+        state.tokens.append(token)
         assert torch.isinf(processed(logits, state)).nonzero().flatten().tolist() == banned
 
 
 def test_ids_outside_the_vocabulary_are_left_out() -> None:
     state = make_state(stop=[VOCAB + 5], min_tokens=3, bad_words=[[VOCAB]], logit_bias={VOCAB: 1.0})
     assert not state.processes
-    assert sample(make_logits(), [state], [1]).errors == {}
+    assert sample(make_logits(), [state], [1]).failures == {}
 
 
 # ---- logits processors
@@ -175,7 +178,7 @@ def test_a_processor_cannot_change_the_sequence_or_the_raw_logprobs() -> None:
     kept = logits.clone()
     state = make_state([1, 2], output=[5], temperature=0, logits_processors=[meddle], logprobs=2)
     output = sample(logits, [state], [1])
-    assert (state.prompt_token_ids, state.output_token_ids) == ([1, 2], [5])
+    assert (state.tokens.prompt(), state.tokens.output()) == ([1, 2], [5])
     assert torch.equal(logits, kept)
     assert output.token_ids == [[0]]
     assert output.logprobs[0] == prompt_logprobs(kept, [0], 2)
@@ -205,9 +208,9 @@ def test_a_failing_row_fails_alone(processor, words, temperature: float) -> None
     alone = [sample(logits[[row]], [make_state(**params)], [1]) for row in range(3)]
     bad = make_state(logits_processors=[processor], **params)
     output = sample(logits, [make_state(**params), bad, make_state(**params)], [1, 1, 1])
-    assert list(output.errors) == [1]
+    assert list(output.failures) == [1]
     for word in words:
-        assert word in output.errors[1]
+        assert word in output.failures[1].message
     assert output.token_ids == [alone[0].token_ids[0], [], alone[2].token_ids[0]]
     assert output.logprobs == [alone[0].logprobs[0], None, alone[2].logprobs[0]]
 
@@ -217,8 +220,8 @@ def test_a_row_that_breaks_the_sampler_fails_alone() -> None:
     good, bad = make_state(temperature=1.0), make_state(temperature=1.0)
     bad.temperature = "hot"  # type: ignore[assignment]  # what nobody has thought of
     output = sample(logits, [good, bad, good], [1, 2, 1])
-    assert list(output.errors) == [1]
-    assert "while its token was chosen" in output.errors[1]
+    assert list(output.failures) == [1]
+    assert "while its token was chosen" in output.failures[1].message
     alone = [sample(logits[[row]], [good], [1]).token_ids[0] for row in (0, 2)]
     assert output.token_ids == [alone[0], [], alone[1]]
 
@@ -230,7 +233,7 @@ def test_logits_that_are_not_numbers_fail_their_row(value, params, dtype) -> Non
     logits = make_logits(2, 9000, dtype=dtype)
     logits[0] = value
     output = sample(logits, [make_state(vocab=9000, **params)] * 2, [1, 1])
-    assert list(output.errors) == [0]
+    assert list(output.failures) == [0]
     assert [len(tokens) for tokens in output.token_ids] == [0, 1]
 
 
@@ -274,7 +277,7 @@ def test_a_row_is_the_same_alone_or_in_any_batch_at_any_row(vocab: int, dtype: t
         for place, row in enumerate(rows):
             assert output.token_ids[place] == alone[row].token_ids[0]
             assert output.logprobs[place] == alone[row].logprobs[0]
-        assert output.errors == {}
+        assert output.failures == {}
     for row in range(0, num_rows, 5):  # a view into a wider matrix
         padded = torch.cat([logits[[row]], logits[[row]]], 1)[:, :vocab]
         assert sample(padded, [states[row]], [1]).token_ids[0][0] == alone[row].token_ids[0][0]

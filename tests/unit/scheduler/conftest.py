@@ -5,24 +5,47 @@ from typing import Any
 
 import pytest
 
-from quire.config.cache import CacheConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
-from quire.protocol.step import NewRequest, SequenceOutput, StepPlan, StepResult
+from quire.protocol.cache import CacheGroup, CacheLayout
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.step import (
+    Failure,
+    FailureKind,
+    PromptLogprobs,
+    Sampling,
+    SequenceOutput,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.sampling_params import SamplingParams
+from quire.scheduler.continuation import Continuation, Independent
 from quire.scheduler.scheduler import Scheduler
 
 
 class Driver:
     """A scheduler with blocks of 4 tokens; `step` samples token 7 unless told otherwise."""
 
-    def __init__(self, num_blocks: int = 100, caching: bool = True, **config: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 100,
+        caching: bool = True,
+        make_continuation: Callable[[SamplingTask], Continuation] = Independent,
+        **config: Any,
+    ) -> None:
         config = {"max_model_len": 200, "max_num_batched_tokens": 100, "max_num_seqs": 8, **config}
-        self.kv = KVManager(CacheConfig(num_blocks, 4, caching))
-        self.scheduler = Scheduler(SchedulerConfig(**config), self.kv)
+        groups = [CacheGroup(layers=[0])]
+        layout = CacheLayout(
+            block_size=4, groups=groups, num_blocks=[num_blocks], max_model_len=config["max_model_len"]
+        )
+        self.kv = KVManager(layout, caching)
+        self.scheduler = Scheduler(SchedulerConfig(**config), self.kv, make_continuation)
         self.plan: StepPlan | None = None
         self.names: dict[int, str] = {}  # sequence_id -> request_id, or request_id/index
         self.num_added = 0
+        self.now = 0.0
 
     def add(self, request_id: str, prompt: int | list[int] = 5, max_tokens: int = 20, **fields: Any) -> None:
         """Add a request; a number stands for a prompt of that length that nobody else has."""
@@ -31,45 +54,95 @@ class Driver:
             prompt = [self.num_added * 1000 + i for i in range(prompt)]
         stop_token_ids = fields.pop("stop", frozenset())
         request = {name: fields.pop(name) for name in ("priority", "arrival_time", "cache_salt") if name in fields}
-        first = fields.pop("first_sequence_index", 0)
+        first, eos_token_id = fields.pop("first_sequence_index", 0), fields.pop("eos_token_id", None)
         self.scheduler.add(
             NewRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt,
-                sampling_params=SamplingParams(max_tokens=max_tokens, **fields),
-                max_tokens=max_tokens,
-                stop_token_ids=frozenset(stop_token_ids),
-                seed=1,
-                first_sequence_index=first,
+                task=SamplingTask(
+                    params=SamplingParams(max_tokens=max_tokens, **fields),
+                    max_tokens=max_tokens,
+                    stop_token_ids=frozenset(stop_token_ids),
+                    eos_token_id=eos_token_id,
+                    seed=1,
+                    first_sequence_index=first,
+                ),
                 **request,
-            )
+            ),
+            now=self.now,
         )
 
     def schedule(self) -> dict[str, int]:
-        """Plan a step; returns request -> tokens computed (forks as "id/index")."""
-        self.plan = self.scheduler.schedule()
-        for new in self.plan.new_sequences:
-            self.names[new.sequence_id] = (
-                f"{new.request_id}/{new.sequence_index}" if new.sequence_index else new.request_id
-            )
-        return {self.names[s.sequence_id]: s.num_new_tokens for s in self.plan.scheduled}
+        """Plan a step; returns request -> tokens computed (forks as "id/index"), nothing where there is no plan."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return {}
+        self.plan = plan
+        for new in plan.new_sequences:
+            self.names[new.sequence_id] = _name(new.request_id, new.sequence_index)
+        for fork in plan.forks:
+            request_id = self.names[fork.parent_id].split("/")[0]
+            self.names[fork.sequence_id] = _name(request_id, fork.sequence_index)
+        return {self.names[s.sequence_id]: s.num_new_tokens for s in plan.scheduled}
 
     def removed(self) -> list[str]:
         """Whose rows the last plan drops."""
         assert self.plan is not None
         return [self.names[sequence_id] for sequence_id in self.plan.removed_sequence_ids]
 
-    def update(self, token: int | Callable[[str, int], int] = 7, **result: Any) -> list[SequenceOutput]:
-        """Take in a result of the last plan; `token` may depend on name and sample."""
-        assert self.plan is not None
-        token_ids = [
-            token(self.names[s.sequence_id], i) if callable(token) else token
-            for s in self.plan.scheduled
-            for i in range(s.num_samples)
-        ]
-        ids = {name: sequence_id for sequence_id, name in self.names.items()}
-        result = {field: {ids[name]: value for name, value in by_name.items()} for field, by_name in result.items()}
-        outputs = self.scheduler.update(self.plan, StepResult(step_id=self.plan.step_id, token_ids=token_ids, **result))
+    def num_free(self) -> int:
+        """Blocks that can be taken."""
+        return self.kv.num_free_blocks[0]
+
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self.scheduler.stats().num_preemptions_total
+
+    def waiting_reasons(self) -> dict[str, int]:
+        """Why who waits."""
+        return self.scheduler.stats().waiting_reasons
+
+    def prefix_cache(self) -> tuple[int, int]:
+        """Tokens looked up and found."""
+        stats = self.scheduler.stats()
+        return stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
+
+    def update(
+        self,
+        token: int | Callable[[str, int], int] = 7,
+        *,
+        plan: StepPlan | None = None,
+        logprobs: dict[str, list[TokenLogprobs]] | None = None,
+        prompt_logprobs: dict[str, PromptLogprobs] | None = None,
+        errors: dict[str, str] | None = None,
+        drafts: dict[str, list[int]] | None = None,
+        tokens: dict[str, list[int]] | None = None,
+        candidates: dict[str, list[int]] | None = None,
+    ) -> list[SequenceOutput]:
+        """Take in a result of the last plan, or of `plan`; `token` may depend on name and sample."""
+        plan = plan or self.plan
+        assert plan is not None
+        results: list[SequenceResult] = []
+        for item in plan.scheduled:
+            name = self.names[item.sequence_id]
+            if errors and name in errors:
+                results.append(SequenceResult(failure=Failure(FailureKind.INTERNAL, errors[name])))
+                continue
+            drawn: list[int] = []
+            if item.sampling is Sampling.DRAW:
+                drawn = [token(name, i) if callable(token) else token for i in range(item.num_samples)]
+            ranked = (candidates or {}).get(name)
+            results.append(
+                SequenceResult(
+                    token_ids=(tokens or {}).get(name, drawn),
+                    logprobs=(logprobs or {}).get(name),
+                    draft_token_ids=(drafts or {}).get(name, []),
+                    candidates=TokenLogprobs(ranked, [], []) if ranked else None,
+                    prompt_logprobs=(prompt_logprobs or {}).get(name),
+                )
+            )
+        self.now += 1.0
+        outputs = self.scheduler.update(plan, StepResult(step_id=plan.step_id, results=results), self.now)
         self.scheduler.check_integrity()
         return outputs
 
@@ -88,6 +161,10 @@ class Driver:
                     ends[f"{output.request_id}/{output.sequence_index}"] = output.finish_reason
         assert self.kv.num_free_blocks == self.kv.num_blocks
         return ends
+
+
+def _name(request_id: str, sequence_index: int) -> str:
+    return f"{request_id}/{sequence_index}" if sequence_index else request_id
 
 
 @pytest.fixture

@@ -16,18 +16,15 @@ def test_forks_get_their_own_first_token_and_share_the_prompt(driver) -> None:
     assert d.plan.scheduled[0].num_samples == 3
     outputs = d.update(numbered)
     assert [(o.sequence_index, o.new_token_ids) for o in outputs] == [(0, [100]), (1, [101]), (2, [102])]
-    assert d.kv.num_free_blocks == 98
+    assert d.num_free() == 98
     d.schedule()
     assert [s.num_new_tokens for s in d.plan.scheduled] == [1, 1, 1]
-    assert [(n.sequence_index, n.output_token_ids, n.num_computed_tokens) for n in d.plan.new_sequences] == [
-        (6, [101], 6),
-        (7, [102], 6),
-    ]
-    copies = {copy.sequence_id: copy for copy in d.plan.copies}
+    assert [(f.sequence_index, f.token_id, f.num_tokens) for f in d.plan.forks] == [(6, 101, 6), (7, 102, 6)]
+    assert d.plan.new_sequences == []
+    copies, edits = d.plan.moves.copies, [s.edits for s in d.plan.scheduled]
     assert len(copies) == 2, "the last of three writes in place"
-    (child,) = [new for new in d.plan.new_sequences if new.sequence_id in copies]
-    assert child.block_ids[1] == copies[child.sequence_id].destination
-    assert d.kv.num_free_blocks == 96
+    assert [edit for one in edits for edit in one] == [(0, 1, destination) for _, _, destination in copies]
+    assert d.num_free() == 96
     d.update()
     assert d.finish() == {"a/0": "length", "a/1": "length", "a/2": "length"}
 
@@ -64,9 +61,9 @@ def test_forks_may_end_at_their_first_token(driver, ending: set[int]) -> None:
 
 def test_stop_tokens(driver) -> None:
     d = driver()
-    d.add("a", stop={1, 2}, stop_token_ids=[2])
-    d.add("b", stop={1, 2}, stop_token_ids=[2])
-    d.add("c", stop={1, 2}, stop_token_ids=[2], min_tokens=2)
+    d.add("a", stop={1, 2}, stop_token_ids=[2], eos_token_id=1)
+    d.add("b", stop={1, 2}, stop_token_ids=[2], eos_token_id=1)
+    d.add("c", stop={1, 2}, stop_token_ids=[2], eos_token_id=1, min_tokens=2)
     d.add("e")
     outputs = {o.request_id: o for o in d.step(lambda name, _: 1 if name in "a" else 2)}
     assert {name: (o.finish_reason, o.stop_reason) for name, o in outputs.items()} == {
@@ -77,6 +74,13 @@ def test_stop_tokens(driver) -> None:
     }
     (c, _) = d.step(2)
     assert (c.finish_reason, c.stop_reason) == ("stop", 2)
+
+
+def test_a_second_end_of_sequence_id_is_the_reason_to_stop(driver) -> None:
+    d = driver()
+    d.add("a", stop={1, 2}, eos_token_id=1)
+    (output,) = d.step(2)
+    assert (output.finish_reason, output.stop_reason) == ("stop", 2)
 
 
 def test_length_ends_by_max_tokens_or_by_the_context(driver) -> None:
@@ -111,7 +115,10 @@ def test_an_error_ends_its_whole_request_and_no_other(driver) -> None:
     d.step()
     d.schedule()
     outputs = d.update(errors={"a/1": "its processor raised"})
-    assert [(o.request_id, o.sequence_index, o.finish_reason, o.error, o.new_token_ids) for o in outputs] == [
+    assert [
+        (o.request_id, o.sequence_index, o.finish_reason, o.failure and o.failure.message, o.new_token_ids)
+        for o in outputs
+    ] == [
         ("a", 0, "error", "its processor raised", []),
         ("a", 1, "error", "its processor raised", []),
         ("a", 2, "error", "its processor raised", []),
@@ -199,7 +206,8 @@ def test_plans_and_results_must_match(driver) -> None:
     d = driver()
     d.add("a")
     d.schedule()
-    with pytest.raises(AssertionError, match="twice"):
-        d.scheduler.schedule()
     with pytest.raises(AssertionError, match="another step"):
-        d.scheduler.update(d.plan, StepResult(step_id=99, token_ids=[1]))
+        d.scheduler.update(d.plan, StepResult(step_id=99, results=[]), 0.0)
+    d.update()
+    with pytest.raises(AssertionError, match="without a plan in flight"):
+        d.update()

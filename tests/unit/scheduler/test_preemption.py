@@ -13,8 +13,8 @@ def test_the_last_in_order_is_preempted_and_comes_back_whole(driver) -> None:
     # Both want a block now and none is free: b, the later, gives up two.
     assert d.schedule() == {"a": 1}
     assert d.removed() == ["b"]
-    assert d.scheduler.num_preemptions == 1
-    assert d.scheduler.waiting_reasons() == {"blocks": 1, "order": 1}
+    assert d.num_preemptions() == 1
+    assert d.waiting_reasons() == {"blocks": 1, "order": 1}
     d.update()
     while "b" not in (scheduled := d.schedule()):
         assert list(scheduled) == ["a"], "nobody overtakes the preempted one"
@@ -37,7 +37,7 @@ def test_the_first_in_order_always_advances(driver) -> None:
             assert scheduled["a"] >= 1
             computed += 1
         d.update()
-    assert d.scheduler.num_preemptions > 0
+    assert d.num_preemptions() > 0
 
 
 def test_a_cut_prompt_goes_on_when_a_later_sequence_gives_up_its_own_blocks(driver) -> None:
@@ -64,7 +64,7 @@ def test_the_cache_may_help_a_preempted_sequence(driver) -> None:
     assert d.schedule() == {"b": 5}, "two of its three blocks are found"
     assert d.plan.new_sequences[0].num_computed_tokens == 8
     d.update()
-    assert (d.scheduler.prefix_cache_queries, d.scheduler.prefix_cache_hits) == (23, 0), "counted at first admission"
+    assert d.prefix_cache() == (23, 0), "counted at first admission"
 
 
 def test_prompt_logprobs_are_delivered_once(driver) -> None:
@@ -80,8 +80,8 @@ def test_prompt_logprobs_are_delivered_once(driver) -> None:
     (output,) = d.update(prompt_logprobs={"a": part(1, 9)})
     assert (output.new_token_ids, output.prompt_logprobs) == ([], part(1, 9))
     d.add("b", 16, max_tokens=1, priority=0)
-    while d.scheduler.num_preemptions == 0 or "b" in d.schedule():
-        if d.scheduler.num_preemptions == 0:
+    while d.num_preemptions() == 0 or "b" in d.schedule():
+        if d.num_preemptions() == 0:
             d.schedule()
         d.update(prompt_logprobs={})
     assert d.update(prompt_logprobs={"a": part(1, 6)}) == [], "known already"
@@ -101,7 +101,7 @@ def test_a_better_priority_takes_the_place_of_a_worse_one(driver) -> None:
     d.update()
     d.add("e", priority=1)
     assert d.schedule() == {"b": 1, "c": 1}
-    assert d.scheduler.waiting_reasons() == {"capacity": 2}
+    assert d.waiting_reasons() == {"capacity": 2}
 
 
 def test_a_better_priority_takes_the_blocks_of_worse_ones(driver) -> None:
@@ -135,7 +135,7 @@ def test_nobody_is_preempted_in_vain(driver) -> None:
     d.step()
     d.add("big", 24, max_tokens=4, priority=1)
     assert d.schedule() == {"a": 1, "b": 1}
-    assert d.scheduler.num_preemptions == 0
+    assert d.num_preemptions() == 0
 
 
 def test_under_fcfs_a_newcomer_preempts_nobody(driver) -> None:
@@ -144,7 +144,7 @@ def test_under_fcfs_a_newcomer_preempts_nobody(driver) -> None:
     d.step()
     d.add("b", priority=0)
     assert d.schedule() == {"a": 1}
-    assert d.scheduler.num_preemptions == 0
+    assert d.num_preemptions() == 0
 
 
 def test_a_little_is_left_free_at_admission(driver) -> None:
@@ -152,7 +152,7 @@ def test_a_little_is_left_free_at_admission(driver) -> None:
     d.add("a", 400)
     d.add("b", 396)  # 100 + 99 blocks would fit, but two are to be left
     assert d.schedule() == {"a": 400}
-    assert d.scheduler.waiting_reasons() == {"blocks": 1}
+    assert d.waiting_reasons() == {"blocks": 1}
 
 
 def test_nothing_is_left_free_when_nothing_else_runs(driver) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, InvalidRequestError
+from quire.protocol.step import Sampling
 
 
 def test_a_prompt_is_computed_then_a_token_a_step(driver) -> None:
@@ -11,7 +12,7 @@ def test_a_prompt_is_computed_then_a_token_a_step(driver) -> None:
     d.add("a", 6, max_tokens=3)
     assert d.schedule() == {"a": 6}
     (new,) = d.plan.new_sequences
-    assert (new.num_computed_tokens, len(new.block_ids), new.output_token_ids) == (0, 2, [])
+    assert (new.num_computed_tokens, len(new.block_ids[0]), new.output_token_ids) == (0, 2, [])
     assert d.plan.scheduled[0].num_samples == 1
     (output,) = d.update()
     assert (output.new_token_ids, output.finish_reason) == ([7], None)
@@ -31,14 +32,14 @@ def test_blocks_come_when_they_are_needed(driver) -> None:
     d.add("a", 4, max_tokens=6)
     d.step()
     d.schedule()
-    assert len(d.plan.scheduled[0].new_block_ids) == 1
+    assert [len(ids) for ids in d.plan.scheduled[0].new_block_ids] == [1]
     d.update()
     for _ in range(3):
         d.schedule()
         assert d.plan.scheduled[0].new_block_ids == []
         d.update()
     d.schedule()
-    assert len(d.plan.scheduled[0].new_block_ids) == 1
+    assert [len(ids) for ids in d.plan.scheduled[0].new_block_ids] == [1]
 
 
 def test_long_prompts_are_cut_and_decoding_goes_first(driver) -> None:
@@ -46,7 +47,7 @@ def test_long_prompts_are_cut_and_decoding_goes_first(driver) -> None:
     d.add("a", 4)
     d.add("b", 20)
     assert d.schedule() == {"a": 4, "b": 6}
-    assert [s.num_samples for s in d.plan.scheduled] == [1, 0]
+    assert [s.sampling for s in d.plan.scheduled] == [Sampling.DRAW, Sampling.NONE]
     assert [output.request_id for output in d.update()] == ["a"]
     d.add("c", 3)
     assert d.schedule() == {"a": 1, "b": 9}
@@ -68,7 +69,7 @@ def test_whole_prompts_first_without_chunked_prefill(driver) -> None:
     d.add("a", 12)
     d.add("b", 9)
     assert d.schedule() == {"a": 12}
-    assert d.scheduler.waiting_reasons() == {"budget": 1}
+    assert d.waiting_reasons() == {"budget": 1}
     d.update()
     assert d.schedule() == {"b": 9}
     d.update()
@@ -106,7 +107,7 @@ def test_a_big_request_at_the_front_is_not_overtaken(driver) -> None:
     d.add("big", 28, max_tokens=2)
     d.add("small", 4)
     assert d.schedule() == {"a": 16}
-    assert d.scheduler.waiting_reasons() == {"blocks": 1, "order": 1}
+    assert d.waiting_reasons() == {"blocks": 1, "order": 1}
     assert d.scheduler.why("big") == "blocks: it needs up to 7 KV blocks, and 6 are free"
     assert d.scheduler.why("small").startswith("order: ")
     assert d.scheduler.why("a") is None
@@ -116,16 +117,16 @@ def test_a_big_request_at_the_front_is_not_overtaken(driver) -> None:
 def test_reasons_to_wait(driver) -> None:
     d = driver(max_num_seqs=1, max_num_batched_tokens=8)
     d.add("a", 20)
-    assert d.scheduler.waiting_reasons() == {"next_step": 1}
+    assert d.waiting_reasons() == {"next_step": 1}
     assert d.scheduler.why("a").startswith("next_step: ")
     d.add("b")
     d.add("c")
     d.step()
-    assert d.scheduler.waiting_reasons() == {"budget": 2}
+    assert d.waiting_reasons() == {"budget": 2}
     assert d.scheduler.why("c").startswith("budget: the step's 8 tokens")
     d.step()
     d.step()
-    assert d.scheduler.waiting_reasons() == {"capacity": 2}
+    assert d.waiting_reasons() == {"capacity": 2}
     assert d.scheduler.why("b") == "capacity: 1 sequences run, and at most 1 may"
     assert (d.scheduler.num_running, d.scheduler.num_waiting) == (1, 2)
 
@@ -147,7 +148,7 @@ def test_prefix_hits_are_counted_once_and_reported(driver) -> None:
     assert d.plan.new_sequences[0].num_computed_tokens == 8
     (output,) = d.update()
     assert output.num_cached_tokens == 8
-    assert (d.scheduler.prefix_cache_queries, d.scheduler.prefix_cache_hits) == (18, 8)
+    assert d.prefix_cache() == (18, 8)
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for(driver) -> None:
@@ -158,11 +159,11 @@ def test_a_prefix_that_is_being_computed_is_waited_for(driver) -> None:
     d.add("c", 2)
     assert d.schedule() == {"a": 10}
     d.update()
-    assert d.schedule() == {"a": 3}
-    assert d.scheduler.waiting_reasons() == {"prefix": 1, "order": 1}
+    assert d.schedule() == {"a": 3, "c": 2}, "who is not ready holds nobody up"
+    assert d.waiting_reasons() == {"prefix": 1}
     assert d.scheduler.why("b") == "prefix: its beginning is being computed for another request"
     d.update()
-    assert d.schedule() == {"a": 1, "b": 1, "c": 2}
+    assert d.schedule() == {"a": 1, "b": 1, "c": 1}
 
 
 def test_prompt_logprobs_want_the_prompt_computed(driver) -> None:

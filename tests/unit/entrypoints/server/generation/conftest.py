@@ -19,8 +19,9 @@ from quire.entrypoints.server.chat import chat_service
 from quire.entrypoints.server.completions import completion_service
 from quire.entrypoints.server.state import ServerState
 from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
+from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
-from quire.protocol.step import NewRequest, PromptLogprobs, SequenceOutput, TokenLogprobs
+from quire.protocol.step import Failure, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
 STATS = EngineStats(0, 0, 0.0, 0, 0, 0, {})
@@ -36,7 +37,7 @@ class ScriptedCore:
         aborted: ids that were aborted.
         held: where set, steps wait for `go_on`.
         ending: "abort" or "error": how a request ends after its second step, in place of its text.
-        error: what the error is.
+        failure: why, if it is "error".
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,7 +48,7 @@ class ScriptedCore:
         self.held = False
         self.go_on = asyncio.Event()
         self.ending: str | None = None
-        self.error: str | None = None
+        self.failure: Failure | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[tuple[str, int]] = set()
         self._emit: Callable[[Any], None] = lambda event: None
@@ -78,7 +79,7 @@ class ScriptedCore:
     async def _run(self, request: NewRequest) -> None:
         scripts = {
             i: [*self.tokenizer.encode(self.texts[i % len(self.texts)], add_special_tokens=False), EOS]
-            for i in range(request.num_sequences)
+            for i in range(_task(request).num_sequences)
         }
         step = 0
         while scripts:
@@ -94,10 +95,11 @@ class ScriptedCore:
             step += 1
 
     def _token(self, request: NewRequest, index: int, script: list[int], step: int) -> SequenceOutput:
-        params = request.sampling_params
+        task = _task(request)
+        params = task.params
         token_id = script[step]
-        reason = "stop" if token_id in request.stop_token_ids else None
-        if reason is None and step + 1 == min(request.max_tokens, len(script)):
+        reason = "stop" if token_id in task.stop_token_ids else None
+        if reason is None and step + 1 == min(task.max_tokens, len(script)):
             reason = "length"
         if self.ending is not None and step == 2:
             reason = self.ending
@@ -113,8 +115,13 @@ class ScriptedCore:
             prompt_logprobs=prompt,
             finish_reason=reason,
             num_cached_tokens=3,
-            error=self.error if reason == "error" else None,
+            failure=self.failure if reason == "error" else None,
         )
+
+
+def _task(request: NewRequest) -> SamplingTask:
+    assert isinstance(request.task, SamplingTask)
+    return request.task
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:

@@ -112,8 +112,8 @@ def test_the_whole_vocabulary_is_listed(make_server: Callable[..., Any], monkeyp
 
 def with_logprobs(request: Any, num_top: int) -> Any:
     """The core's request as if it asked for so many."""
-    params = msgspec.structs.replace(request.sampling_params, logprobs=num_top)
-    return msgspec.structs.replace(request, sampling_params=params)
+    params = msgspec.structs.replace(request.task.params, logprobs=num_top)
+    return msgspec.structs.replace(request, task=msgspec.structs.replace(request.task, params=params))
 
 
 def test_token_ids_and_prompt_logprobs(client: TestClient, parsed: Any, server: Any) -> None:
@@ -147,7 +147,7 @@ def test_the_template_writes_the_prompt(client: TestClient, server: Any) -> None
     places = [prompt.index(text) for text in ("<|system|>", "Be brief", "<|user|>", "Hi", "Yes?", "Go\non")]
     assert places == sorted(places)
     assert prompt.rstrip().endswith("<|assistant|>")
-    assert server.core.requests[-1].max_tokens == 128 - len(server.core.requests[-1].prompt_token_ids)
+    assert server.core.requests[-1].task.max_tokens == 128 - len(server.core.requests[-1].prompt_token_ids)
 
 
 def test_generation_prompt(client: TestClient, server: Any) -> None:

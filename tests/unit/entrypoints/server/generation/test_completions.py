@@ -15,11 +15,12 @@ from quire.entrypoints.server import service
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.completions import CompletionWriter, _LogprobWriter
 from quire.errors import OverloadedError
-from quire.protocol.step import NO_TOKEN_LEFT
+from quire.protocol.step import Failure, FailureKind
 from quire.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 TEXT = "Once upon a time there was a café."
+NO_TOKEN_LEFT = Failure(FailureKind.BAD_REQUEST, "no token is left to choose")
 
 
 def post(client: TestClient, **body: Any) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def test_best_of(client: TestClient, server: Any) -> None:
     # The likeliest are the shortest, as each token has the same logprob.
     assert [choice["text"] for choice in answer["choices"]] == ["Four", "Thrice"]
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    assert server.request.num_sequences == 4
+    assert server.request.task.num_sequences == 4
 
 
 def test_stop_strings(client: TestClient) -> None:
@@ -290,7 +291,7 @@ def test_scoring_a_prompt(client: TestClient, parsed: Any, server: Any, max_toke
             assert value in top.values()
             assert max(top.values()) == -0.6, "another token is likelier"
         assert choice["finish_reason"] == "length"
-    assert all(r.max_tokens == 1 and r.sampling_params.prompt_logprobs == 1 for r in server.core.requests)
+    assert all(r.task.max_tokens == 1 and r.task.params.prompt_logprobs == 1 for r in server.core.requests)
     pieces = [c for chunk in stream(client, parsed, **body) for c in chunk["choices"]]
     nulls = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
     assert [c | nulls for c in sorted(pieces, key=lambda c: c["index"])] == answer["choices"]
@@ -367,12 +368,12 @@ def test_a_failed_request_is_one_line_of_the_log(
     """However many sequences it has, and whatever it is called; a client's own fault is none of the operator's."""
     caplog.set_level(logging.DEBUG, "quire")
     body = {"prompt": [[5], [6]], "n": 100, "max_tokens": 9, "request_id": "r" * 200}
-    server.core.ending, server.core.error = "error", NO_TOKEN_LEFT
+    server.core.ending, server.core.failure = "error", NO_TOKEN_LEFT
     assert client.post(PATH, json=body).status_code == 400
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
-    assert len([message for message in caplog.messages if NO_TOKEN_LEFT in message]) <= 2
+    assert len([message for message in caplog.messages if NO_TOKEN_LEFT.message in message]) <= 2
     caplog.clear()
-    server.core.error = "RuntimeError while its token was chosen"
+    server.core.failure = Failure(FailureKind.INTERNAL, "RuntimeError while its token was chosen")
     assert client.post(PATH, json=body).status_code == 500
     warnings = [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG]
     assert 1 <= len(warnings) <= 2
@@ -418,9 +419,9 @@ def test_a_stopped_engine(client: TestClient, server: Any, streams: bool) -> Non
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_request_that_masks_every_token(client: TestClient, server: Any, parsed: Any, n: int) -> None:
-    server.core.ending, server.core.error = "error", NO_TOKEN_LEFT
+    server.core.ending, server.core.failure = "error", NO_TOKEN_LEFT
     answer = client.post(PATH, json={"prompt": "Hi", "n": n})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, NO_TOKEN_LEFT)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, NO_TOKEN_LEFT.message)
     assert stream(client, parsed, n=n)[-1]["error"]["type"] == "invalid_request_error"
 
 

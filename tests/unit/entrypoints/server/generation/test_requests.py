@@ -219,7 +219,7 @@ def test_max_tokens_may_fill_the_context(client: TestClient, server: Any) -> Non
     assert client.post(COMPLETIONS, json={"prompt": [5] * 100, "max_tokens": 28}).status_code == 200
     assert client.post(COMPLETIONS, json={"prompt": [5] * 100, "max_tokens": 29}).status_code == 400
     assert client.post(COMPLETIONS, json={"prompt": [5] * 120}).status_code == 200  # 16 is only the default
-    assert server.core.requests[-1].max_tokens == 8
+    assert server.core.requests[-1].task.max_tokens == 8
 
 
 HARMLESS: dict[str, Any] = {
@@ -256,7 +256,7 @@ def test_null_is_the_default_and_harmless_values_pass(client: TestClient, server
     bodies.append({name: value for name, value in HARMLESS.items() if name in model.model_fields})
     for body in bodies:
         assert client.post(path, json=PLAIN[path] | body).status_code == 200
-    first, *others = [msgspec.structs.replace(r.sampling_params, seed=None) for r in server.core.requests]
+    first, *others = [msgspec.structs.replace(r.task.params, seed=None) for r in server.core.requests]
     assert others == [first] * 2
 
 

@@ -127,10 +127,10 @@ def test_what_a_client_calls_its_requests_is_no_seed(client: TestClient, server:
         client.post(path, json=body, headers={"X-Request-Id": "trace-7"})
         client.post(path, json=body | {"request_id": "mine"})
     client.post("/v1/completions", json={"prompt": ["Hi", "Hi"]})
-    assert len({request.seed for request in server.core.requests}) == 8
+    assert len({request.task.seed for request in server.core.requests}) == 8
     for _ in range(2):
         client.post(path, json=body | {"seed": 5})
-    assert [request.seed for request in server.core.requests[-2:]] == [5, 5]
+    assert [request.task.seed for request in server.core.requests[-2:]] == [5, 5]
 
 
 # --- what is no sampling parameter

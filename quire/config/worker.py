@@ -1,0 +1,41 @@
+"""Configuration of a worker: exactly what is read below the executor's door.
+
+The engine makes it from its options; an executor hands it to each worker. It holds numbers and names only.
+"""
+
+from dataclasses import dataclass
+
+from quire.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What one worker runs, and the largest step that it must be able to carry out.
+
+    Attributes:
+        model: the model's own configuration and where its files are.
+        block_size: tokens in a KV block.
+        max_num_seqs: most rows held at once.
+        max_num_batched_tokens: most tokens computed in one step.
+        max_num_drafts: most draft tokens of a row in one step.
+        quantization: weight format made at load time, None for the checkpoint's own.
+        kv_cache_dtype: "auto" for the model's, or the name of a cache format.
+        kernels: level of compiled kernels, "auto" or "torch".
+        load_format: "auto", "safetensors" or "dummy".
+        weight_cache: keep packed weights on disk.
+        weight_cache_size: most that all models' packed weights may take there, in GiB.
+        debug: poison fresh KV blocks with NaN.
+    """
+
+    model: ModelConfig
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_drafts: int = 0
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kernels: str = "auto"
+    load_format: str = "auto"
+    weight_cache: bool = True
+    weight_cache_size: float = 32.0
+    debug: bool = False

@@ -1,0 +1,81 @@
+"""One KV group's rules: how many blocks a sequence has there, and which of them a window has left behind.
+
+The KV manager keeps one `KVGroup` for each group of the layout. A group of full attention holds all of a sequence's
+blocks; a windowed one takes them as it goes and frees those that no query to come can touch. Knows no tokens or names.
+"""
+
+from quire.kvcache.pool import BlockPool
+from quire.kvcache.table import NEVER
+
+KEY_TILE = 64  # tokens; kernels read a window's keys from the beginning of such a tile
+
+
+def first_visible_block(num_computed_tokens: int, window: int | None, block_size: int) -> int:
+    """Index of the first block that a query at position num_computed_tokens, or a later one, may touch."""
+    if window is None or num_computed_tokens < window:
+        return 0
+    return (num_computed_tokens - window + 1) // KEY_TILE * KEY_TILE // block_size
+
+
+def window_reach(window: int, block_size: int) -> int:
+    """Tokens before its next one that a long sequence holds at most, where the window begins least favourably."""
+    return window - 1 + KEY_TILE - 1 + (block_size - 1 if KEY_TILE % block_size else 0)
+
+
+class KVGroup:
+    """The blocks of layers that share one table.
+
+    Attributes:
+        pool: the group's blocks.
+        window: tokens that a query sees, itself included; None: all before it.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.window = window
+        self.block_size = block_size
+
+    def first_visible(self, num_computed_tokens: int) -> int:
+        """Index of the first block to be kept by a sequence with so many computed tokens."""
+        return first_visible_block(num_computed_tokens, self.window, self.block_size)
+
+    def release_at(self, first_block: int) -> int:
+        """Computed tokens of a sequence at which this block of it has fallen out of the window."""
+        if self.window is None:
+            return NEVER
+        border = -(-(first_block + 1) * self.block_size // KEY_TILE) * KEY_TILE
+        return border + self.window - 1
+
+    def num_admitted(self, num_tokens: int, num_step_tokens: int) -> int:
+        """Entries of a table at its admission: for all known tokens, or those that the first step ends with."""
+        return -(-(num_tokens if self.window is None else num_step_tokens) // self.block_size)
+
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that can run here by itself."""
+        if self.window is not None and self.max_pending() > 0:
+            return NEVER
+        return self.pool.num_blocks * self.block_size
+
+    def max_pending(self) -> int:
+        """Tokens that a long sequence may be ahead of its computed ones, here by itself; zero or less: it can't be."""
+        if self.window is None:
+            return NEVER
+        return self.pool.num_blocks * self.block_size - window_reach(self.window, self.block_size)
+
+    def drop_left_behind(self, block_ids: list[int], first_block: int, num_computed_tokens: int) -> int:
+        """Free what no query to come can touch, the oldest first; returns the first index that is still held."""
+        stop = min(self.first_visible(num_computed_tokens), len(block_ids))
+        for index in range(first_block, stop):
+            self.pool.release(block_ids[index])
+            block_ids[index] = 0
+        return max(first_block, stop)
+
+    def num_free_among(self, block_ids: list[int]) -> int:
+        """How many of some blocks nobody owns."""
+        counts = self.pool.ref_counts
+        return sum(1 for block in block_ids if counts[block] == 0)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether writing to a block would change what another table, or the prefix cache, knows it for."""
+        return self.pool.ref_counts[block] > 1 or self.pool.is_registered(block)

@@ -1,0 +1,99 @@
+"""What the scheduler holds of the KV cache: a sequence's block table, what was found for it, what was added to it.
+
+`KVManager` makes and changes these; the scheduler reads them into its plans. Lists by KV group have one entry a group,
+in the order of `CacheLayout.groups`. Nothing here knows how blocks are counted or shared.
+"""
+
+import sys
+from typing import NamedTuple
+
+NEVER = sys.maxsize  # a number of tokens that no sequence reaches
+
+
+class BlockTable:
+    """The blocks of one sequence: block i of a group holds its keys and values of tokens [i * size, (i + 1) * size).
+
+    Attributes:
+        sequence_id: whose table it is.
+        prompt_token_ids, output_token_ids: the sequence's own lists, read here and never changed.
+        root: the name of no tokens at all, see `root_hash`.
+        block_ids: by group; empty lists while the sequence does not run. Entries below `first_block` are 0 and mean
+            nothing: a window has left them behind.
+        first_block: by group, the first index that is held.
+        hashes: names of the sequence's first full blocks, as far as they were needed; kept when blocks are freed.
+        num_committed: full blocks that were computed, or found, and offered to the prefix cache.
+        num_slots: positions that every group has a block for, counted from 0.
+        next_commit: computed tokens at which `commit` has something to do.
+        shared_block: index of the block in which a fork began to differ, to be copied before it is written; -1: none.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "first_block",
+        "hashes",
+        "next_commit",
+        "num_committed",
+        "num_slots",
+        "output_token_ids",
+        "prompt_token_ids",
+        "root",
+        "sequence_id",
+        "shared_block",
+    )
+
+    def __init__(self, sequence_id: int, prompt_token_ids: list[int], output_token_ids: list[int], root: bytes) -> None:
+        self.sequence_id = sequence_id
+        self.prompt_token_ids = prompt_token_ids
+        self.output_token_ids = output_token_ids
+        self.root = root
+        self.hashes: list[bytes] = []
+        self.clear(0)
+
+    def clear(self, num_groups: int) -> None:
+        """Forget all blocks, as a sequence that does not run."""
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+        self.first_block = [0] * num_groups
+        self.num_committed = 0
+        self.num_slots = 0
+        self.next_commit = NEVER
+        self.shared_block = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions [start, stop)."""
+        border = len(self.prompt_token_ids)
+        if stop <= border:
+            return self.prompt_token_ids[start:stop]
+        if start >= border:
+            return self.output_token_ids[start - border : stop - border]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - border]
+
+
+class PrefixMatch(NamedTuple):
+    """What the cache knows of a sequence's beginning, and whether the block after it is on its way."""
+
+    num_tokens: int  # whole blocks
+    block_ids: list[list[int]]  # by group, 0 where the window has passed; [] when nothing was looked up
+    computed_by: int | None = None  # the running sequence that is about to compute the first block that is missing
+
+    @property
+    def next_is_computing(self) -> bool:
+        """Whether waiting a little would make the match longer."""
+        return self.computed_by is not None
+
+
+NO_MATCH = PrefixMatch(0, [])
+
+
+class Appended(NamedTuple):
+    """What a step's plan tells the sequence's row; not to be changed."""
+
+    new_block_ids: list[list[int]]  # by group, added to the table's end; [] when there are none in any group
+    edits: list[tuple[int, int, int]]  # (group, index, block): the row's table has this block there from now on
+
+
+NOTHING_APPENDED = Appended([], [])

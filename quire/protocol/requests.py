@@ -1,0 +1,63 @@
+"""Requests on their way down: what the engine hands to the scheduler, and a worker is told once.
+
+The input processor makes them, validated. All are msgspec structs without tensors, so that they cross a process border
+unchanged. They know nothing of steps or blocks.
+"""
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+
+
+class SamplingTask(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
+    """Draw tokens after the prompt. What depends on the model is resolved here, once."""
+
+    params: SamplingParams
+    max_tokens: int  # output tokens allowed, so that prompt + output <= max_model_len; >= 1
+    stop_token_ids: frozenset[int]  # end-of-sequence ids (unless ignore_eos) and the user's stop_token_ids
+    eos_token_id: int | None = None  # the model's first end-of-sequence id: of all that stop, it alone needs no reason
+    seed: int  # 64-bit key of the request's random numbers
+    bad_words_token_ids: list[list[int]] = []  # token sequences that must never be completed
+    first_sequence_index: int = 0  # > 0 when one request is split into several that must draw as its forks would
+    has_grammar: bool = False  # every token is drawn under a mask of the step's SampleGuide
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are drawn from the prompt (best_of, or n)."""
+        return self.params.best_of or self.params.n
+
+
+class PoolingTask(msgspec.Struct, frozen=True, kw_only=True, tag="pooling"):
+    """One vector for the whole prompt: the request ends when its prompt is computed."""
+
+    normalize: bool = True  # to length 1
+
+
+class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt positions [start, start + num_tokens) whose embeddings come from an image or a sound."""
+
+    start: int
+    num_tokens: int
+    digest: bytes  # of the content; names it in the prefix cache and in the encoder's
+
+
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """The adapter (LoRA) that a request runs with."""
+
+    adapter_id: int  # >= 1; unique in the engine's life
+    digest: bytes  # of its weights; part of every block's name in the prefix cache
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request. It crosses to each worker once; sequences refer to it by its id."""
+
+    request_id: str
+    prompt_token_ids: list[int]  # never empty, each in the vocabulary
+    task: SamplingTask | PoolingTask
+    media: list[MediaSpan] = []
+    adapter: AdapterRef | None = None
+    cache_salt: str | None = None  # requests share cached prefixes only with the same salt
+    arrival_time: float = 0.0  # seconds, any monotonic origin
+    priority: int = 0  # lower runs first under the "priority" policy
+    client: str | None = None  # whose request it is, for policies that share between clients
+    deadline: float | None = None  # seconds, same origin as arrival_time

@@ -1,0 +1,40 @@
+"""What is said to a worker besides its steps, and what it answers: facts, from which the engine makes sentences.
+
+An executor carries these structs to every worker and back. They hold numbers and names, no tensors.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker found and loaded."""
+
+    kernels: str  # the level in use: "amx", "avx512", "avx2", "portable", or "torch" for no compiled kernels
+    kernels_reason: Literal["asked", "best", "unserved"]  # "unserved": compiled ones don't serve this model here
+    num_threads: int
+    is_small_model: bool  # so small that one thread is used although there are more
+    quantization: str | None  # weight format made at load time
+    kv_cache_dtype: str  # "auto" or a format's name
+    num_parameters: int
+    num_files: int
+    num_bytes: int  # of the weights as they lie in the files
+    seconds: float  # that loading took
+    from_store: bool  # packed weights were mapped from the weight store
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
+    """Look whether rows are consistent, and are those of exactly these sequences."""
+
+    live_sequence_ids: list[int] | None  # ascending; None: not to be told now, as plans are in flight
+
+
+class IntegrityReply(msgspec.Struct, frozen=True, tag=True):
+    """What `CheckIntegrity` found: None where everything agrees."""
+
+    fault: str | None
+
+
+WorkerCall = CheckIntegrity
+WorkerReply = IntegrityReply

@@ -1,0 +1,67 @@
+"""The tokens of one live sequence, in the place where they are kept: its row.
+
+The worker's rows make one per sequence; sampler, processors and proposers read it, and the runner alone appends. There
+is no second list of a sequence's tokens in a worker.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SequenceTokens:
+    """Prompt, output, and then drafts that nobody has accepted yet.
+
+    Attributes:
+        ids: int32 [width], a view of the row: [0, num_prompt) prompt, [num_prompt, num) output, [num, num + num_drafts)
+            drafts, zeros.
+        num_prompt, num, num_drafts: as above.
+    """
+
+    __slots__ = ("ids", "num", "num_drafts", "num_prompt")
+
+    def __init__(self, ids: npt.NDArray[np.int32], num_prompt: int, num: int) -> None:
+        self.ids = ids
+        self.num_prompt = num_prompt
+        self.num = num
+        self.num_drafts = 0
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], output: Sequence[int] = (), room: int = 0) -> "SequenceTokens":
+        """Tokens in a row of their own, with room for more."""
+        ids = np.array([*prompt, *output, *[0] * room], np.int32)
+        return cls(ids, len(prompt), len(prompt) + len(output))
+
+    @property
+    def position(self) -> int:
+        """Index in the output of the token to be drawn next."""
+        return self.num - self.num_prompt
+
+    def prompt(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.ids[: self.num_prompt].tolist()
+
+    def output(self) -> list[int]:
+        """A copy of the output."""
+        return self.ids[self.num_prompt : self.num].tolist()
+
+    def tail(self, count: int) -> list[int]:
+        """A copy of the last tokens of the output, at most so many."""
+        return self.ids[max(self.num_prompt, self.num - count) : self.num].tolist()
+
+    def append(self, token_id: int) -> None:
+        """Append a token; it takes the place of the first draft, where there are any."""
+        self.ids[self.num] = token_id
+        self.num += 1
+        if self.num_drafts:
+            self.num_drafts -= 1
+
+    def set_drafts(self, token_ids: Sequence[int]) -> None:
+        """Let these be the drafts, instead of those there are; [] to forget them."""
+        start = self.num
+        if self.num_drafts:
+            self.ids[start : start + self.num_drafts] = 0
+        if token_ids:
+            self.ids[start : start + len(token_ids)] = token_ids
+        self.num_drafts = len(token_ids)

@@ -1,0 +1,81 @@
+"""Several positions of a sequence in one step: the next token, and the drafts after it for as long as they are drawn.
+
+Sampled in waves: wave j is position j of all sequences still in agreement with their drafts, and its tokens are
+appended before wave j + 1. So parameters that look back (penalties, bad words, processors) and masks only ever see
+accepted tokens and need no rollback, and each token has the bits of a run without drafts. Called by the model runner.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.ops.native.library import Target
+from quire.protocol.step import Failure, TokenLogprobs
+from quire.sampling.processing import Mask
+from quire.sampling.sampler import Draws, sample
+from quire.sampling.state import SamplingState
+
+
+class Lane:
+    """One sequence of a step: what it draws, and then what it drew.
+
+    Attributes:
+        first_row: row of the logits of its first position; those of its drafts follow.
+        num_drafts: how many of the drafts in its row were computed.
+        num_samples: draws at its one position, > 1 only without drafts; the first of them is appended.
+        masks: a grammar's bitmask by sampled position, where there is one.
+        token_ids: what was appended, or the samples.
+        logprobs: one for each of them, where asked for.
+        failure: why there is no token.
+    """
+
+    __slots__ = ("failure", "first_row", "logprobs", "masks", "num_drafts", "num_samples", "state", "token_ids")
+
+    def __init__(self, state: SamplingState, first_row: int, num_drafts: int = 0, num_samples: int = 1) -> None:
+        self.state = state
+        self.first_row = first_row
+        self.num_drafts = num_drafts
+        self.num_samples = num_samples
+        self.masks: dict[int, Mask] | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.failure: Failure | None = None
+
+    @property
+    def num_refused(self) -> int:
+        """Drafts that were computed in vain."""
+        return self.num_drafts + 1 - len(self.token_ids) if self.num_drafts else 0
+
+
+def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = None) -> None:
+    """Sample [N, V] logits of any float type into the lanes, and append to their tokens what was drawn.
+
+    `target` is the sampler's.
+    """
+    wave = 0
+    while lanes:
+        rows = [lane.first_row + wave for lane in lanes]
+        masks = None
+        if [lane for lane in lanes if lane.masks]:
+            masks = [lane.masks.get(wave) if lane.masks else None for lane in lanes]
+        num_samples = [lane.num_samples for lane in lanes]
+        output = sample(logits, Draws([lane.state for lane in lanes], num_samples, rows, masks), target)
+        agreeing: list[Lane] = []
+        for lane, drawn, logprobs in zip(lanes, output.token_ids, output.logprobs, strict=True):
+            tokens = lane.state.tokens
+            if not drawn:
+                continue
+            if lane.num_drafts > wave and tokens.ids[tokens.num] == drawn[0]:
+                agreeing.append(lane)
+                tokens.append(drawn[0])
+            else:
+                tokens.append(drawn[0])
+                if tokens.num_drafts:
+                    tokens.set_drafts([])
+            lane.token_ids = lane.token_ids + drawn if wave else drawn
+            if logprobs is not None:
+                lane.logprobs = lane.logprobs + logprobs if lane.logprobs else logprobs
+        for i, failure in output.failures.items():
+            lanes[i].failure = failure
+        lanes = agreeing
+        wave += 1

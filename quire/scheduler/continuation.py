@@ -1,0 +1,81 @@
+"""Continuations: what the results of a request's sequences mean, and which sequences go on from them.
+
+The scheduler asks a request's continuation what to do at a sequence's last position and, where that is more than one
+draw, what became of it. Independent samples are here; beams are one more class of this shape. It knows tokens and
+logprobs, and nothing of queues, blocks or plans.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.protocol.requests import SamplingTask
+from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One sequence that goes on from another's result: that one itself, or a new one that shares its tokens so far."""
+
+    index: int  # of the sequence in its request
+    token_id: int  # its next token
+    logprobs: TokenLogprobs | None = None
+
+
+class Continuation(Protocol):
+    """How the sequences of one request go on. A sequence is known by its index, 0 .. num_sequences - 1.
+
+    A request begins with its root, index 0; every other index has to come from `advance` while its parent lives.
+    """
+
+    def sampling(self, index: int) -> tuple[Sampling, int]:
+        """What is done at a sequence's last position, and the number of samples; asked again after each `advance`.
+
+        A single DRAW is appended to the sequence without a question.
+        """
+        ...
+
+    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch]:
+        """What goes on from a sequence's result; without a branch of its own index it ends without a word."""
+        ...
+
+    def carries(self, index: int, unfinished: set[int]) -> bool:
+        """Whether a sequence must go on although its own index has ended, as others are still to come from it."""
+        ...
+
+    def state(self) -> Any:
+        """What `restore` needs: numbers, strings, lists and dicts."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Continue from such a state."""
+        ...
+
+
+class Independent:
+    """`num_sequences` samples that share nothing but the prompt: drawn together at its end, then each by itself."""
+
+    def __init__(self, task: SamplingTask) -> None:
+        self._num_sequences = task.num_sequences
+        self._forked = task.num_sequences == 1
+
+    def sampling(self, index: int) -> tuple[Sampling, int]:
+        """One draw, or all first tokens at once."""
+        return Sampling.DRAW, 1 if self._forked else self._num_sequences
+
+    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch]:
+        """The prompt is computed: each sequence gets its own first token."""
+        self._forked = True
+        logprobs = result.logprobs or [None] * self._num_sequences
+        return [Branch(i, token_id, logprobs[i]) for i, token_id in enumerate(result.token_ids)]
+
+    def carries(self, index: int, unfinished: set[int]) -> bool:
+        """The root computes the prompt for all."""
+        return not self._forked and bool(unfinished)
+
+    def state(self) -> bool:
+        """Whether the sequences have been made."""
+        return self._forked
+
+    def restore(self, state: bool) -> None:
+        """Continue from there."""
+        self._forked = state

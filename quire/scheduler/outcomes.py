@@ -1,0 +1,303 @@
+"""What a step's result means for its sequences: tokens are appended, sequences fork and end, outputs are made.
+
+The scheduler's half that looks back; `Scheduler.update` calls it. It keeps the live requests and sequences, and leaves
+the queues to the planner.
+"""
+
+from quire.kvcache.manager import KVManager
+from quire.protocol.requests import NewRequest
+from quire.protocol.step import (
+    Failure,
+    Fork,
+    PromptLogprobs,
+    Sampling,
+    ScheduledSequence,
+    SequenceOutput,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+)
+from quire.scheduler.continuation import Branch, Continuation
+from quire.scheduler.planner import Planner
+from quire.scheduler.policies.base import Policy
+from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+
+_NONE, _DRAW, _RANK = Sampling.NONE, Sampling.DRAW, Sampling.RANK
+_WAITING, _RUNNING, _PREPARING = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.PREPARING
+
+
+class Outcomes:
+    """The live requests, and what becomes of them.
+
+    Attributes:
+        groups: live requests by id.
+        live: live sequences by id.
+        num_sequences: sequences since the start.
+    """
+
+    def __init__(self, planner: Planner, kv: KVManager, max_model_len: int) -> None:
+        self.groups: dict[str, SequenceGroup] = {}
+        self.live: dict[int, Sequence] = {}
+        self.num_sequences = 0
+        self._planner = planner
+        self._kv = kv
+        self._max_model_len = max_model_len
+        self._watches_service = type(planner.policy).on_served is not Policy.on_served
+
+    # Beginnings.
+
+    def open(self, request: NewRequest, continuation: Continuation, order: int, now: float) -> SequenceGroup:
+        """A new request, without sequences."""
+        group = SequenceGroup(request, order, continuation, self._max_model_len)
+        group.key = self._planner.policy.key(request, order, now)
+        self.groups[request.request_id] = group
+        return group
+
+    def make_sequence(
+        self, group: SequenceGroup, index: int, output_token_ids: list[int], sequence_id: int | None = None
+    ) -> Sequence:
+        """A new sequence of a request, waiting; a restored one keeps its id."""
+        if sequence_id is None:
+            sequence_id = self.num_sequences
+            self.num_sequences += 1
+        request = group.request
+        digest = request.adapter.digest if request.adapter else b""
+        table = self._kv.open(sequence_id, request.prompt_token_ids, output_token_ids, request.cache_salt, digest)
+        sequence = Sequence(sequence_id, group, index, table)
+        self.live[sequence_id] = group.sequences[index] = sequence
+        self._planner.waiting.add(sequence)
+        return sequence
+
+    # Results.
+
+    def take(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Take in what a step brought; results of sequences that have ended are dropped."""
+        outputs: list[SequenceOutput] = []
+        live = self.live
+        for item, found in zip(plan.scheduled, result.results, strict=True):
+            # Whole requests fail, so before anything is made of their other sequences' results.
+            if found.failure is not None and item.sequence_id in live:
+                outputs += self.end_request(live[item.sequence_id].group, "error", found.failure)
+        for item, found in zip(plan.scheduled, result.results, strict=True):
+            sequence = live.get(item.sequence_id)
+            if sequence is None:
+                continue
+            sequence.num_in_flight -= 1
+            if self._watches_service:
+                self._tell_policy(sequence.group, item.num_new_tokens, now)
+            prompt_logprobs = found.prompt_logprobs
+            if prompt_logprobs is not None:
+                prompt_logprobs = self._undelivered(sequence, prompt_logprobs)
+            if item.sampling is _DRAW and item.num_samples == 1:
+                self._draw(sequence, item, found, prompt_logprobs, outputs)
+                continue
+            self._advance(sequence, item.num_new_tokens)
+            if item.sampling is not _NONE:
+                outputs += self._branch(sequence, item.sampling, found, prompt_logprobs)
+            else:
+                self._settle(sequence, 0)
+                if prompt_logprobs is not None:
+                    outputs.append(_output(sequence, [], prompt_logprobs=prompt_logprobs))
+        return outputs
+
+    def _draw(
+        self,
+        sequence: Sequence,
+        item: ScheduledSequence,
+        found: SequenceResult,
+        prompt_logprobs: PromptLogprobs | None,
+        outputs: list[SequenceOutput],
+    ) -> None:
+        """A sequence goes on by the tokens drawn for it, or ends with one of them."""
+        tokens, logprobs, group = found.token_ids, found.logprobs, sequence.group
+        num_used, reason, stop_reason = self._extend(sequence, tokens)
+        # After the tokens: a block that accepted drafts have filled is named by them.
+        self._advance(sequence, item.num_new_tokens - item.num_drafts + len(tokens) - 1)
+        if num_used < len(tokens):
+            tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
+        if sequence.index in group.unfinished:
+            outputs.append(
+                SequenceOutput(
+                    request_id=group.request.request_id,
+                    sequence_index=sequence.index,
+                    new_token_ids=tokens,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    finish_reason=reason,
+                    stop_reason=stop_reason,
+                    num_cached_tokens=group.num_cached_tokens or 0,
+                )
+            )
+        if reason is None:
+            self._settle(sequence, len(found.draft_token_ids))
+        else:
+            group.unfinished.discard(sequence.index)
+            self._drop(sequence)
+
+    def _branch(
+        self, parent: Sequence, sampling: Sampling, found: SequenceResult, prompt_logprobs: PromptLogprobs | None
+    ) -> list[SequenceOutput]:
+        """Several sequences may go on from one, each with an output of its own."""
+        group, outputs = parent.group, []
+        own: Branch | None = None
+        for branch in group.continuation.advance(parent.index, len(parent.output_token_ids), found):
+            if branch.index == parent.index:
+                own = branch
+            elif branch.index in group.unfinished:
+                outputs.append(self._begin(parent, branch))
+        if own is not None:
+            _, reason, stop_reason = self._extend(parent, [own.token_id])
+            if sampling is _RANK and parent.status is _RUNNING:
+                parent.chosen_token_id = own.token_id
+            if parent.index in group.unfinished:
+                news = _output(parent, [own.token_id], own, prompt_logprobs, (reason, stop_reason))
+                outputs.insert(0, news)
+            if reason is not None:
+                group.unfinished.discard(parent.index)
+        if own is None or not group.needs(parent.index):
+            self._drop(parent)
+        else:
+            parent.ask_continuation()
+            self._settle(parent, 0)
+        return outputs
+
+    def _begin(self, parent: Sequence, branch: Branch) -> SequenceOutput:
+        """A new sequence goes on from another's computed tokens.
+
+        It shares the parent's blocks where there is a place to run in; otherwise it waits without any.
+        """
+        group, planner = parent.group, self._planner
+        child = self.make_sequence(group, branch.index, parent.output_token_ids.copy())
+        _, reason, stop_reason = self._extend(child, [branch.token_id])
+        output = _output(child, child.output_token_ids.copy(), branch, None, (reason, stop_reason))
+        if reason is not None:
+            group.unfinished.discard(child.index)
+            self._drop(child)
+        elif parent.status is _RUNNING and len(planner.running) < planner.max_running:
+            num_shared = parent.num_computed_tokens
+            child.table = self._kv.fork(parent.table, child.sequence_id, child.output_token_ids, num_shared)
+            child.num_computed_tokens = num_shared
+            child.settle()
+            sequence_index = group.task.first_sequence_index + child.index
+            fork = Fork(child.sequence_id, parent.sequence_id, sequence_index, num_shared, branch.token_id)
+            planner.start_fork(child, fork)
+        else:
+            child.settle()
+        return output
+
+    def _extend(self, sequence: Sequence, token_ids: list[int]) -> tuple[int, str | None, int | None]:
+        """Append tokens up to one that ends the sequence.
+
+        Returns:
+            How many were appended, and why the sequence ends: finish_reason and stop_reason.
+        """
+        group, outputs = sequence.group, sequence.output_token_ids
+        num_used = 0
+        for token_id in token_ids:
+            outputs.append(token_id)
+            num_used += 1
+            sequence.num_tokens += 1
+            if token_id in group.stop_token_ids and len(outputs) >= group.min_tokens:
+                return num_used, "stop", token_id if token_id != group.task.eos_token_id else None
+            if sequence.num_tokens >= group.limit:
+                return num_used, "length", None
+        return num_used, None, None
+
+    def _advance(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """So many more tokens have keys and values, unless the sequence has been preempted meanwhile."""
+        if sequence.status is _RUNNING:
+            # Where drafts were accepted beyond a token that ends the sequence, they are none of its tokens.
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens + num_new_tokens, sequence.num_tokens)
+            self._kv.commit(sequence.table, sequence.num_computed_tokens)
+
+    def _settle(self, sequence: Sequence, num_drafts: int) -> None:
+        """A result of a sequence that goes on is taken in; unless more are to come, no more is expected than is known.
+
+        Drafts are good for a step that is planned with them; one planned before them has made them void.
+        """
+        sequence.proposes = num_drafts > 0
+        if sequence.num_in_flight:
+            return
+        sequence.num_expected = sequence.num_tokens
+        sequence.num_scheduled = sequence.num_computed_tokens
+        if sequence.status is _RUNNING:
+            sequence.num_drafts = num_drafts
+        elif sequence.status is _PREPARING:
+            self._planner.make_ready(sequence)
+
+    def _undelivered(self, sequence: Sequence, part: PromptLogprobs) -> PromptLogprobs | None:
+        """What is new of some prompt logprobs: after a preemption they are computed, and come, once more."""
+        group = sequence.group
+        if part.start + len(part.entries) <= group.num_prompt_logprobs:
+            return None
+        num_known = group.num_prompt_logprobs - part.start
+        assert num_known >= 0, "prompt logprobs are missing"
+        group.num_prompt_logprobs = part.start + len(part.entries)
+        return PromptLogprobs(start=part.start + num_known, entries=part.entries[num_known:])
+
+    def _tell_policy(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
+        policy = self._planner.policy
+        for request_id in policy.on_served(group.request, num_tokens):
+            changed = self.groups.get(request_id)
+            if changed is not None:
+                changed.key = policy.key(changed.request, changed.order, now)
+                for sequence in changed.sequences.values():
+                    self._planner.rekey(sequence)
+
+    # Ends.
+
+    def end_request(self, group: SequenceGroup, reason: str, failure: Failure | None = None) -> list[SequenceOutput]:
+        """End all unfinished sequences of a request, each with an output."""
+        outputs = [
+            SequenceOutput(
+                request_id=group.request.request_id,
+                sequence_index=index,
+                new_token_ids=[],
+                finish_reason=reason,
+                num_cached_tokens=group.num_cached_tokens or 0,
+                failure=failure,
+            )
+            for index in sorted(group.unfinished)
+        ]
+        group.unfinished.clear()
+        self.drop_unneeded(group)
+        return outputs
+
+    def drop_unneeded(self, group: SequenceGroup) -> None:
+        """Forget the sequences of a request that have ended and carry no others."""
+        for sequence in [s for s in group.sequences.values() if not group.needs(s.index)]:
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a sequence, and its request with the last one."""
+        self._planner.drop(sequence)
+        group = sequence.group
+        del self.live[sequence.sequence_id]
+        del group.sequences[sequence.index]
+        if not group.sequences:
+            assert not group.unfinished, "sequences of a request were left without a beginning"
+            request_id = group.request.request_id
+            del self.groups[request_id]
+            if group.announced:
+                self._planner.forget_request(request_id)
+
+
+def _output(
+    sequence: Sequence,
+    new_token_ids: list[int],
+    branch: Branch | None = None,
+    prompt_logprobs: PromptLogprobs | None = None,
+    end: tuple[str | None, int | None] = (None, None),
+) -> SequenceOutput:
+    """What a sequence brings upstairs; `end` is its finish_reason and stop_reason."""
+    group = sequence.group
+    return SequenceOutput(
+        request_id=group.request.request_id,
+        sequence_index=sequence.index,
+        new_token_ids=new_token_ids,
+        logprobs=[branch.logprobs] if branch is not None and branch.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=end[0],
+        stop_reason=end[1],
+        num_cached_tokens=group.num_cached_tokens or 0,
+    )

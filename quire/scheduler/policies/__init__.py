@@ -1,0 +1,1 @@
+"""Scheduling policies, one module each; `registry` knows them by name."""

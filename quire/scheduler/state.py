@@ -1,0 +1,43 @@
+"""The scheduler's state as messages: what it takes to go on elsewhere, with other workers and an empty KV cache.
+
+`Scheduler.state` makes it, `Scheduler.restore` takes it. Tokens and decisions are in it; rows, blocks and plans in
+flight are not, as every sequence is computed anew: a request's tokens don't depend on how.
+"""
+
+from typing import Any
+
+import msgspec
+
+from quire.protocol.requests import NewRequest
+
+
+class SequenceState(msgspec.Struct, frozen=True, array_like=True):
+    """A live sequence."""
+
+    sequence_id: int
+    index: int
+    output_token_ids: list[int]
+
+
+class RequestState(msgspec.Struct, frozen=True, kw_only=True):
+    """A live request."""
+
+    request: NewRequest
+    order: int  # requests added before it
+    unfinished: list[int]  # indices, ascending
+    num_cached_tokens: int | None
+    num_prompt_logprobs: int
+    continuation: Any  # as the continuation says it
+    sequences: list[SequenceState]
+
+
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A scheduler between two calls."""
+
+    requests: list[RequestState]
+    num_added: int
+    num_sequences: int
+    step_id: int  # of the next plan
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int

@@ -1,0 +1,1 @@
+"""Drafts: tokens proposed ahead of the model, one proposer a file."""

@@ -1,0 +1,1 @@
+"""Where a worker computes: one kind of device a file."""

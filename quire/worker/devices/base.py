@@ -1,0 +1,117 @@
+"""The contract of a device: all that a worker and its runner leave to the place where they compute.
+
+The worker makes one, builds and loads its model for it, and asks it for memory; the runner hands it each step's arrays
+and takes hidden states from it. A device knows tensors and kernels, and neither plans nor rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend
+from quire.layers.step import Step
+from quire.models.causal_lm import CausalLM
+from quire.protocol.cache import LayerCache
+from quire.protocol.step import Failure, TokenLogprobs
+from quire.quantization.registry import WeightFormats
+from quire.sampling.processing import Mask
+from quire.sampling.state import SamplingState
+from quire.sampling.waves import Lane
+from quire.worker.gather import StepArrays
+from quire.worker.weights.store import WeightStore
+
+
+class RunnableModel(Protocol):
+    """What a device makes of a model: called as the model itself."""
+
+    vocab_size: int
+
+    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
+        """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V]."""
+        ...
+
+
+class Device(ABC):
+    """One device.
+
+    Attributes:
+        kernels: the level of compiled kernels in use, "torch" for none.
+        kernels_reason: as `WorkerReport.kernels_reason`.
+        backend: the attention backend to build models with.
+        packs_weights: weights lie packed in a store, of which a later start may map a file.
+        num_threads: host threads that compute.
+        is_small_model: one thread computes although there are more, as the model is small.
+    """
+
+    kernels: str
+    kernels_reason: Literal["asked", "best", "unserved"]
+    backend: AttentionBackend[Any]
+    packs_weights: bool
+    num_threads: int
+    is_small_model: bool
+
+    @abstractmethod
+    def weight_formats(self, quantization: str | None, store: WeightStore | None) -> WeightFormats:
+        """The formats that its kernels multiply, for a model that is about to be built."""
+
+    @abstractmethod
+    def adopt(self, num_parameters: int) -> None:
+        """Settle what depends on the model's size, once it is built."""
+
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """Memory that is free for the KV cache and activations."""
+
+    @abstractmethod
+    def compile(self, model: CausalLM) -> RunnableModel:
+        """The loaded model as this device runs it."""
+
+    @abstractmethod
+    def activation_bytes(
+        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int
+    ) -> int:
+        """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled: measured."""
+
+    @abstractmethod
+    def reserve(self, model: RunnableModel, max_tokens: int) -> None:
+        """Make room for steps of so many tokens, before the first one."""
+
+    @abstractmethod
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_touched: int) -> Tensor:
+        """A zeroed KV cache of one layer, of which the first `num_touched` blocks are likely to be used soon.
+
+        Raises:
+            MemoryError, OSError: there is not that much.
+        """
+
+    @abstractmethod
+    def computing(self) -> AbstractContextManager[None]:
+        """Entered around each step's work, never twice at once: no gradients, its own number of threads."""
+
+    @abstractmethod
+    def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
+        """A step's token ids and all else that layers want to know. The arrays belong to the device from here on."""
+
+    @abstractmethod
+    def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows [R], ascending, of hidden states [T, H]; where they are all of them, as they are."""
+
+    @abstractmethod
+    def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
+        """Sample [N, V] logits into lanes, as `quire.sampling.waves.draw_lanes`."""
+
+    @abstractmethod
+    def rank(self, logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
+        """The best tokens of one row, as `quire.sampling.rank`."""
+
+    @abstractmethod
+    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+        """Of given tokens, as `quire.sampling.prompt_logprobs`."""

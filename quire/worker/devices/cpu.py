@@ -1,0 +1,162 @@
+"""The CPU: the compiled kernels where they serve the model, or else plain torch.
+
+The worker makes one. Weights are packed for the kernels, steps run as recorded programs on threads of their own, and
+the KV cache lies in huge pages. Knows no plan and no row.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBatch
+from quire.attention.registry import select_backend
+from quire.config.worker import WorkerConfig
+from quire.errors import ConfigError
+from quire.layers.step import Step
+from quire.models.causal_lm import CausalLM
+from quire.models.compiled import CompiledModel
+from quire.models.registry import DTYPES
+from quire.ops.native.library import TORCH, Target, choose_level, prefault
+from quire.protocol.cache import LayerCache, group_layers
+from quire.protocol.step import Failure, TokenLogprobs
+from quire.quantization.registry import WeightFormats, select_formats
+from quire.sampling import prompt_logprobs, rank
+from quire.sampling.processing import Mask
+from quire.sampling.state import SamplingState
+from quire.sampling.waves import Lane, draw_lanes
+from quire.utils.host_memory import available_memory_bytes
+from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.meter import BLOCK_SIZE, measure_activations
+from quire.worker.gather import StepArrays
+from quire.worker.pages import huge_pages, keep_freed_memory
+from quire.worker.weights.store import WeightStore
+
+# A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
+# a second thread, and milliseconds less than waiting for one on a busy machine.
+SMALL_MODEL = 16_000_000
+# Activations touched at start-up, in tokens: the first use of a page costs as much as computing on it, here and there.
+TOUCHED_ACTIVATIONS = 2048
+
+logger = logging.getLogger(__name__)
+
+
+class CpuDevice(Device):
+    """This machine's processor and memory.
+
+    Raises:
+        ConfigError: kernels or a cache format that this machine or model can't have.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._dtype = DTYPES[config.model.dtype]
+        self.kernels = choose_level(config.kernels)
+        if self.kernels != TORCH and self._dtype not in (torch.float32, torch.bfloat16):
+            logger.info("no compiled kernels for %s: plain torch is used", config.model.dtype)
+            self.kernels = TORCH
+        self.packs_weights = self.kernels != TORCH
+        if config.kv_cache_dtype == "int8" and not self.packs_weights:
+            raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
+        self.kernels_reason = "best"
+        if self.kernels == config.kernels:
+            self.kernels_reason = "asked"
+        elif self.kernels == TORCH:
+            self.kernels_reason = "unserved"
+        int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
+        self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference")
+        self.num_threads = torch.get_num_threads()
+        self.is_small_model = False
+        self._target = self._make_target()
+        self._no_gradients = torch.inference_mode()
+        keep_freed_memory()
+
+    def weight_formats(self, quantization: str | None, store: WeightStore | None) -> WeightFormats:
+        if store is None:
+            return select_formats(quantization, self._dtype, None)
+        return select_formats(quantization, self._dtype, store.allocate, store.filled)
+
+    def adopt(self, num_parameters: int) -> None:
+        if num_parameters < SMALL_MODEL:
+            self.is_small_model = self.num_threads > 1
+            self.num_threads = 1
+        self._target = self._make_target()
+
+    def available_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def compile(self, model: CausalLM) -> RunnableModel:
+        return CompiledModel(model, self._target) if self.packs_weights else model
+
+    def activation_bytes(
+        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int
+    ) -> int:
+        dtype = self.backend.kv_cache_dtype(self._dtype)
+        caches = [
+            torch.zeros(self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim), dtype=dtype)
+            for layer in layers
+        ]
+        num_groups = len(group_layers(list(layers)))
+        with self.computing():
+            num_bytes = measure_activations(
+                model, lambda arrays: self.upload(arrays, caches), num_groups, max_tokens, max_rows
+            )
+        return num_bytes + (model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0)
+
+    def reserve(self, model: RunnableModel, max_tokens: int) -> None:
+        if isinstance(model, CompiledModel):
+            model.reserve(min(max_tokens, TOUCHED_ACTIVATIONS))
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_touched: int) -> Tensor:
+        cache = huge_pages(shape, dtype)
+        if self.packs_weights:
+            prefault(cache[:num_touched], self.num_threads)
+        return cache
+
+    def computing(self) -> AbstractContextManager[None]:
+        outside = torch.get_num_threads()
+        if self.packs_weights or outside == self.num_threads:  # the native kernels have threads of their own
+            return self._no_gradients
+        return _torch_threads(self.num_threads, outside)
+
+    def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
+        starts, lengths = torch.from_numpy(arrays.query_start_loc), torch.from_numpy(arrays.seq_lens)
+        metadata = [
+            self.backend.build(
+                AttentionBatch(starts, lengths, torch.from_numpy(tables), torch.from_numpy(slots), arrays.block_size)
+            )
+            for tables, slots in zip(arrays.block_tables, arrays.slot_mappings, strict=True)
+        ]
+        return torch.from_numpy(arrays.input_ids), Step(torch.from_numpy(arrays.positions), caches, metadata)
+
+    def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        if len(rows) == hidden.shape[0]:
+            return hidden
+        # Not by torch's indexing: it wakes OpenMP threads, which then spin on the cores that the kernels' own need.
+        bits = hidden.view(torch.int32 if hidden.dtype.itemsize == 4 else torch.int16)
+        return torch.from_numpy(bits.numpy()[rows]).view(hidden.dtype)
+
+    def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
+        draw_lanes(logits, lanes, self._target)
+
+    def rank(self, logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
+        return rank(logits, state, num, mask)
+
+    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+        return prompt_logprobs(logits, token_ids, k, self._target)
+
+    def _make_target(self) -> Target | None:
+        """What compiled kernels run on; None where the sampler's alone are used, on what there is."""
+        return Target(self.kernels, self.num_threads) if self.packs_weights else None
+
+
+@contextmanager
+def _torch_threads(inside: int, outside: int) -> Iterator[None]:
+    """This worker's number of threads in torch; the process's own setting is left as it was."""
+    torch.set_num_threads(inside)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(outside)
