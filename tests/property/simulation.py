@@ -24,6 +24,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.errors import InvalidRequestError
 from quire.executor.simulated import FakeModel, SimulatedExecutor, extend, root_fingerprint
+from quire.kvcache.groups import window_reach
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -51,6 +52,9 @@ class Kind:
     max_in_flight: int = 1
     max_drafts: int = 0
     accuracy: float = 0.0
+
+
+Windows = tuple[int | None, ...]  # of each KV group; None: full attention
 
 
 @dataclass
@@ -348,9 +352,12 @@ class Load:
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else "nobody"
 
 
-def make_world(rng: random.Random, kind: Kind | None = None) -> World:
-    """A world of random, narrow limits: preemption, chunking and eviction happen all the time."""
-    limit = rng.choice((24, 40))
+def make_world(rng: random.Random, kind: Kind | None = None, windows: Windows = (None,)) -> World:
+    """A world of random, narrow limits: preemption, chunking and eviction happen all the time.
+
+    `windows` has one entry for each KV group. Windows free blocks by tiles of 64 tokens, so that contexts are longer.
+    """
+    limit = rng.choice((24, 40)) if windows == (None,) else rng.choice((150, 200))
     block_size = rng.choice((1, 2, 4, 4, 8, 16))
     chunked = rng.random() < 0.75
     config = SchedulerConfig(
@@ -363,12 +370,22 @@ def make_world(rng: random.Random, kind: Kind | None = None) -> World:
     )
     # From less than the longest request needs, so that some are refused, to room for about five.
     num_blocks = max(1, limit * rng.choice((9, 12, 20, 30, 50)) // 10 // block_size)
-    layout = CacheLayout(
-        block_size=block_size, groups=[CacheGroup(layers=[0])], num_blocks=[num_blocks], max_model_len=limit
-    )
     caching = rng.random() < 0.8
     if kind is None:
         kind = Kind(rng.choice((1, 2)), *rng.choice(((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))))
+    counts: list[int] = []
+    for window in windows:
+        counts.append(num_blocks)
+        if window is not None:  # what one sequence needs, and a little more, up to a whole context
+            num_tokens = window_reach(window, block_size) + config.max_num_batched_tokens * kind.max_in_flight
+            most = max(num_blocks, -(-limit // block_size))
+            counts[-1] = min(-(-num_tokens // block_size) + rng.randrange(1 + 60 // block_size), most)
+    layout = CacheLayout(
+        block_size=block_size,
+        groups=[CacheGroup([number], window) for number, window in enumerate(windows)],
+        num_blocks=counts,
+        max_model_len=limit,
+    )
     return World(config, layout, caching, kind)
 
 
@@ -377,10 +394,10 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def simulate(seed: int, num_steps: int, kind: Kind | None = None) -> World:
+def simulate(seed: int, num_steps: int, kind: Kind | None = None, windows: Windows = (None,)) -> World:
     """Run one seed: bursts of arrivals and quiet times, aborts between and within steps, faults, Ctrl-C; then drain."""
     rng = random.Random(seed)
-    world = make_world(rng, kind)
+    world = make_world(rng, kind, windows)
     load = Load(rng, world)
     rate = 0.3
     for step in range(num_steps):

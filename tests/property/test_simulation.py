@@ -3,11 +3,12 @@
 from collections import Counter
 
 import pytest
-from simulation import Kind, World, simulate
+from simulation import Kind, Windows, World, simulate
 
 QUICK_STEPS = 2_000
 CI_SEEDS, CI_STEPS = range(20), 20_000  # nightly: python tests/property/simulation.py --seeds 200
 KINDS = [Kind(flight, *drafts) for flight in (1, 2) for drafts in ((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))]
+WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -26,6 +27,13 @@ def test_short_simulation(seed: int) -> None:
 def test_each_kind_of_executor(kind: Kind) -> None:
     world = simulate(3, QUICK_STEPS // 5, kind)
     assert bool(world.num_accepted) == (kind.accuracy > 0)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+def test_windows(windows: Windows, num_in_flight: int) -> None:
+    world = simulate(5, QUICK_STEPS // 4, Kind(num_in_flight, 3, 0.5), windows)
+    assert world.ends["length"] > 0
 
 
 def test_same_seed_same_trace() -> None:
