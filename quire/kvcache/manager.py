@@ -26,6 +26,7 @@ class KVManager:
     Attributes:
         block_size: tokens in a block.
         num_blocks: by group.
+        windows: by group, in tokens; None: full attention.
 
     Raises:
         ConfigError: a number of the layout is not positive.
@@ -37,6 +38,7 @@ class KVManager:
                 raise ConfigError(f"block_size and num_blocks must be integers, at least 1, got {number!r}.")
         size = self.block_size = layout.block_size
         self.num_blocks = list(layout.num_blocks)
+        self.windows = [group.window for group in layout.groups]
         self._groups = [
             KVGroup(count, size, group.window) for count, group in zip(self.num_blocks, layout.groups, strict=True)
         ]

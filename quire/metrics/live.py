@@ -5,11 +5,12 @@ page's event stream reads it. It starts no task and knows no web.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
 from quire.metrics.histogram import Histogram, quantile
-from quire.protocol.stats import EngineStats
+from quire.protocol.stats import BlockGroup, EngineStats
 
 NUM_SECONDS = 300
 _MAX_CELLS = 4_096
@@ -77,8 +78,16 @@ class History:
         return result
 
 
+class CellGroup(msgspec.Struct, frozen=True):
+    """The cells of one of several KV groups."""
+
+    first_cell: int
+    num_blocks: int
+    window: int | None  # tokens; None: full attention
+
+
 class BlockMap(msgspec.Struct, frozen=True):
-    """The block pool as a picture of at most a few thousand cells.
+    """The blocks as a picture of about as many cells as can be told apart, group after group.
 
     Each cell is a byte: the share of its blocks that are used in the high four bits, the share that are unused but
     cached in the low four; 15 is all of them, and only none is 0.
@@ -89,20 +98,28 @@ class BlockMap(msgspec.Struct, frozen=True):
     num_used: int
     blocks_per_cell: int
     cells: bytes
+    groups: list[CellGroup] = []  # where there are several; a cell has blocks of one of them
 
     @classmethod
-    def of(cls, blocks: bytes) -> "BlockMap":
-        """The map of `EngineSnapshot.blocks`."""
+    def of(cls, blocks: bytes, groups: Sequence[BlockGroup] = ()) -> "BlockMap":
+        """The map of `EngineSnapshot.blocks` and `block_groups`."""
         num_used, num_cached = blocks.count(_USED), blocks.count(_CACHED)
         per_cell = max(1, -(-len(blocks) // _MAX_CELLS))
-        cells = blocks.translate(_WHOLE) if per_cell == 1 else _cells(blocks, per_cell)
-        return cls(len(blocks) - num_used - num_cached, num_cached, num_used, per_cell, cells)
+        cells, placed = bytearray(), []
+        begin = 0
+        for group in groups or [BlockGroup(len(blocks))]:
+            placed.append(CellGroup(len(cells), group.num_blocks, group.window))
+            end = begin + group.num_blocks
+            cells += blocks[begin:end].translate(_WHOLE) if per_cell == 1 else _cells(blocks, begin, end, per_cell)
+            begin = end
+        num_free = len(blocks) - num_used - num_cached
+        return cls(num_free, num_cached, num_used, per_cell, bytes(cells), placed if len(placed) > 1 else [])
 
 
-def _cells(blocks: bytes, per_cell: int) -> bytes:
+def _cells(blocks: bytes, begin: int, stop: int, per_cell: int) -> bytes:
     cells = bytearray()
-    for start in range(0, len(blocks), per_cell):
-        end = min(start + per_cell, len(blocks))
+    for start in range(begin, stop, per_cell):
+        end = min(start + per_cell, stop)
         used, cached = blocks.count(_USED, start, end), blocks.count(_CACHED, start, end)
         cells.append(_share(used, end - start) << 4 | _share(cached, end - start))
     return bytes(cells)

@@ -34,11 +34,19 @@ class SequenceSnapshot(msgspec.Struct):
     seconds: float  # since its arrival
 
 
+class BlockGroup(msgspec.Struct, frozen=True):
+    """A KV group, as far as a person looks at it."""
+
+    num_blocks: int
+    window: int | None = None  # tokens; None: full attention
+
+
 class EngineSnapshot(msgspec.Struct, frozen=True):
     """The engine at a moment."""
 
     stats: EngineStats
     sequences: list[SequenceSnapshot]  # the running ones first, each in the policy's order; the first few hundred
     num_sequences: int  # all of them
-    blocks: bytes  # one per KV block: 0 free, 1 unused but cached, 2 used
+    blocks: bytes  # one per KV block, group after group: 0 free, 1 unused but cached, 2 used
     block_size: int  # tokens of a block
+    block_groups: list[BlockGroup] = []

@@ -3,7 +3,7 @@
 The engine core takes one when the live view asks. It changes nothing.
 """
 
-from quire.protocol.stats import EngineSnapshot, SequenceSnapshot
+from quire.protocol.stats import BlockGroup, EngineSnapshot, SequenceSnapshot
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 
@@ -20,6 +20,7 @@ def take_snapshot(scheduler: Scheduler, now: float) -> EngineSnapshot:
         num_sequences=len(sequences),
         blocks=scheduler.kv.block_states(),
         block_size=scheduler.kv.block_size,
+        block_groups=list(map(BlockGroup, scheduler.kv.num_blocks, scheduler.kv.windows)),
     )
 
 
@@ -33,7 +34,7 @@ def _look_at(scheduler: Scheduler, sequence: Sequence, running: bool, now: float
         num_output_tokens=len(sequence.output_token_ids),
         num_computed_tokens=sequence.num_computed_tokens,
         num_cached_tokens=sequence.group.num_cached_tokens or 0,
-        num_blocks=sum(map(len, sequence.table.block_ids)),
+        num_blocks=sum(map(len, sequence.table.block_ids)) - sum(sequence.table.first_block),
         why=scheduler.why_waiting(sequence),
         seconds=now - request.arrival_time,
     )

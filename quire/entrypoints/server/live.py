@@ -102,7 +102,7 @@ class LiveFeed:
             stats=snapshot.stats,
             sequences=snapshot.sequences,
             num_sequences=snapshot.num_sequences,
-            blocks=BlockMap.of(snapshot.blocks),
+            blocks=BlockMap.of(snapshot.blocks, snapshot.block_groups),
             block_size=snapshot.block_size,
             seconds=list(metrics.history.seconds)[-_NUM_NEWEST:],
             num_prompt_tokens=metrics.num_prompt_tokens,

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.metrics.live import NUM_SECONDS, BlockMap
+from quire.metrics.live import NUM_SECONDS, BlockMap, CellGroup
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import EngineStats
+from quire.protocol.stats import BlockGroup, EngineStats
 
 
 @pytest.fixture
@@ -73,6 +73,18 @@ def test_cells_of_large_pools_hold_shares() -> None:
     assert shown.cells[1] == 0x08  # 12 of 25
     assert set(shown.cells[2:-1]) == {0}
     assert shown.cells[-1] == 0x10  # one used block is never lost
+
+
+def test_no_cell_stands_for_two_groups() -> None:
+    groups = [BlockGroup(3), BlockGroup(2, window=8)]
+    shown = BlockMap.of(bytes([2, 2, 2, 0, 1]), groups)
+    assert shown == BlockMap(
+        1, 1, 3, 1, bytes([0xF0, 0xF0, 0xF0, 0, 0x0F]), [CellGroup(0, 3, None), CellGroup(3, 2, 8)]
+    )
+    shown = BlockMap.of(b"\2" * 5_001 + bytes(3_000), [BlockGroup(5_001), BlockGroup(3_000, window=8)])
+    assert shown.blocks_per_cell == 2
+    assert shown.cells == b"\xf0" * 2_501 + bytes(1_500)
+    assert shown.groups == [CellGroup(0, 5_001, None), CellGroup(2_501, 3_000, 8)]
 
 
 @pytest.mark.parametrize("num_blocks", [4_095, 4_096, 4_097, 8_193])
