@@ -53,6 +53,13 @@ def test_long_simulation() -> None:
     assert min(ends[event] for event in ("reset", "interrupted", "restored")) > 100
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_long_simulation_of_windows(windows: Windows) -> None:
+    worlds = [simulate(seed, CI_STEPS // 4, windows=windows) for seed in range(5)]
+    assert sum(world.scheduler.stats().num_preemptions_total for world in worlds) > 100
+
+
 def _simulate_or_tell(seed: int) -> World:
     try:
         return simulate(seed, CI_STEPS)
