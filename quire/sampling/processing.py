@@ -91,7 +91,8 @@ def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: 
     try:
         result = processor(*arguments, logits)
     except Exception as error:
-        raise RowError(f"logits processor {name!r} raised {type(error).__name__}: {error}") from error
+        message = f"logits processor {name!r} raised {type(error).__name__}: {error}"
+        raise RowError(message, FailureKind.INTERNAL) from error  # code, not a parameter: whoever runs it must hear of it
     if result is logits:
         return
     if not isinstance(result, torch.Tensor) or result.shape != logits.shape or not result.is_floating_point():
@@ -102,6 +103,7 @@ def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: 
         )
         raise RowError(
             f"logits processor {name!r} must return logits, a floating-point tensor of shape {list(logits.shape)}; "
-            f"it returned {found}."
+            f"it returned {found}.",
+            FailureKind.INTERNAL,
         )
     logits.copy_(result.detach())
