@@ -92,7 +92,9 @@ def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: 
         result = processor(*arguments, logits)
     except Exception as error:
         message = f"logits processor {name!r} raised {type(error).__name__}: {error}"
-        raise RowError(message, FailureKind.INTERNAL) from error  # code, not a parameter: whoever runs it must hear of it
+        raise RowError(
+            message, FailureKind.INTERNAL
+        ) from error  # code: its owner must hear of it
     if result is logits:
         return
     if not isinstance(result, torch.Tensor) or result.shape != logits.shape or not result.is_floating_point():

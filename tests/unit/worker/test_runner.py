@@ -162,7 +162,7 @@ def test_one_that_fails_leaves_the_others_alone(drive: Callable[..., Driver], ca
         parts[name] += part
     failed, good = driver.step([driver.next(2), driver.next(1)], **parts)
     assert failed.failure is not None
-    assert failed.failure.kind == FailureKind.BAD_REQUEST
+    assert failed.failure.kind == FailureKind.INTERNAL
     assert "'broken' raised ValueError" in failed.failure.message
     assert len(good.token_ids) == 1
 
