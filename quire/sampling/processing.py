@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.uint32]  # bit t % 32 of word t // 32 is set where token t
 class RowError(Exception):
     """One row can't be sampled; the message is for the user. Other rows go on."""
 
-    def __init__(self, message: str, kind: FailureKind = FailureKind.BAD_REQUEST) -> None:
+    def __init__(self, message: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
         super().__init__(message)
         self.failure = Failure(kind, message)
 
