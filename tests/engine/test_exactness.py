@@ -7,13 +7,22 @@ running the same requests on the same kernels, weight format and cache type must
 import dataclasses
 import itertools
 import random
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
 
 from quire import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from quire.config.worker import WorkerConfig
+from quire.engine.build import build_core, worker_config
+from quire.executor.inprocess import InProcessExecutor
+from quire.models.registry import CausalLM
 from quire.ops.native.library import TORCH, levels
+from quire.protocol.step import SampleGuide, StepPlan, StepResult
+from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
@@ -28,24 +37,73 @@ class Variant(NamedTuple):
     block_size: int
     prefix: bool  # prefix caching, and the whole set once more, to be found in the cache
     preempted: bool  # too few blocks for what runs
+    late: bool  # two plans in flight, on a device that answers one step late
     chunked: bool = True
 
 
 # Every value of every axis meets every value of every other one (a test below counts).
 VARIANTS = [
-    Variant(2, 16, 8, prefix=False, preempted=True),
-    Variant(2, 64, 16, prefix=True, preempted=False),
-    Variant(2, 512, 64, prefix=False, preempted=False),
-    Variant(7, 16, 16, prefix=False, preempted=False),
-    Variant(7, 64, 64, prefix=False, preempted=True),
-    Variant(7, 512, 8, prefix=True, preempted=False),
-    Variant(32, 16, 64, prefix=True, preempted=True),
-    Variant(32, 64, 8, prefix=False, preempted=False),
-    Variant(32, 512, 16, prefix=False, preempted=True),
-    Variant(7, 512, 16, prefix=False, preempted=False, chunked=False),
+    Variant(2, 16, 8, prefix=False, preempted=True, late=True),
+    Variant(2, 64, 16, prefix=True, preempted=False, late=True),
+    Variant(2, 512, 64, prefix=False, preempted=False, late=False),
+    Variant(7, 16, 16, prefix=False, preempted=False, late=False),
+    Variant(7, 64, 64, prefix=False, preempted=True, late=True),
+    Variant(7, 512, 8, prefix=True, preempted=False, late=False),
+    Variant(32, 16, 64, prefix=True, preempted=True, late=False),
+    Variant(32, 64, 8, prefix=False, preempted=False, late=False),
+    Variant(32, 512, 16, prefix=False, preempted=True, late=True),
+    Variant(7, 512, 16, prefix=False, preempted=False, late=False, chunked=False),
 ]
 SOME_VARIANTS = [VARIANTS[0], VARIANTS[5], VARIANTS[8]]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
+
+
+class LateExecutor(InProcessExecutor):
+    """A device that answers one step late: a plan is computed when its result is asked for, and another waits."""
+
+    max_in_flight = 2
+
+    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
+        super().__init__(config, proposer)
+        self.plans: deque[StepPlan] = deque()
+        self.most = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.most = max(self.most, len(self.plans))
+
+    def collect(self, guide: SampleGuide | None = None) -> StepResult:
+        super().submit(self.plans.popleft())
+        return super().collect(guide)
+
+    def reset(self) -> None:
+        self.plans.clear()
+        super().reset()
+
+
+class RecordedProposer(Proposer):
+    """Drafts from recorded runs, by prompt; each token is right with probability `p`."""
+
+    max_drafts = 4
+
+    def __init__(self, runs: dict[tuple[int, ...], list[int]], p: float) -> None:
+        self.runs, self.p, self.rng = runs, p, random.Random(3)
+        self.num_drafts = self.num_accepted = 0
+
+    def propose(
+        self, rows: Sequence[DraftedSequence], hidden: torch.Tensor, taps: Sequence[torch.Tensor]
+    ) -> list[list[int]]:
+        assert len(hidden) == len(rows)
+        drafts = []
+        for row in rows:
+            done = row.tokens.position
+            right = self.runs[tuple(row.tokens.prompt())][done : done + self.rng.randint(0, self.max_drafts)]
+            drafts.append([token if self.rng.random() < self.p else self.rng.randrange(150) for token in right])
+        return drafts
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        self.num_drafts += sum(v.num_drafts for v in verdicts)
+        self.num_accepted += sum(v.num_accepted for v in verdicts)
 
 
 def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
@@ -92,7 +150,9 @@ def facts(output: RequestOutput) -> list[tuple[Any, ...]]:
     return rows
 
 
-def engine(options: dict[str, Any], dtype: str, **changes: Any) -> LLMEngine:
+def engine(
+    options: dict[str, Any], dtype: str, *, late: bool = False, proposer: Proposer | None = None, **changes: Any
+) -> LLMEngine:
     base = {
         "dtype": dtype,
         "max_model_len": 256,
@@ -102,7 +162,15 @@ def engine(options: dict[str, Any], dtype: str, **changes: Any) -> LLMEngine:
         "num_kv_blocks": 1024,
         "debug": True,
     }
-    return LLMEngine.from_engine_args(EngineArgs(**(options | base | changes)), show_progress=False)
+    config = EngineArgs(**(options | base | changes)).resolve()
+    kind = LateExecutor if late else InProcessExecutor
+    if proposer is None:
+        executor = kind(worker_config(config))
+    else:
+        with_drafts = dataclasses.replace(worker_config(config), max_num_drafts=proposer.max_drafts)
+        executor = kind(with_drafts, lambda model: proposer)
+    core = build_core(config, show_progress=False, executor=executor)
+    return LLMEngine(config.with_max_model_len(core.scheduler.config.max_model_len), executor, core, None)
 
 
 def drain(one: LLMEngine) -> dict[str, list[tuple[Any, ...]]]:
@@ -149,11 +217,12 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
     }
     if variant.preempted:
         changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
-    one = engine(model_options(model), dtype, **changes)
+    one = engine(model_options(model), dtype, late=variant.late, **changes)
     todo = requests(one.config.model.vocab_size)
     expected = baseline(model, dtype, **options)
     assert run(one, todo, variant.together) == expected
     stats = one.stats()
+    assert not isinstance(one.executor, LateExecutor) or one.executor.most == 2, "nothing was in flight"
     if variant.preempted:
         assert stats.num_preemptions_total > 0, "nothing was preempted, so nothing was tested"
     if variant.prefix:
@@ -164,9 +233,9 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
 
 
 def test_the_variants_cover_every_pair_of_values() -> None:
-    axes = [sorted({v[i] for v in VARIANTS[:9]}) for i in range(5)]
-    assert [len(values) for values in axes] == [3, 3, 3, 2, 2]
-    for i, j in itertools.combinations(range(5), 2):
+    axes = [sorted({v[i] for v in VARIANTS[:9]}) for i in range(6)]
+    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2]
+    for i, j in itertools.combinations(range(6), 2):
         met = {(v[i], v[j]) for v in VARIANTS}
         assert met >= set(itertools.product(axes[i], axes[j])), f"axes {i} and {j}"
 
@@ -175,6 +244,41 @@ def test_the_variants_cover_every_pair_of_values() -> None:
 @pytest.mark.parametrize("variant", SOME_VARIANTS)
 def test_exactness_llama(model_options, baseline, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, "llama", dtype, variant)
+
+
+def check_drafts(
+    model_options, baseline, model: str, dtype: str, p: float, late: bool, few_blocks: bool, **options: str
+) -> None:
+    """The same requests with drafts; with `few_blocks`, under preemption."""
+    expected = baseline(model, dtype, **options)
+    changes: dict[str, Any] = options | (
+        {"num_kv_blocks": 8, "block_size": 16, "max_model_len": 128} if few_blocks else {}
+    )
+    plain = engine(model_options(model), dtype, **options)
+    todo = requests(plain.config.model.vocab_size)
+    proposer = RecordedProposer(
+        {tuple(prompt): rows[0][1] for (prompt, _), rows in zip(todo, expected, strict=True)}, p
+    )
+    one = engine(model_options(model), dtype, late=late, proposer=proposer, **changes)
+    assert run(one, todo, together=7) == expected
+    assert proposer.num_drafts > 100
+    assert proposer.num_accepted > 100 if p else proposer.num_accepted < proposer.num_drafts / 4
+    assert (one.stats().num_preemptions_total > 0) == few_blocks
+
+
+@pytest.mark.parametrize(("p", "late", "few_blocks"), [(0.7, False, False), (1.0, True, False), (0.6, True, True)])
+def test_drafts_change_nothing(model_options, baseline, p: float, late: bool, few_blocks: bool) -> None:
+    check_drafts(model_options, baseline, "llama", "float32", p, late, few_blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("p", "late", "few_blocks"), [(0.0, True, False), (0.8, False, True)])
+def test_drafts_change_nothing_matrix(
+    model_options, baseline, model: str, dtype: str, p: float, late: bool, few_blocks: bool
+) -> None:
+    check_drafts(model_options, baseline, model, dtype, p, late, few_blocks)
 
 
 @pytest.mark.slow
