@@ -198,7 +198,7 @@ def baseline(model_options):
     """Each model's requests, alone; computed once per model, dtype and further engine options."""
     known: dict[tuple[Any, ...], list[Any]] = {}
 
-    def alone(model: str, dtype: str, **options: str) -> list[Any]:
+    def alone(model: str, dtype: str, **options: Any) -> list[Any]:
         key = (model, dtype, *sorted(options.items()))
         if key not in known:
             one = engine(model_options(model), dtype, **options)
@@ -247,7 +247,7 @@ def test_exactness_llama(model_options, baseline, dtype: str, variant: Variant) 
 
 
 def check_drafts(
-    model_options, baseline, model: str, dtype: str, p: float, late: bool, few_blocks: bool, **options: str
+    model_options, baseline, model: str, dtype: str, p: float, late: bool, few_blocks: bool, **options: Any
 ) -> None:
     """The same requests with drafts; with `few_blocks`, under preemption."""
     expected = baseline(model, dtype, **options)

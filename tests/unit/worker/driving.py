@@ -83,10 +83,10 @@ class Driver:
     def plan(self, scheduled: list[ScheduledSequence], **parts: Any) -> StepPlan:
         """The next plan, of these parts."""
         self.step_id += 1
-        empty: dict[str, Any] = {
-            name: [] for name in ("removed_sequence_ids", "ended_request_ids", "new_requests", "new_sequences", "forks")
-        }
-        return StepPlan(step_id=self.step_id, scheduled=scheduled, **({"moves": Moves()} | empty | parts))
+        names = ("removed_sequence_ids", "ended_request_ids", "new_requests", "new_sequences", "forks")
+        empty: dict[str, Any] = {name: [] for name in names}
+        empty["moves"] = Moves()
+        return StepPlan(step_id=self.step_id, scheduled=scheduled, **(empty | parts))
 
     def step(
         self, scheduled: list[ScheduledSequence], guide: SampleGuide | None = None, **parts: Any
