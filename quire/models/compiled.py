@@ -42,6 +42,7 @@ class CompiledModel:
         logits: Any = model.compute_logits(recorded(builder.input(self._width)))
         self._head = builder.finish(logits)
         self.target = builder.target
+        self._caches: Caches | None = None  # of the last step: an engine's are the same for all
 
     def num_bytes(self, num_tokens: int) -> int:
         """Memory that steps of that many tokens make it keep."""
@@ -58,7 +59,9 @@ class CompiledModel:
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
         hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
-        caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
+        caches = self._caches
+        if caches is None or caches.tensors is not step.caches:
+            caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
         steps = [step_data(batch, input_ids, step.positions) for batch in step.attention]
         tapped = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._tap_widths]
         self._body.run([hidden, *tapped], steps, caches)

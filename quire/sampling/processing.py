@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.uint32]  # bit t % 32 of word t // 32 is set where token t
 class RowError(Exception):
     """One row can't be sampled; the message is for the user. Other rows go on."""
 
-    def __init__(self, message: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
+    def __init__(self, message: str, kind: FailureKind = FailureKind.BAD_REQUEST) -> None:
         super().__init__(message)
         self.failure = Failure(kind, message)
 
@@ -92,9 +92,8 @@ def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: 
         result = processor(*arguments, logits)
     except Exception as error:
         message = f"logits processor {name!r} raised {type(error).__name__}: {error}"
-        raise RowError(
-            message, FailureKind.INTERNAL
-        ) from error  # code: its owner must hear of it
+        # Code, not a parameter: whoever runs it must hear of it.
+        raise RowError(message, FailureKind.INTERNAL) from error
     if result is logits:
         return
     if not isinstance(result, torch.Tensor) or result.shape != logits.shape or not result.is_floating_point():

@@ -238,6 +238,5 @@ def _draw_pending(pending: list[_Pending], output: SamplerOutput) -> None:
 def _unusable(maximum: float) -> RowError:
     """Why a row whose largest logit isn't finite can't be sampled."""
     if maximum == -math.inf:
-        message = "no token is left to choose: the request's parameters (or a logits processor) mask them all."
-        return RowError(message, FailureKind.BAD_REQUEST)
-    return RowError(f"the logits are not finite (the largest is {maximum}).")
+        return RowError("no token is left to choose: the request's parameters (or a logits processor) mask them all.")
+    return RowError(f"the logits are not finite (the largest is {maximum}).", FailureKind.INTERNAL)

@@ -56,10 +56,12 @@ class StepBatch:
 def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
     """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
     rows = [table[s.sequence_id] for s in scheduled]
+    if len(rows) == 1 and scheduled[0].num_new_tokens == 1:
+        return StepBatch(rows, [1], _next_token(rows[0], table))
     counts = [s.num_new_tokens for s in scheduled]
     indices = np.array([row.index for row in rows])
     starts = np.array([row.num_computed for row in rows], INT)
-    if max(counts) == 1:  # all decode: most steps are this, and each call spared counts in a small model's step
+    if max(counts) == 1:  # all decode: most steps are this
         ends = list(range(1, len(rows) + 1))
         query_start_loc = np.arange(len(rows) + 1, dtype=INT)
         positions, row_of_token, seq_lens = starts, indices, starts + 1
@@ -85,3 +87,19 @@ def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch
     input_ids = table.token_ids[row_of_token, positions]
     arrays = StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slot_mappings, block_size)
     return StepBatch(rows, ends, arrays)
+
+
+def _next_token(row: Row, table: RowTable) -> StepArrays:
+    """One token of one sequence: a lone stream's every step, where each call of numpy shows in a small model's time."""
+    position, block_size = row.num_computed, table.block_size
+    place = position // block_size
+    slots = [int(held[row.index, place]) * block_size + position % block_size for held in table.block_tables]
+    return StepArrays(
+        input_ids=row.tokens.ids[position : position + 1].copy(),
+        positions=np.array([position], INT),
+        query_start_loc=np.array([0, 1], INT),
+        seq_lens=np.array([position + 1], INT),
+        block_tables=[held[row.index : row.index + 1, : place + 1].copy() for held in table.block_tables],
+        slot_mappings=[np.array([slot], INT) for slot in slots],
+        block_size=block_size,
+    )

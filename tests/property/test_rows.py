@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -90,6 +91,31 @@ class RowsMachine(RuleBasedStateMachine):
             row.tokens.set_drafts([])
             twin["tokens"].append(token)
             twin["drafts"] = []
+
+    @precondition(lambda self: self.twin)
+    @rule(most=st.integers(1, 3))
+    def gather_all(self, most: int) -> None:
+        """A batch of several has the arrays of each alone, one after the other."""
+        scheduled = []
+        for sequence_id, twin in self.twin.items():
+            count = min(most, len(twin["tokens"]) - twin["computed"])
+            if count > 0 and -(-(twin["computed"] + count) // BLOCK_SIZE) <= len(twin["blocks"][0]):
+                scheduled.append(ScheduledSequence(sequence_id, count))
+        if scheduled:
+            batch = gather(scheduled, self.table)
+            alone = [gather([one], self.table).arrays for one in scheduled]
+            for name in ("input_ids", "positions", "seq_lens"):
+                joined = np.concatenate([getattr(arrays, name) for arrays in alone])
+                assert getattr(batch.arrays, name).tolist() == joined.tolist()
+                assert getattr(batch.arrays, name).dtype == joined.dtype == np.int32
+            for group in range(GROUPS):
+                joined = np.concatenate([arrays.slot_mappings[group] for arrays in alone])
+                assert batch.arrays.slot_mappings[group].tolist() == joined.tolist()
+                for row, arrays in zip(batch.arrays.block_tables[group].tolist(), alone, strict=True):
+                    held = arrays.block_tables[group][0].tolist()
+                    assert row[: len(held)] == held
+            assert batch.ends == np.cumsum([one.num_new_tokens for one in scheduled]).tolist()
+            assert batch.arrays.query_start_loc.tolist() == [0, *batch.ends]
 
     @rule(chosen=sequences, drafts=st.lists(st.integers(0, VOCAB - 1), max_size=DRAFTS), above=st.booleans())
     def draft(self, chosen: int, drafts: list[int], above: bool) -> None:

@@ -29,6 +29,7 @@ from quire.ops.native.structs import (
 )
 
 _WITH_STEP = (Op.EMBEDDING, Op.PREPARE, Op.ATTENTION)
+_NO_CACHES = 0  # a null pointer
 _MAX_SLOTS = 2**31  # slots are int32
 
 
@@ -84,17 +85,20 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _int32(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_contiguous():
-        raise ValueError(f"step tensors must be contiguous int32 (or int64), got {tensor.dtype}")
-    return tensor if tensor.dtype is torch.int32 else tensor.to(torch.int32)
+    dtype = tensor.dtype
+    if (dtype is not torch.int32 and dtype is not torch.int64) or not tensor.is_contiguous():
+        raise ValueError(f"step tensors must be contiguous int32 (or int64), got {dtype}")
+    return tensor if dtype is torch.int32 else tensor.to(torch.int32)
 
 
-@dataclass(frozen=True)
 class Caches:
-    """The KV caches of a run, one a layer, as `quire.attention.native` shapes them."""
+    """The KV caches of runs, one a layer, as `quire.attention.native` shapes them."""
 
-    tensors: Sequence[Tensor]
-    type: Type
+    def __init__(self, tensors: Sequence[Tensor], type: Type) -> None:
+        self.tensors = tensors
+        self.type = type
+        self._pointers = (ctypes.c_void_p * max(1, len(tensors)))(*(tensor.data_ptr() for tensor in tensors))
+        self.address = ctypes.addressof(self._pointers)
 
 
 @dataclass(frozen=True)
@@ -235,18 +239,16 @@ class Program:
         self._check_step(num_rows, steps, caches)
         if num_rows == 0:
             return
-        layers = () if caches is None else caches.tensors
         structs = (StepStruct * max(1, len(steps)))(*(step.struct() for step in steps))
         padding = len(self._buffers) - len(tensors)
         bound = (ctypes.c_void_p * len(self._buffers))(*(t.data_ptr() for t in tensors), *[None] * padding)
         strides = (ctypes.c_int64 * len(self._buffers))(*(t.stride(0) for t in tensors), *[0] * padding)
-        cache_pointers = (ctypes.c_void_p * max(1, len(layers)))(*(c.data_ptr() for c in layers))
         arguments = RunStruct(
             num_rows,
             structs,
             ctypes.addressof(bound),
             ctypes.addressof(strides),
-            ctypes.addressof(cache_pointers),
+            _NO_CACHES if caches is None else caches.address,
             0,
             0,
             0 if caches is None else caches.type,
