@@ -79,10 +79,9 @@ class _Call:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         self.logits = logits  # to outlive the call
-        self.numbers = np.array([*rows, *positions, *first, *[0] * (num_rows + num_samples)], np.int64)
-        self.errors = self.numbers[3 * num_rows + 1 : 4 * num_rows + 1]
-        self.token_ids = self.numbers[4 * num_rows + 1 :]
-        at = self.numbers.ctypes.data
+        self._num_rows = num_rows
+        self.numbers = (ctypes.c_int64 * (4 * num_rows + 1 + num_samples))(*rows, *positions, *first)
+        at = ctypes.addressof(self.numbers)
         self.args = SampleStruct(
             logits.data_ptr(), _TYPES[logits.dtype], logits.shape[1], logits.stride(0), num_rows, records,
             at, at + 8 * num_rows, at + 16 * num_rows, at + 24 * num_rows + 8, at + 32 * num_rows + 8, width,
@@ -95,11 +94,20 @@ class _Call:
             self.args.logprobs = self.logprobs.ctypes.data
             self.args.ranks = self.ranks.ctypes.data
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Of each sample, once it has run."""
+        return self.numbers[4 * self._num_rows + 1 :]
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Name the samples' tokens, for rows of the mode `given`."""
+        self.numbers[4 * self._num_rows + 1 :] = token_ids
+
     def run(self, target: Target) -> dict[int, int]:
         """Returns the errors, by row; token_ids and the lists are then filled in."""
         native = compiled.loaded_library()
         native.quire_sample(target.kernels, target.num_threads, ctypes.addressof(self.args))
-        codes = self.errors.tolist()
+        codes = self.numbers[3 * self._num_rows + 1 : 4 * self._num_rows + 1]
         if not any(codes):
             return {}
         if _BAD_ID in codes:
@@ -129,7 +137,7 @@ def sample_rows(
     first = list(accumulate(num_samples, initial=0))
     call = _Call(logits, records, rows, [s.position for s in states], first, width)
     errors = call.run(target)
-    flat = call.token_ids.tolist()
+    flat = call.token_ids
     token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
     for i in errors:
         token_ids[i] = []
@@ -148,7 +156,7 @@ def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: 
     num_rows, width = len(token_ids), 1 + min(k, logits.shape[1])
     record = _ROW.pack(_GIVEN, 0, 0, 1, 0, 1.0, 1.0, 1.0, 0.0, 0.0, k, *[0] * 14)
     call = _Call(logits, record * num_rows, range(num_rows), [0] * num_rows, list(range(num_rows + 1)), width)
-    call.token_ids[:] = token_ids
+    call.give(token_ids)
     call.run(target)
     return [TokenLogprobs(*entry) for entry in call.entries()]
 
