@@ -12,9 +12,9 @@ WITH_CMAKE := PATH="$$PATH:$(CURDIR)/.venv/bin"
 NATIVE := $(if $(QUIRE_NO_NATIVE),,build/native.stamp)
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
-demo test test-asan test-clients test-nightly check: export OMP_WAIT_POLICY := PASSIVE
+demo test test-amx test-asan test-clients test-nightly check: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-asan test-clients test-nightly check native format bench clean help
+.PHONY: demo test test-amx test-asan test-clients test-nightly check native format bench clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make check         lint, types, import contracts, size gate and the quick tests"
 	@echo "make native        build the C++ kernels anew, and show what is wrong with them"
 	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
+	@echo "make test-amx      the tests of the AMX kernels on a CPU without AMX, by emulated tiles"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
 	@echo "make test-nightly  the server's load and fault tests at full length, which takes hours"
 	@echo "make format        let ruff put the code in order"
@@ -66,6 +67,11 @@ test-asan: .venv/dev.stamp build/asan/build.ninja
 	LD_PRELOAD="$$preload" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/asan/_kernels.so $(PY) -m pytest --capture=sys tests/unit/*/test_native*.py
 
+# The level that this CPU may lack, by tiles in plain C++; it needs AVX-512 all the same.
+test-amx: .venv/dev.stamp build/emulated/build.ninja
+	@$(WITH_CMAKE) cmake --build build/emulated
+	@QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/emulated/_kernels.so $(PY) -m pytest -k amx tests/unit/ops tests/unit/attention
+
 test-clients: .venv/dev.stamp $(NATIVE)
 	@$(PY) tests/clients/run.py
 
@@ -105,4 +111,5 @@ build/native.stamp: CMakeLists.txt csrc $(wildcard csrc/*) | .venv/bin/python
 build/%/build.ninja: | .venv/bin/python
 	@{ command -v cmake && command -v ninja; } >/dev/null || $(PIP_INSTALL) cmake ninja
 	@rm -rf build/$*
-	@$(WITH_CMAKE) cmake -S . -B build/$* -G Ninja $(if $(filter asan,$*),-DQUIRE_ASAN=ON)
+	@$(WITH_CMAKE) cmake -S . -B build/$* -G Ninja $(if $(filter asan,$*),-DQUIRE_ASAN=ON) \
+	    $(if $(filter emulated,$*),-DQUIRE_EMULATE_AMX=ON)
