@@ -30,7 +30,6 @@ class CausalLM(nn.Module):
 
     Attributes:
         cache_layers: what each attention layer keeps of a token; with the backend's shapes, this sizes the KV cache.
-        num_layers, num_kv_heads, head_dim: the same of a model whose layers are all alike.
         dtype: of parameters, hidden states, KV cache and logits.
         filled_weights: checkpoint names that `load_weights` need not be given: an earlier start packed them.
         missing_weights: checkpoint names that `load_weights` has not met yet.
@@ -47,9 +46,6 @@ class CausalLM(nn.Module):
         logit_softcap: float | None = None,
     ) -> None:
         super().__init__()
-        self.num_layers = config.num_layers
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
         self.vocab_size = config.vocab_size
         self.dtype = builder.context.dtype
         self.cache_layers = builder.context.cache_layers

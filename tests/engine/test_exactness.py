@@ -360,7 +360,8 @@ def test_forks_equal_separate_requests(model_options, model: str, dtype: str, pr
     single.n = 1
     for i in range(4):
         processed = one.process_input(f"separate-{i}", prompt, single)
-        request = msgspec.structs.replace(processed.request, first_sequence_index=i)
+        task = msgspec.structs.replace(processed.request.task, first_sequence_index=i)
+        request = msgspec.structs.replace(processed.request, task=task)
         one.submit(dataclasses.replace(processed, request=request))
     separate = drain(one)
     assert [separate[f"separate-{i}"][0][1:] for i in range(4)] == [row[1:] for row in forks]

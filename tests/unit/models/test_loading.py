@@ -212,7 +212,7 @@ def test_unknown_architecture_lists_the_supported_ones(make) -> None:
 
 def test_facts_that_size_the_cache(make) -> None:
     model = make(LLAMA)
-    assert (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size) == (2, 1, 4, 13)
+    assert (model.cache_layers, model.vocab_size) == ([LayerCache(1, 4)] * 2, 13)
     assert model.dtype == torch.float32
     assert not model.training
 
