@@ -93,11 +93,11 @@ class WeightStore:
     def _mapped_tensor(self, entry: dict[str, Any], num_bytes: int) -> Tensor:
         assert self.place is not None
         index = len(self._tensors)
-        kept = self._entries[index] if index < len(self._entries) else None
+        kept = self._entries[index] if index < len(self._entries) else {}
         same = isinstance(kept, dict) and {**kept, "checksum": 0} == {**entry, "checksum": 0}
         if same and self._size + num_bytes <= self._content_bytes:
             flat = torch.frombuffer(self._mapped, dtype=torch.uint8, count=num_bytes, offset=self._size)
-            if checksum(flat) == kept["checksum"]:
+            if checksum(flat) == kept.get("checksum"):
                 return flat
             where = f"tensor {entry['name'] or index}"
             logger.warning("the packed weights in %s are damaged (%s): packing anew", self.place.path, where)
