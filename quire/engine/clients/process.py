@@ -53,9 +53,12 @@ class ProcessClient:
     """Starts the child (a `CoreClient`)."""
 
     def __init__(self, args: EngineArgs, log_level: str) -> None:
-        # Made with mode 0700; removed at the latest when the interpreter ends, if a signal cuts this short.
+        self._process = start_child("quire.engine.clients.process")
+        # Made with mode 0700; removed at the latest when the interpreter ends, or by the child, who is told of it at
+        # once, if a signal cuts this short.
         self._home = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
         self._directory = self._home.name
+        _tell(self._process, Birth(args, self._directory, log_level))
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, "commands")
         self._events = self._socket(zmq.PULL, "events")
@@ -66,7 +69,6 @@ class ProcessClient:
         self._listening: asyncio.AbstractEventLoop | None = None
         self._last_beat, self._in_step = time.monotonic(), 0.0
         self._ready = False
-        self._process = _spawn(Birth(args, self._directory, log_level))
 
     def wait_ready(self) -> Ready:
         event: Event = Beat(0.0)
@@ -147,13 +149,11 @@ class ProcessClient:
         return socket
 
 
-def _spawn(birth: Birth) -> subprocess.Popen:
-    process = start_child("quire.engine.clients.process")
+def _tell(process: subprocess.Popen[bytes], birth: Birth) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it is gone already: the caller sees its exit
         process.stdin.write(msgspec.json.encode(birth) + b"\n")
         process.stdin.flush()
-    return process
 
 
 def _how_it_ended(code: int) -> str:
