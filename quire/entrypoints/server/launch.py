@@ -31,6 +31,7 @@ from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.connection import connection_class
+from quire.entrypoints.server.prompts import warm_up
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.metrics.log_line import throughput_line
@@ -148,7 +149,7 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()  # what is here now stays: collections need not look at it again
         llm = self._state.llm
-        watchers = (self._watch_engine(), watch_stalls(llm.metrics), _log_throughput(llm))
+        watchers = (self._watch_engine(), watch_stalls(llm.metrics), _log_throughput(llm), warm_up(self._state))
         self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
         assert sockets, "serve() passes the socket"
         sockets[0].listen(_BACKLOG)  # asyncio takes one number for two things
