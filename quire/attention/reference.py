@@ -94,9 +94,14 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         return (num_blocks, block_size, 2, num_kv_heads, head_dim)
 
     def build(self, batch: AttentionBatch) -> ReferenceMetadata:
-        # torch indexes by int64 alone.
-        step = (batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
-        return ReferenceMetadata(AttentionBatch(*(tensor.long() for tensor in step), batch.block_size))
+        wide = AttentionBatch(  # torch indexes by int64 alone
+            batch.query_start_loc.long(),
+            batch.seq_lens.long(),
+            batch.block_tables.long(),
+            batch.slot_mapping.long(),
+            batch.block_size,
+        )
+        return ReferenceMetadata(wide)
 
     def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
         metadata, cache = step.attention[spec.group], step.caches[spec.layer]

@@ -95,7 +95,7 @@ class WeightStore:
         index = len(self._tensors)
         kept = self._entries[index] if index < len(self._entries) else {}
         same = isinstance(kept, dict) and {**kept, "checksum": 0} == {**entry, "checksum": 0}
-        if same and self._size + num_bytes <= self._content_bytes:
+        if kept is not None and same and self._size + num_bytes <= self._content_bytes:
             flat = torch.frombuffer(self._mapped, dtype=torch.uint8, count=num_bytes, offset=self._size)
             if checksum(flat) == kept.get("checksum"):
                 return flat
