@@ -72,17 +72,16 @@ class Outcomes:
 
     def take(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
         """Take in what a step brought; results of sequences that have ended are dropped."""
-        outputs: list[SequenceOutput] = []
+        # Whole requests fail, so before anything is made of their other sequences' results.
+        outputs = self._take_failures(plan, result)
         live = self.live
-        for item, found in zip(plan.scheduled, result.results, strict=True):
-            # Whole requests fail, so before anything is made of their other sequences' results.
-            if found.failure is not None and item.sequence_id in live:
-                outputs += self.end_request(live[item.sequence_id].group, "error", found.failure)
         for item, found in zip(plan.scheduled, result.results, strict=True):
             sequence = live.get(item.sequence_id)
             if sequence is None:
                 continue
             sequence.num_in_flight -= 1
+            if item.num_new_tokens == 1 and self._decode(sequence, item, found, outputs):
+                continue
             if self._watches_service:
                 self._tell_policy(sequence.group, item.num_new_tokens, now)
             prompt_logprobs = found.prompt_logprobs
@@ -99,6 +98,54 @@ class Outcomes:
                 if prompt_logprobs is not None:
                     outputs.append(_output(sequence, [], prompt_logprobs=prompt_logprobs))
         return outputs
+
+    def _take_failures(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = []
+        for place, found in enumerate(result.results):
+            if found.failure is not None:
+                sequence = self.live.get(plan.scheduled[place].sequence_id)
+                if sequence is not None:
+                    outputs += self.end_request(sequence.group, "error", found.failure)
+        return outputs
+
+    def _decode(
+        self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult, outputs: list[SequenceOutput]
+    ) -> bool:
+        """Most results by far, in one go: a running sequence has got one token and goes on; False for all others."""
+        group, tokens = sequence.group, found.token_ids
+        num_tokens = sequence.num_tokens + 1
+        if (
+            not sequence.draws_one
+            or item.sampling is not _DRAW
+            or self._watches_service
+            or sequence.status is not _RUNNING
+            or num_tokens >= sequence.limit
+            or tokens[0] in group.stop_token_ids
+            or sequence.index not in group.unfinished
+            or found.draft_token_ids
+            or found.prompt_logprobs is not None
+        ):
+            return False
+        sequence.output_token_ids.append(tokens[0])
+        sequence.num_tokens = num_tokens
+        sequence.num_computed_tokens = num_tokens - 1
+        if num_tokens > sequence.table.next_commit:
+            self._kv.commit(sequence.table, num_tokens - 1)
+        if not sequence.num_in_flight:
+            sequence.num_expected = num_tokens
+            sequence.num_scheduled = num_tokens - 1
+        sequence.proposes = False
+        sequence.num_drafts = 0
+        outputs.append(
+            SequenceOutput(
+                request_id=group.request_id,
+                sequence_index=sequence.index,
+                new_token_ids=tokens,
+                logprobs=found.logprobs,
+                num_cached_tokens=group.num_cached_tokens or 0,
+            )
+        )
+        return True
 
     def _draw(
         self,
@@ -118,7 +165,7 @@ class Outcomes:
         if sequence.index in group.unfinished:
             outputs.append(
                 SequenceOutput(
-                    request_id=group.request.request_id,
+                    request_id=group.request_id,
                     sequence_index=sequence.index,
                     new_token_ids=tokens,
                     logprobs=logprobs,
@@ -250,7 +297,7 @@ class Outcomes:
         """End all unfinished sequences of a request, each with an output."""
         outputs = [
             SequenceOutput(
-                request_id=group.request.request_id,
+                request_id=group.request_id,
                 sequence_index=index,
                 new_token_ids=[],
                 finish_reason=reason,
@@ -276,7 +323,7 @@ class Outcomes:
         del group.sequences[sequence.index]
         if not group.sequences:
             assert not group.unfinished, "sequences of a request were left without a beginning"
-            request_id = group.request.request_id
+            request_id = group.request_id
             del self.groups[request_id]
             if group.announced:
                 self._planner.forget_request(request_id)
@@ -292,7 +339,7 @@ def _output(
     """What a sequence brings upstairs; `end` is its finish_reason and stop_reason."""
     group = sequence.group
     return SequenceOutput(
-        request_id=group.request.request_id,
+        request_id=group.request_id,
         sequence_index=sequence.index,
         new_token_ids=new_token_ids,
         logprobs=[branch.logprobs] if branch is not None and branch.logprobs is not None else None,

@@ -39,13 +39,7 @@ class PlanBuilder:
         if stop >= sequence.num_expected:
             sampling, num_samples = sequence.sampling, sequence.num_samples
             # What can be told without the result: one more token, unless that is the last there may be.
-            if (
-                sampling is _DRAW
-                and num_samples == 1
-                and not num_drafts
-                and not sequence.proposes
-                and stop + 1 < sequence.group.limit
-            ):
+            if sequence.draws_one and not num_drafts and not sequence.proposes and stop + 1 < sequence.limit:
                 sequence.num_expected = stop + 1
         self.scheduled.append(
             ScheduledSequence(
@@ -62,6 +56,18 @@ class PlanBuilder:
         )
         sequence.chosen_token_id = -1
         self.budget -= num_new_tokens
+
+    def add_next(self, sequence: Sequence, start: int, appended: Appended) -> None:
+        """As `add`, of the one token at `start` that a running sequence is to compute: most of what is planned."""
+        if not sequence.draws_one:
+            self.add(sequence, 1, appended)
+            return
+        sequence.num_scheduled = stop = start + 1
+        sequence.num_in_flight += 1
+        if stop + 1 < sequence.limit and not sequence.proposes:
+            sequence.num_expected = stop + 1
+        self.scheduled.append(ScheduledSequence(sequence.sequence_id, 1, _DRAW, 1, *appended))
+        self.budget -= 1
 
     def drop(self, sequence: Sequence) -> None:
         """Take a preempted sequence out, and its tokens back; it is no longer announced if it was so in this plan."""

@@ -180,7 +180,7 @@ class Planner:
 
     def _continue_running(self, builder: PlanBuilder) -> None:
         """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them."""
-        running, append, add = self.running.items, self._kv.append, builder.add
+        running, append, add = self.running.items, self._kv.append, builder.add_next
         behind: list[Sequence] = []
         place = 0
         while place < len(running):
@@ -191,11 +191,15 @@ class Planner:
             if num_left != 1:
                 if num_left > 1:
                     behind.append(sequence)
-            elif sequence.num_drafts:
+                continue
+            table = sequence.table
+            if sequence.num_drafts:
                 # Whoever comes after it and has caught up is to get its one token, too.
                 self._verify_drafts(sequence, builder, builder.budget - (len(running) - place))
-            elif (appended := append(sequence.table, start, start + 1)) is not None:
-                add(sequence, 1, appended)
+            elif start < table.num_slots and table.shared_block < 0:  # what `append` would find, without a call
+                add(sequence, start, NOTHING_APPENDED)
+            elif (appended := append(table, start, start + 1)) is not None:
+                add(sequence, start, appended)
             else:
                 # The last of the queue is not in the plan yet: it is behind, still to be looked at, or this one itself.
                 self._continue(sequence, 1, builder)

@@ -26,7 +26,7 @@ class SequenceGroup:
     """A request and the sequences drawn from its prompt.
 
     Attributes:
-        task: the request's.
+        request_id, task: the request's.
         order: how many requests were added before it.
         key: the policy's sort key; smaller runs earlier.
         limit: tokens of a sequence, prompt and output, at which it ends.
@@ -48,6 +48,7 @@ class SequenceGroup:
         "num_prompt_logprobs",
         "order",
         "request",
+        "request_id",
         "sequences",
         "stop_token_ids",
         "task",
@@ -57,6 +58,7 @@ class SequenceGroup:
     def __init__(self, request: NewRequest, order: int, continuation: Continuation, max_model_len: int) -> None:
         assert isinstance(request.task, SamplingTask), "only sampling requests are taken"
         self.request = request
+        self.request_id = request.request_id
         self.task = task = request.task
         self.order = order
         self.key: tuple[Any, ...] = ()
@@ -96,7 +98,8 @@ class Sequence:
         num_tokens: prompt and output tokens.
         num_computed_tokens: tokens whose keys and values are in the blocks; always less than num_tokens.
         num_in_flight: plans in flight that schedule it.
-        sampling, num_samples: what is done at its last position.
+        limit: tokens at which it ends, its group's.
+        sampling, num_samples: what is done at its last position; draws_one: that is one draw.
         num_drafts: draft tokens that its row has for the next step.
         proposes: whether drafts came with its last result, so that the next step waits for the next ones.
         chosen_token_id: its last token, where the row does not have it yet; -1 where it does.
@@ -108,9 +111,11 @@ class Sequence:
         "announced",
         "awaits",
         "chosen_token_id",
+        "draws_one",
         "group",
         "index",
         "key",
+        "limit",
         "num_computed_tokens",
         "num_drafts",
         "num_expected",
@@ -131,6 +136,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.key = (*group.key, index)
+        self.limit = group.limit
         self.table = table
         self.output_token_ids = table.output_token_ids
         self.num_tokens = self.num_expected = table.num_tokens
@@ -144,11 +150,13 @@ class Sequence:
         self.announced = False
         self.sampling: Sampling
         self.num_samples: int
+        self.draws_one: bool
         self.ask_continuation()
 
     def ask_continuation(self) -> None:
         """Take over what is to be done at the last position."""
         self.sampling, self.num_samples = self.group.continuation.sampling(self.index)
+        self.draws_one = self.sampling is Sampling.DRAW and self.num_samples == 1
 
     def settle(self) -> None:
         """No plan in flight has it: nothing is expected but what is known."""
@@ -167,7 +175,7 @@ class Sequence:
         group = self.group
         return NewSequence(
             self.sequence_id,
-            group.request.request_id,
+            group.request_id,
             group.task.first_sequence_index + self.index,
             self.output_token_ids.copy(),
             [block_ids.copy() for block_ids in self.table.block_ids],
