@@ -27,11 +27,6 @@ class InterruptShield:
         self._lifted = False
         self._handler: Handler | None = None  # what was there before; None: nothing is shielded
 
-    @property
-    def will_interrupt(self) -> bool:
-        """Whether leaving the innermost `with` lets a held-back interrupt through."""
-        return self.pending and self._depth == 1
-
     def __enter__(self) -> "InterruptShield":
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():

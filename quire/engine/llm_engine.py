@@ -105,11 +105,9 @@ class LLMEngine:
             processed = self._outputs.process(news, time.monotonic())
             for request_id, sequence_index in processed.stopped:
                 self.core.finish_sequence(request_id, sequence_index)
-            # Where leaving raises KeyboardInterrupt, the next step is to return them.
             self._undelivered += processed.outputs
-            if self.core.interrupts.will_interrupt:
-                return []
-            outputs, self._undelivered = self._undelivered, []
+        # Where leaving raises KeyboardInterrupt, the next step returns them.
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
