@@ -328,7 +328,7 @@ def test_overload_is_retried(narrow: RunningServer) -> None:
 
     hooks = httpx2.Client(event_hooks={"response": [note]})
     with (
-        openai.OpenAI(base_url=f"{narrow.url}/v1", api_key=KEY, max_retries=10, http_client=hooks) as client,
+        openai.OpenAI(base_url=f"{narrow.url}/v1", api_key=KEY, max_retries=100, http_client=hooks) as client,
         ThreadPoolExecutor(6) as pool,
     ):
         assert list(pool.map(ask, [client] * 6)) == [400] * 6
