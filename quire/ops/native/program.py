@@ -198,6 +198,7 @@ class Program:
             target.kernels, target.num_threads, TYPE_OF[dtype],
         )  # fmt: skip
         self._handle = self._library.quire_program_create(ctypes.addressof(spec))
+        self._bound_type, self._strides_type = ctypes.c_void_p * len(memory), ctypes.c_int64 * len(memory)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -240,9 +241,9 @@ class Program:
         if num_rows == 0:
             return
         structs = (StepStruct * max(1, len(steps)))(*(step.struct() for step in steps))
-        padding = len(self._buffers) - len(tensors)
-        bound = (ctypes.c_void_p * len(self._buffers))(*(t.data_ptr() for t in tensors), *[None] * padding)
-        strides = (ctypes.c_int64 * len(self._buffers))(*(t.stride(0) for t in tensors), *[0] * padding)
+        bound, strides = self._bound_type(), self._strides_type()  # of each run, as threads may share a program
+        for number, tensor in enumerate(tensors):
+            bound[number], strides[number] = tensor.data_ptr(), tensor.stride(0)
         arguments = RunStruct(
             num_rows,
             structs,
