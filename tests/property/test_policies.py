@@ -6,6 +6,7 @@ first. A shared prefix, whose readers must wait for it, is part of each load.
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ class Watched(SimulatedExecutor):
 
 
 def make(policy: str, max_in_flight: int = 1, **changes: int) -> tuple[EngineCore, Watched]:
-    options = {"max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 4} | changes
+    options: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 4} | changes
     num_blocks = options.pop("num_blocks", 40)
     config = SchedulerConfig(policy=policy, **options)
     layout = CacheLayout(

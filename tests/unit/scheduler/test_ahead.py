@@ -1,0 +1,263 @@
+"""Several plans in flight, drafts, ranked candidates, plans that are forgotten, a scheduler that goes on elsewhere."""
+
+import msgspec
+import pytest
+
+from quire.config.scheduler import SchedulerConfig
+from quire.kvcache.manager import KVManager
+from quire.protocol.cache import CacheGroup, CacheLayout
+from quire.protocol.requests import SamplingTask
+from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
+from quire.scheduler.continuation import Branch, Independent
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.state import SchedulerState
+
+# --- plans in flight
+
+
+def test_a_decoding_sequence_is_planned_by_count_alone(driver) -> None:
+    d = driver()
+    d.add("a", 4, max_tokens=3)
+    assert d.schedule() == {"a": 4}
+    first = d.plan
+    assert d.schedule() == {"a": 1}
+    second = d.plan
+    assert [output.new_token_ids for output in d.update(plan=first)] == [[7]]
+    assert d.schedule() == {"a": 1}, "the third and last token"
+    third = d.plan
+    assert d.schedule() == {}, "it may not have a fourth"
+    d.update(plan=second)
+    (output,) = d.update(plan=third)
+    assert output.finish_reason == "length"
+
+
+def test_a_result_of_a_sequence_that_ended_a_plan_before_is_dropped(driver) -> None:
+    d = driver()
+    d.add("a", 4, stop={9})
+    d.schedule()
+    first = d.plan
+    d.schedule()
+    (output,) = d.update(9, plan=first)
+    assert output.finish_reason == "stop"
+    assert d.num_free() == 100
+    assert d.update() == []
+    assert d.schedule() == {}
+    assert (d.removed(), d.plan.ended_request_ids) == (["a"], ["a"])
+
+
+def test_forks_wait_for_their_first_tokens(driver) -> None:
+    d = driver()
+    d.add("a", 6, n=2, max_tokens=4)
+    d.schedule()
+    assert d.schedule() == {}, "what comes next depends on the draws"
+    d.update(lambda name, sample: 100 + sample)
+    assert d.schedule() == {"a": 1, "a/1": 1}
+    first = d.plan
+    assert [fork.token_id for fork in first.forks] == [101]
+    assert d.schedule() == {"a": 1, "a/1": 1}
+    assert d.plan.forks == []
+    d.update(plan=first)
+    d.update()
+
+
+def test_who_is_preempted_in_flight_comes_back_when_its_tokens_are_known(driver) -> None:
+    d = driver(num_blocks=4, caching=False)
+    d.add("a", 8, max_tokens=8)
+    d.add("b", 7, max_tokens=2)
+    assert d.schedule() == {"a": 8, "b": 7}
+    first = d.plan
+    assert d.schedule() == {"a": 1}, "a took b's blocks"
+    second = d.plan
+    assert d.waiting_reasons() == {"result": 1}
+    assert d.scheduler.why("b") == "result: it was preempted, and its next token is being computed"
+    d.update(plan=first)
+    assert d.waiting_reasons() == {"blocks": 1}
+    d.update(plan=second)
+    while "b" not in d.schedule():
+        d.update()
+    (new,) = d.plan.new_sequences
+    assert new.output_token_ids == [7]
+    (output,) = d.update()
+    assert (output.request_id, output.finish_reason) == ("b", "length")
+
+
+def test_results_come_in_the_order_of_plans(driver) -> None:
+    d = driver()
+    d.add("a")
+    d.schedule()
+    d.schedule()
+    with pytest.raises(AssertionError, match="another step"):
+        d.update()
+
+
+# --- drafts
+
+
+def test_drafts_are_planned_and_accepted_ones_count_as_computed(driver) -> None:
+    d = driver()
+    d.add("a", 5, max_tokens=20)
+    d.step(drafts={"a": [1, 2, 3]})
+    assert d.schedule() == {"a": 4}
+    (item,) = d.plan.scheduled
+    assert (item.num_drafts, item.sampling, item.draft_token_ids) == (3, Sampling.DRAW, [])
+    assert d.schedule() == {}, "the next step depends on how many are right"
+    (output,) = d.update(tokens={"a": [1, 2, 8]}, drafts={"a": [4]})
+    assert output.new_token_ids == [1, 2, 8]
+    assert d.schedule() == {"a": 2}, "one token that is known, and a draft"
+    d.update(tokens={"a": [5]})
+    assert d.schedule() == {"a": 1}
+    d.update()
+    assert d.finish() == {"a/0": "length"}
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_sequence_there(driver) -> None:
+    d = driver()
+    d.add("a", 5, max_tokens=20, stop={2}, logprobs=0)
+    entries = [TokenLogprobs([token], [0.0], [1]) for token in (1, 2, 3, 4)]
+    d.step(drafts={"a": [1, 2, 3]}, logprobs={"a": entries[:1]})
+    d.schedule()
+    (output,) = d.update(tokens={"a": [1, 2, 3, 4]}, logprobs={"a": entries})
+    assert (output.new_token_ids, output.finish_reason, output.logprobs) == ([1, 2], "stop", entries[:2])
+    assert d.num_free() == 100
+
+
+def test_drafts_never_go_beyond_the_limit_and_preempt_nobody(driver) -> None:
+    d = driver(num_blocks=4)
+    d.add("a", 7, max_tokens=4)
+    d.add("b", 7, max_tokens=9)
+    d.step(drafts={"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4]})
+    assert d.schedule() == {"a": 1, "b": 1}, "no block is left for drafts"
+    assert d.num_preemptions() == 0
+    d.update()
+    d.scheduler.abort("b")
+    d.schedule()
+    d.update(drafts={"a": [1, 2, 3, 4, 5]})
+    assert d.schedule() == {"a": 1}, "one token more is its last"
+
+
+def test_blocks_of_accepted_drafts_are_found_by_their_tokens(driver) -> None:
+    d = driver()
+    d.add("a", [1, 2, 3], max_tokens=6)
+    d.step(4, drafts={"a": [5, 6, 7]})
+    d.schedule()
+    d.update(tokens={"a": [5, 6, 7, 8]})
+    d.scheduler.abort("a")
+    d.add("b", [1, 2, 3, 4, 5, 6, 7, 9, 9])
+    assert d.schedule() == {"b": 5}, "four of its tokens are found"
+
+
+# --- ranked candidates
+
+
+class Pair:
+    """Two sequences: the second goes on from the first's second token, with the second candidate."""
+
+    def __init__(self, task: SamplingTask) -> None:
+        self.has_second = False
+
+    def sampling(self, index: int) -> tuple[Sampling, int]:
+        return Sampling.RANK, 1
+
+    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch]:
+        assert result.candidates is not None
+        best, second, *_ = result.candidates.token_ids
+        if self.has_second or num_output_tokens < 1:
+            return [Branch(index, best)]
+        self.has_second = True
+        return [Branch(0, best), Branch(1, second)]
+
+    def carries(self, index: int, unfinished: set[int]) -> bool:
+        return index == 0 and not self.has_second and 1 in unfinished
+
+    def state(self) -> bool:
+        return self.has_second
+
+    def restore(self, state: bool) -> None:
+        self.has_second = state
+
+
+def test_the_row_is_told_what_became_of_its_candidates(driver) -> None:
+    d = driver(make_continuation=Pair)
+    d.add("a", 6, n=2, max_tokens=4)
+    d.schedule()
+    assert [item.sampling for item in d.plan.scheduled] == [Sampling.RANK]
+    assert d.schedule() == {}, "it waits for its token to be chosen"
+    (output,) = d.update(candidates={"a": [11, 12]})
+    assert (output.sequence_index, output.new_token_ids) == (0, [11])
+    d.schedule()
+    assert [item.chosen_token_id for item in d.plan.scheduled] == [11]
+    outputs = d.update(candidates={"a": [21, 22]})
+    assert [(o.sequence_index, o.new_token_ids) for o in outputs] == [(0, [21]), (1, [11, 22])]
+    d.schedule()
+    assert [(fork.token_id, fork.num_tokens) for fork in d.plan.forks] == [(22, 7)]
+    chosen = {d.names[item.sequence_id]: item.chosen_token_id for item in d.plan.scheduled}
+    assert chosen == {"a": 21, "a/1": -1}, "the fork brought its token along"
+    d.update(candidates={"a": [31, 32], "a/1": [41, 42]})
+    d.schedule()
+    ends = [o.finish_reason for o in d.update(candidates={"a": [5, 6], "a/1": [5, 6]})]
+    assert ends == ["length", "length"]
+
+
+def test_a_sequence_that_has_ended_goes_on_while_another_is_to_come_from_it(driver) -> None:
+    d = driver(make_continuation=Pair)
+    d.add("a", 6, n=2, max_tokens=4)
+    d.step(candidates={"a": [11, 12]})
+    d.scheduler.finish_sequence("a", 0)
+    (output,) = d.step(candidates={"a": [21, 22]})
+    assert (output.sequence_index, output.new_token_ids) == (1, [11, 22])
+    assert d.schedule() == {"a/1": 1}
+
+
+# --- forgetting and going on
+
+
+def test_forgotten_plans_are_made_again(driver) -> None:
+    d = driver()
+    d.add("a", 6, n=2, max_tokens=4)
+    d.add("b", 6, max_tokens=3)
+    d.step()
+    d.schedule()
+    d.schedule()
+    d.scheduler.cancel()
+    d.scheduler.check_integrity()
+    assert d.num_free() == 100
+    assert d.schedule() == {"a": 3, "a/1": 3, "b": 3}, "a block of each is found"
+    plan = d.plan
+    assert [request.request_id for request in plan.new_requests] == ["a", "b"]
+    assert [new.output_token_ids for new in plan.new_sequences] == [[7], [7], [7]]
+    assert (plan.removed_sequence_ids, plan.ended_request_ids, plan.forks) == ([], [], [])
+    d.update()
+    assert set(d.finish().values()) == {"length"}
+
+
+def test_a_state_survives_its_journey(driver) -> None:
+    d = driver()
+    d.add("a", 6, n=2, max_tokens=4)
+    d.add("b", 6, max_tokens=9)
+    d.step()
+    d.step()
+    d.schedule()
+    saved = msgspec.msgpack.encode(d.scheduler.state())
+    layout = CacheLayout(block_size=4, groups=[CacheGroup(layers=[0])], num_blocks=[100], max_model_len=200)
+    fresh = Scheduler(SchedulerConfig(max_model_len=200, max_num_batched_tokens=100), KVManager(layout), Independent)
+    fresh.restore(msgspec.msgpack.decode(saved, type=SchedulerState), now=5.0)
+    fresh.check_integrity()
+    plan = fresh.schedule()
+    assert plan is not None
+    assert {new.sequence_id: new.output_token_ids for new in plan.new_sequences} == {0: [7, 7], 1: [7, 7]}
+    assert [s.num_new_tokens for s in plan.scheduled] == [8, 8]
+    assert fresh.stats().waiting_reasons == {"prefix": 1}, "the fork shares what is computed for its root"
+    assert plan.step_id == d.plan.step_id + 1
+
+
+def test_an_id_that_is_used_again_at_once_is_not_forgotten(driver) -> None:
+    d = driver()
+    d.add("a")
+    d.step()
+    d.scheduler.abort("a")
+    d.add("a")
+    d.schedule()
+    assert [request.request_id for request in d.plan.new_requests] == ["a"]
+    assert d.plan.ended_request_ids == []
+    assert len(d.plan.removed_sequence_ids) == 1
+    d.update()
