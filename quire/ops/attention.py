@@ -9,6 +9,7 @@ does not matter which other queries or which surplus tiles are computed beside i
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
@@ -19,6 +20,7 @@ from quire.ops.table import op
 QUERY_ROWS = 16  # rows of a query tile (more when one KV head serves more query heads); a multiple of 16 keeps
 # every tile aligned to a cache line
 KEY_TILE = 64  # keys per tile; tile j holds positions [64 j, 64 j + 64), whatever the block size
+VALUE_COLUMNS = 8  # of narrower ends some CPUs' libraries sum one row of a tile in another order than the next
 _LOWEST = torch.finfo(torch.float32).min  # running maximum before the first visible key; finite, so never NaN
 
 
@@ -148,18 +150,20 @@ def _attend(query: Tensor, slots: Tensor, group: TileGroup, scores: _Scores) -> 
         visible.sub_(new_highest).exp_()
         decay = (highest[:, items] - new_highest).exp_()
         total[:, items].mul_(decay).add_(visible.sum(-1, keepdim=True))
-        weighted[:, items].mul_(decay).add_(_tile_product(weights, values)[:, :, :used])
+        weighted[:, items].mul_(decay).add_(_tile_product(weights, values)[:, :, :used, :head_dim])
         highest[:, items] = new_highest
     result = weighted.div_(total).unflatten(2, (width, group_size))
     return result.permute(1, 2, 0, 3, 4).to(query.dtype).reshape(query.shape)
 
 
 def _gather(slots: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in fp32, each [Hkv, sources, KEY_TILE, D]."""
+    """Keys and values in fp32, each [Hkv, sources, KEY_TILE, D]; values padded with zeros to whole VALUE_COLUMNS."""
     picked = slots.index_select(0, index).view(-1, KEY_TILE, *slots.shape[1:])
-    both = picked.new_empty((2, slots.shape[2], picked.shape[0], KEY_TILE, slots.shape[3]), dtype=torch.float32)
+    shape = (2, slots.shape[2], picked.shape[0], KEY_TILE, slots.shape[3])
+    both = picked.new_empty(shape, dtype=torch.float32)
     both.copy_(picked.permute(2, 3, 0, 1, 4))
-    return both[0], both[1]
+    missing = -slots.shape[3] % VALUE_COLUMNS
+    return both[0], F.pad(both[1], (0, missing)) if missing else both[1]
 
 
 def _tile_product(a: Tensor, b: Tensor) -> Tensor:

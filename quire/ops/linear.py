@@ -1,6 +1,7 @@
 """Products with a matrix of weights: the reference in plain torch, and the packed matrices of the native kernels."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
@@ -8,6 +9,7 @@ from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import TYPE_OF, LinearSpec, Op
 from quire.ops.table import op
 
+MIN_COLUMNS = 16  # of fewer some CPUs' libraries sum one row of a tile in another order than the next
 ROW_TILE = 32  # rows of every matrix product: one shape, hence one order of summation
 _ALIGNMENT = 64  # bytes; a GEMM may choose another path for rows that start elsewhere
 
@@ -22,6 +24,9 @@ def linear(
     """
     assert isinstance(weight, Tensor), "packed weights are multiplied by recorded programs only"
     num_rows, num_features = x.shape
+    num_columns = weight.shape[0]
+    if num_columns < MIN_COLUMNS:
+        weight = F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns))
     num_tiles = -(-num_rows // ROW_TILE)
     out = x.new_empty(num_tiles * ROW_TILE, weight.shape[0])
     x = x.contiguous()
@@ -35,7 +40,7 @@ def linear(
             padded[: tile.shape[0]] = tile
             tile = padded
         torch.mm(tile, transposed, out=out[start : start + ROW_TILE])
-    out = out[:num_rows]
+    out = out[:num_rows, :num_columns]
     out = out if bias is None else out.add_(bias)
     return out if out_dtype is None else out.to(out_dtype)
 

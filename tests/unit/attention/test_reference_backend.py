@@ -49,3 +49,12 @@ def test_without_order_a_token_sees_those_after_it(window: int | None) -> None:
         torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
         [one] = attend(BACKEND, [sequence], [[len(sequence)]], 8, window, causal=False)
         assert torch.equal(one, out)
+
+
+@pytest.mark.parametrize("head_dim", [5, 6, 10, 11, 12])
+def test_odd_heads_do_not_depend_on_a_token_s_place_in_its_tile(head_dim: int) -> None:
+    sequences = make_sequences([40, 23], (4, 4), head_dim)
+    expected = attend(BACKEND, sequences, whole(sequences), 16)
+    for cut in (1, 3, 7):
+        for one, two in zip(expected, attend(BACKEND, sequences, alone(sequences, cut), 16), strict=True):
+            assert torch.equal(one, two)

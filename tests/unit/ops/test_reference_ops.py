@@ -96,6 +96,17 @@ def test_linear_rows_do_not_depend_on_their_place_or_company(dtype: torch.dtype,
         assert torch.equal(ops.linear(x[row : row + 1], weight)[0], whole[row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 11, 17])
+@pytest.mark.parametrize("features", [10, 33])
+def test_linear_of_few_columns_knows_no_place(dtype: torch.dtype, columns: int, features: int) -> None:
+    """Where the remainder of a tile's rows has kernels of its own in some libraries."""
+    weight, x = draw(columns, features, dtype=dtype), draw(32, features, dtype=dtype, seed=1)
+    whole = ops.linear(x, weight)
+    for shift in (1, 3, 8, 17):
+        assert torch.equal(ops.linear(x.roll(shift, 0), weight), whole.roll(shift, 0))
+
+
 def test_linear_of_nothing() -> None:
     assert ops.linear(torch.empty(0, 8), torch.ones(5, 8), torch.ones(5)).shape == (0, 5)
 
