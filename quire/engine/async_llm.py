@@ -83,7 +83,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.tokenizer = tokenizer
-        self.metrics = ServingMetrics(config.model.max_model_len)
+        self.metrics = ServingMetrics(config.model.max_model_len, time.monotonic())
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer)
@@ -338,7 +338,7 @@ class AsyncLLM:
         """A step's news: text for everyone who waits, and sequences that a stop string ended."""
         self._stats = news.stats
         metrics, now = self.metrics, news.end  # not when it got here: several steps' news may come at once
-        metrics.on_engine_stats(news.stats)
+        metrics.on_engine_stats(news.stats, time.monotonic())
         if news.scheduled:
             self._outputs.note_scheduled(news.scheduled, news.start)
             self._queued.difference_update(news.scheduled)

@@ -1,7 +1,5 @@
 """The line that says every few seconds how fast a busy server is. `quire serve` logs it; nothing is measured here."""
 
-import time
-
 from quire.metrics.serving import Logged, ServingMetrics
 from quire.protocol.stats import EngineStats
 
@@ -16,10 +14,10 @@ _WAITING_FOR = {
 }
 
 
-def throughput_line(metrics: ServingMetrics, stats: EngineStats) -> str | None:
+def throughput_line(metrics: ServingMetrics, stats: EngineStats, time: float) -> str | None:
     """What the server did since the last call; None when it was idle and the last line had said so."""
     now = Logged(
-        time=time.monotonic(),
+        time=time,
         num_prompt_tokens=metrics.num_prompt_tokens,
         num_generation_tokens=metrics.num_generation_tokens,
         prefix_cache_queries=stats.prefix_cache_queries_total,

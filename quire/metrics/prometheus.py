@@ -3,7 +3,6 @@
 GET /metrics calls `render`. Nothing is kept: the figures are read off the recorder and the engine's stats as they are.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,9 +17,9 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
 
 
-def render(metrics: ServingMetrics, stats: EngineStats, model_name: str) -> tuple[bytes, str]:
+def render(metrics: ServingMetrics, stats: EngineStats, model_name: str, now: float) -> tuple[bytes, str]:
     """The body of an answer, and its content type."""
-    metrics.advance(time.monotonic())
+    metrics.advance(now)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Serving(metrics, stats, model_name))
     ProcessCollector(registry=registry)

@@ -4,7 +4,6 @@ AsyncLLM tells it, on the event loop's thread; /metrics, the log line and the li
 for each live request, forgets the request when it ends, and knows nothing of engines, clients or Prometheus.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -76,14 +75,14 @@ class ServingMetrics:
         logged: where the next log line starts.
     """
 
-    def __init__(self, max_model_len: int = 32_768) -> None:
-        """`max_model_len` bounds the histograms of token counts."""
+    def __init__(self, max_model_len: int = 32_768, now: float = 0.0) -> None:
+        """`max_model_len` bounds the histograms of token counts; `now` is when the counting starts."""
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
         self.event_loop_max_stall = 0.0
-        self.logged = Logged(time.monotonic())
+        self.logged = Logged(now)
         self.histograms: list[Histogram] = []
         self._add_histograms(one_two_five(max_model_len))
         self.history = History(self._inter_token)
@@ -183,9 +182,9 @@ class ServingMetrics:
             if sequence.num_tokens > 1:
                 self._per_token.observe((sequence.last - sequence.first) / (sequence.num_tokens - 1))
 
-    def on_engine_stats(self, stats: EngineStats) -> None:
+    def on_engine_stats(self, stats: EngineStats, now: float) -> None:
         """The engine's newest figures."""
-        self.advance(time.monotonic())
+        self.advance(now)
         self._stats = stats
 
     def advance(self, now: float) -> None:

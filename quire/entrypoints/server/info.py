@@ -4,6 +4,7 @@ They are small and answer at once; only /tokenize and /detokenize have bodies.
 """
 
 import asyncio
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
@@ -152,5 +153,5 @@ async def load(state: State) -> Load:
 @router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(state: State) -> Response:
     """Counters, gauges and histograms in Prometheus' text form."""
-    body, media_type = render(state.llm.metrics, state.llm.stats(), state.model_names[0])
+    body, media_type = render(state.llm.metrics, state.llm.stats(), state.model_names[0], time.monotonic())
     return Response(body, media_type=media_type)

@@ -219,7 +219,7 @@ async def watch_stalls(metrics: ServingMetrics) -> None:
 async def _log_throughput(llm: AsyncLLM) -> None:
     while True:
         await asyncio.sleep(_LOG_SECONDS)
-        if (line := throughput_line(llm.metrics, llm.stats())) is not None:
+        if (line := throughput_line(llm.metrics, llm.stats(), time.monotonic())) is not None:
             logger.info("%s", line)
 
 

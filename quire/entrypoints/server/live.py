@@ -97,7 +97,7 @@ class LiveFeed:
     async def _snapshot(self) -> bytes:
         metrics = self._llm.metrics
         snapshot = await self._llm.snapshot()
-        metrics.on_engine_stats(snapshot.stats)  # an idle engine tells nothing by itself
+        metrics.on_engine_stats(snapshot.stats, time.monotonic())  # an idle engine tells nothing by itself
         newest = Snapshot(
             stats=snapshot.stats,
             sequences=snapshot.sequences,

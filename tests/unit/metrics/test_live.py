@@ -10,12 +10,11 @@ from quire.protocol.stats import BlockGroup, EngineStats
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def tell() -> Callable[..., None]:
     """Gives a recorder the engine's figures at a time."""
 
     def give(metrics: ServingMetrics, now: float, running: int, queries: int = 0, hits: int = 0) -> None:
-        monkeypatch.setattr("quire.metrics.serving.time.monotonic", lambda: now)
-        metrics.on_engine_stats(EngineStats(running, 0, running / 10, 0, queries, hits, {}))
+        metrics.on_engine_stats(EngineStats(running, 0, running / 10, 0, queries, hits, {}), now)
 
     return give
 

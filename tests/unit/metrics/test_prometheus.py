@@ -33,7 +33,7 @@ def families() -> dict[str, Metric]:
     metrics.on_finished("a", ["length"], 32, 0.6)
     metrics.event_loop_max_stall = 0.125
     stats = EngineStats(2, 3, 0.5, 7, 60, 32, {"blocks": 1, "order": 2})
-    body, content_type = render(metrics, stats, LABELS["model_name"])
+    body, content_type = render(metrics, stats, LABELS["model_name"], now=200.0)
     assert content_type.startswith("text/plain; version=0.0.4")
     return {family.name: family for family in text_string_to_metric_families(body.decode())}
 
