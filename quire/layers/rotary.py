@@ -37,6 +37,8 @@ class RopeParameters:
         value = default if value is None else value
         if value is None:
             raise ModelLoadError(f"rope parameters of type {self.values['rope_type']!r} lack {key!r} in config.json.")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelLoadError(f"config.json has {key} = {value!r} among its rope parameters; it must be a number.")
         return float(value)
 
     @property
@@ -54,7 +56,10 @@ def rope_table(rope: RopeParameters) -> Tensor:
     kind = rope.values["rope_type"]
     if kind not in ROPE_TYPES:
         raise ModelLoadError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
-    frequencies, amplitude = ROPE_TYPES[kind](rope)
+    try:
+        frequencies, amplitude = ROPE_TYPES[kind](rope)
+    except (ArithmeticError, ValueError) as error:  # a base of 1, a logarithm of what is not over 0
+        raise ModelLoadError(f"rope parameters {dict(rope.values)!r} give no angles ({error}).") from error
     angles = torch.arange(rope.max_model_len, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(amplitude)
 

@@ -6,7 +6,6 @@ keys in place of the caps, and rotates layers with a window by frequencies of th
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.llama import FORMAT, build_rope, llama_attention
+from quire.models.settings import number
 
 TANH_GELU = "gelu_pytorch_tanh"
 
@@ -97,7 +97,7 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
     hf, size = config.hf_config, config.hidden_size
     if hf.get("use_bidirectional_attention"):
         raise ModelLoadError("use_bidirectional_attention is not supported: such a model generates no text.")
-    eps, bias = float(hf.get("rms_norm_eps", 1e-6)), bool(hf.get("attention_bias", False))
+    eps, bias = number(config, "rms_norm_eps", 1e-6), bool(hf.get("attention_bias", False))
     spec, window_rope = _attention(config, shape), build_rope(config, config.window_rope_parameters)
 
     def layer(index: int, builder: Builder) -> nn.Module:
@@ -117,7 +117,7 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
     layers = [layer(i, child) for i, child in body.layers(config.num_layers)]
     scale = torch.tensor(size**0.5).to(builder.context.dtype).item()  # rounded, as models were trained with
     decoder = Decoder(embedding, layers, body.rms_norm(size, eps, plus_one=True), embed_scale=scale)
-    cap = _number(hf, "final_logit_softcapping", shape.logit_cap)
+    cap = _cap(config, "final_logit_softcapping", shape.logit_cap)
     return CausalLM(config, builder, decoder, embedding, FORMAT, logit_softcap=cap)
 
 
@@ -126,12 +126,12 @@ def _attention(config: ModelConfig, shape: GemmaShape) -> AttentionSpec:
     spec = replace(llama_attention(config, build_rope(config)), norm_plus_one=True)
     if not shape.sandwich:
         return spec
-    scalar = _number(config.hf_config, "query_pre_attn_scalar", None) or 256.0
-    cap = shape.score_cap and _number(config.hf_config, "attn_logit_softcapping", shape.score_cap)
+    scalar = number(config, "query_pre_attn_scalar", 256.0)
+    cap = shape.score_cap and _cap(config, "attn_logit_softcapping", shape.score_cap)
     return replace(spec, scale=scalar**-0.5, softcap=cap)
 
 
-def _number(hf: dict[str, Any], key: str, default: float | None) -> float | None:
-    """A number of config.json; an absent key means the default, null means none."""
-    value = hf.get(key, default)
-    return None if value is None else float(value)
+def _cap(config: ModelConfig, key: str, default: float | None) -> float | None:
+    """A cap of config.json; an absent key means the default, null means none."""
+    hf = config.hf_config
+    return None if hf.get(key, default) is None else number(config, key, default or 0.0)

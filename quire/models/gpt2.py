@@ -5,6 +5,7 @@ from quire.config.model import ModelConfig
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.settings import number
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
@@ -29,7 +30,7 @@ FORMAT = CheckpointFormat(
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """GPT2LMHeadModel."""
     hf, size = config.hf_config, config.hidden_size
-    eps = float(hf.get("layer_norm_epsilon", 1e-5))
+    eps = number(config, "layer_norm_epsilon", 1e-5)
     activation = str(hf.get("activation_function", "gelu_new"))
 
     def layer(index: int, builder: Builder) -> DecoderLayer:

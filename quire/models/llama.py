@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
 from quire.layers.rotary import RopeParameters, rope_table
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.settings import number
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(ignored=(".rotary_emb.inv_freq",))
@@ -48,7 +50,7 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> CausalLM:
     """A model of Llama's shape."""
-    size, eps = config.hidden_size, float(config.hf_config.get("rms_norm_eps", 1e-6))
+    size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
     spec = llama_attention(config, build_rope(config))
     feed_forward = shape.feed_forward or _gated_mlp(config)
 
@@ -85,7 +87,7 @@ def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:
         config.num_kv_heads,
         config.head_dim,
         config.head_dim**-0.5,
-        norm_eps=float(config.hf_config.get("rms_norm_eps", 1e-6)),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
     )
 
@@ -96,8 +98,14 @@ def build_rope(config: ModelConfig, parameters: Mapping[str, Any] | None = None)
     parameters: in place of ``config.rope_parameters``.
     """
     hf, values = config.hf_config, dict(config.rope_parameters if parameters is None else parameters)
-    portion = values.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    portion = values.get("partial_rotary_factor") or number(config, "partial_rotary_factor", 1.0)
+    size = int(config.head_dim * portion)
+    if size % 2 or not 2 <= size <= config.head_dim:
+        raise ModelLoadError(
+            f"config.json of model {config.model!r} has heads of {config.head_dim} features, of which {size} are "
+            "rotated (partial_rotary_factor); it must be an even number of them, and no more than there are."
+        )
     if hf.get("original_max_position_embeddings"):
         values["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     max_position = int(hf.get("max_position_embeddings") or config.derived_max_model_len)
-    return rope_table(RopeParameters(int(config.head_dim * portion), values, max_position, config.max_model_len))
+    return rope_table(RopeParameters(size, values, max_position, config.max_model_len))

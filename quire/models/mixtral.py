@@ -7,6 +7,7 @@ from quire.layers.moe import Routing
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.llama import LlamaShape, build_llama
+from quire.models.settings import count
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
@@ -22,9 +23,9 @@ FORMAT = CheckpointFormat(
 
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """MixtralForCausalLM."""
-    hf = config.hf_config
-    routing = Routing(int(hf.get("num_local_experts", 8)), int(hf.get("num_experts_per_tok", 2)), renormalize=True)
-    activation = str(hf.get("hidden_act", "silu"))
+    num_experts, top_k = count(config, "num_local_experts", 8), count(config, "num_experts_per_tok", 2)
+    routing = Routing(num_experts, top_k, renormalize=True)
+    activation = str(config.hf_config.get("hidden_act", "silu"))
 
     def experts(index: int, builder: Builder) -> nn.Module:
         return builder.experts(config.hidden_size, config.intermediate_size, routing, activation=activation)

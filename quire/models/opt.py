@@ -17,6 +17,7 @@ from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import DecoderLayer, run_layers
+from quire.models.settings import count
 from quire.models.weights import CheckpointFormat
 
 FORMAT = CheckpointFormat(
@@ -108,7 +109,7 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
         return (DecoderLayer if pre_norm else PostNormLayer)(norm(), attention, norm(), mlp)
 
     body = builder.child("model")
-    narrow = int(hf.get("word_embed_proj_dim") or size)
+    narrow = count(config, "word_embed_proj_dim", size)
     projections = None
     if narrow != size:
         projections = body.linear("project_in", narrow, size), body.linear("project_out", size, narrow)

@@ -3,8 +3,6 @@
 Qwen2-MoE also has an expert that every token shares, weighed by a gate of its own.
 """
 
-from typing import Any
-
 from torch import nn
 
 from quire.config.model import ModelConfig
@@ -12,6 +10,7 @@ from quire.layers.moe import Routing
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.llama import FeedForward, LlamaShape, build_llama
+from quire.models.settings import count, indices
 
 
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
@@ -20,7 +19,7 @@ def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
     feed_forward = _feed_forward(
         config,
         {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
-        shared_size=int(hf.get("shared_expert_intermediate_size", 5632)),
+        shared_size=count(config, "shared_expert_intermediate_size", 5632, least=0),
     )
     return build_llama(config, builder, LlamaShape(bool(hf.get("qkv_bias", True)), feed_forward=feed_forward))
 
@@ -35,16 +34,18 @@ def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
 
 def _feed_forward(config: ModelConfig, defaults: dict[str, int], shared_size: int = 0) -> FeedForward:
     """What follows attention in each layer: experts in every so manieth one, a plain MLP in those that are named."""
-    hf: dict[str, Any] = defaults | {key: value for key, value in config.hf_config.items() if value is not None}
-    num_experts = int(hf.get("num_local_experts", hf["num_experts"]))
-    activation, size = str(hf.get("hidden_act", "silu")), config.hidden_size
-    sparse_step, dense = int(hf.get("decoder_sparse_step", 1)), hf.get("mlp_only_layers", [])
+    hf, size = config.hf_config, config.hidden_size
+    num_experts = count(config, "num_experts", defaults["num_experts"], least=0)
+    num_experts = count(config, "num_local_experts", num_experts, least=0)
+    activation = str(hf.get("hidden_act") or "silu")
+    sparse_step, dense = count(config, "decoder_sparse_step", 1), indices(config, "mlp_only_layers")
 
     def feed_forward(index: int, builder: Builder) -> nn.Module:
         if index in dense or num_experts == 0 or (index + 1) % sparse_step:
             return builder.gated_mlp(size, config.intermediate_size, activation=activation)
-        routing = Routing(num_experts, int(hf["num_experts_per_tok"]), bool(hf.get("norm_topk_prob", False)))
-        inner_size = int(hf["moe_intermediate_size"])
+        top_k = count(config, "num_experts_per_tok", defaults["num_experts_per_tok"])
+        routing = Routing(num_experts, top_k, bool(hf.get("norm_topk_prob", False)))
+        inner_size = count(config, "moe_intermediate_size", defaults["moe_intermediate_size"])
         return builder.experts(size, inner_size, routing, activation=activation, shared_size=shared_size)
 
     return feed_forward

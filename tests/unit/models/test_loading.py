@@ -210,6 +210,35 @@ def test_unknown_architecture_lists_the_supported_ones(make) -> None:
     assert len(SUPPORTED_ARCHITECTURES) == len(FAMILIES)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        ("llama", {"rms_norm_eps": "small"}),
+        ("llama", {"partial_rotary_factor": 2.0}),
+        ("llama", {"partial_rotary_factor": "half"}),
+        ("llama", {"head_dim": 5, "rotated": 0}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}, "rope parameters": 0}),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}, "beta_fast": 0}),
+        ("gpt2", {"layer_norm_epsilon": [1]}),
+        ("opt", {"word_embed_proj_dim": "wide"}),
+        ("mixtral", {"num_local_experts": "many"}),
+        ("mixtral", {"num_experts_per_tok": 9}),
+        ("qwen2_moe", {"decoder_sparse_step": 0}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": -1}),
+        ("qwen3_moe", {"mlp_only_layers": 1}),
+        ("qwen3_moe", {"moe_intermediate_size": 0}),
+        ("gemma2", {"query_pre_attn_scalar": -1}),
+        ("gemma2", {"attn_logit_softcapping": 0}),
+        ("gemma2", {"final_logit_softcapping": "none"}),
+    ],
+)
+def test_what_cannot_be_is_told_by_its_key(make, model_type: str, change: dict[str, Any]) -> None:
+    config = LLAMA | {"head_dim": 4, "model_type": model_type, "architectures": None} | change
+    with pytest.raises(ModelLoadError) as caught:
+        make(config)
+    assert any(key in str(caught.value) for key in change)
+
+
 def test_facts_that_size_the_cache(make) -> None:
     model = make(LLAMA)
     assert (model.cache_layers, model.vocab_size) == ([LayerCache(1, 4)] * 2, 13)
