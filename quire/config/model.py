@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
@@ -245,19 +247,28 @@ class _Reader:
 
     def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
         """The sliding window of each layer: by `layer_types`, else by the family's older keys."""
-        switch = self.family.window_switch
+        layer_types, switch = self.get("layer_types"), self.family.window_switch
+        self._check_layer_types(layer_types, num_layers)
         if self.get("sliding_window") is None or (switch and not self.get(switch, default=False)):
             return (None,) * num_layers
         window = self.positive_int("sliding_window")
-        layer_types = self.get("layer_types")
-        if isinstance(layer_types, list):
-            if len(layer_types) != num_layers:
-                raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
+        if layer_types is not None:
             return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        self.positive_int("sliding_window_pattern", default=1)
         first = self.get("max_window_layers", default=0)
         if type(first) is not int:
             raise self.error(f"has max_window_layers = {first!r}; it must be a whole number.")
         return tuple(window if self.family.windowed(self.get, layer) else None for layer in range(num_layers))
+
+    def _check_layer_types(self, layer_types: Any, num_layers: int) -> None:
+        if layer_types is None:
+            return
+        if not isinstance(layer_types, list):
+            raise self.error(f"has layer_types = {layer_types!r}; it must be a list.")
+        if strange := [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]:
+            raise NotYetSupportedError(f"Model {self.model!r} has layers of type {strange[0]!r}: not supported yet.")
+        if len(layer_types) != num_layers:
+            raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
 
     def _architecture(self) -> str:
         names = self.config.get("architectures")
@@ -279,8 +290,9 @@ def _check_arguments(max_model_len: Any, hf_overrides: Any, load_format: Any) ->
     if hf_overrides is not None and not isinstance(hf_overrides, dict):
         raise ConfigError(f"hf_overrides must be an object of config.json keys and values; got {hf_overrides!r}.")
     try:
-        json.dumps(hf_overrides)
-    except (TypeError, ValueError, RecursionError) as error:
+        json.dumps(hf_overrides, allow_nan=False)
+        msgspec.json.encode(hf_overrides)  # as they go to the engine's process: no lone surrogates
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"hf_overrides must hold what JSON can: texts, numbers, booleans, null, lists and objects ({error})."
         ) from error

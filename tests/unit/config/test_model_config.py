@@ -229,7 +229,7 @@ def test_an_override_that_loses_the_base_is_refused(tmp_path: Path) -> None:
     assert kept.rope_parameters == scaling | {"rope_theta": 7.0}
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), b"x", float, 1j])
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"x", float, 1j, float("nan"), "\ud800"])
 def test_an_override_that_is_no_json_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match="hf_overrides must hold what JSON can"):
         load(tmp_path, LLAMA, hf_overrides={"rope_theta": 5.0, "x": [value]})
@@ -365,6 +365,20 @@ def test_windows_of_gemma(tmp_path: Path) -> None:
     assert load(tmp_path, GEMMA3 | {"sliding_window_pattern": 2}).layer_windows == (32, None, 32)
     gemma2 = GEMMA3 | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
     assert load(tmp_path, gemma2).layer_windows == (32, None, 32)
+
+
+@pytest.mark.parametrize("value", [0, -1, "six", 1.5])
+@pytest.mark.parametrize("key", ["sliding_window", "sliding_window_pattern"])
+def test_windows_that_cannot_be_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ModelLoadError, match=f"{key} = "):
+        load(tmp_path, GEMMA3 | {key: value})
+
+
+def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotYetSupportedError, match="'chunked_attention'"):
+        load(tmp_path, LLAMA | {"layer_types": ["full_attention", "chunked_attention", "full_attention"]})
+    with pytest.raises(ModelLoadError, match="layer_types = 'sliding_attention'"):
+        load(tmp_path, GEMMA3 | {"layer_types": "sliding_attention"})
 
 
 def test_unknown_load_format(tmp_path: Path) -> None:
