@@ -5,6 +5,7 @@ input, and leaves when that ends. What is said there is for the two ends to agre
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ _HARMLESS_PREFIXES = ("LC_", "PYTHON")
 
 
 def start_child(module: str, *arguments: str, answers: bool = False, keys: bool = True) -> subprocess.Popen[bytes]:
-    """Start a module as a process with a pipe to its standard input.
+    """Start a module as a process with a pipe to its standard input, which no Ctrl-C reaches.
 
     Args:
         answers: read its standard output too; else that is this process's.
@@ -28,7 +29,13 @@ def start_child(module: str, *arguments: str, answers: bool = False, keys: bool 
     # -P: the working directory is no place to import from.
     command = [sys.executable, "-P", "-m", module, *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=_environment(os.environ, keys))
+    environment = _environment(os.environ, keys)
+    # A terminal's Ctrl-C goes to the child as well, and would end it with a traceback while it still imports.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _environment(given: Mapping[str, str], keys: bool) -> dict[str, str]:

@@ -1,0 +1,20 @@
+"""Processes that Quire starts of itself: what they inherit."""
+
+import signal
+from pathlib import Path
+
+from quire.utils.child import start_child
+
+
+def test_no_interrupt_ends_a_child_while_it_imports() -> None:
+    """Ctrl-C goes to a terminal's whole group, and a child that has not got to ignoring it would show a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child = start_child("quire.text.render_child", "1", "64", answers=True)
+    try:
+        lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        [blocked] = [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk")]
+        assert blocked >> (signal.SIGINT - 1) & 1
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        child.kill()
+        child.communicate()
