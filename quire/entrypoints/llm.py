@@ -227,12 +227,16 @@ class LLM:
                 raise _of_prompt(error, place, len(prompts)) from None
         ids: list[str] = []
         for place, entry in enumerate(processed):
+            request_id = entry.request.request_id
             try:
                 self.llm_engine.submit(entry)
             except InvalidRequestError as error:
                 self._drop(ids)
                 raise _of_prompt(error, place, len(prompts)) from None
-            ids.append(entry.request.request_id)
+            except BaseException:  # Ctrl-C, when this one is queued
+                self._drop([*ids, request_id])
+                raise
+            ids.append(request_id)
         return ids
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:

@@ -331,6 +331,22 @@ def test_interrupt_leaves_nothing_behind(llm: LLM) -> None:
         llm.generate(PROMPTS, greedy(5, logits_processors=[interrupt]), use_tqdm=False)
 
 
+def test_interrupt_while_requests_are_queued_leaves_none_of_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, queued = llm.llm_engine.submit, []
+
+    def interrupt(entry):
+        submit(entry)
+        queued.append(entry)
+        if len(queued) == 2:
+            raise KeyboardInterrupt  # as the shield does when it is left
+
+    monkeypatch.setattr(llm.llm_engine, "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(5), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert not llm.llm_engine.core.has_unfinished()
+
+
 def test_priority_needs_the_policy_of_priorities(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="priority=5 needs an engine with scheduling_policy='priority'"):
         llm.generate("Once", greedy(1), priority=5)
