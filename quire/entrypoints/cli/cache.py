@@ -37,7 +37,7 @@ def run(namespace: Namespace) -> None:
         _show(files)
         print(f"{_size(sum(each.num_bytes for each in files))} in {len(files)} of {folder}")
         return
-    if namespace.all == (namespace.name is not None):
+    if namespace.all == bool(namespace.name):  # an empty name is a variable that was not set
         raise ConfigError("name one model, as 'quire cache' lists it, or give --all.")
     chosen = [each for each in files if namespace.all or namespace.name in (each.model, each.path.name, each.path.stem)]
     if not chosen and not namespace.all:

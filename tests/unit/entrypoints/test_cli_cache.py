@@ -66,6 +66,7 @@ def test_it_clears_what_is_named(folder: Path, arguments: list[str], left: str) 
     ("arguments", "complaint"),
     [
         (["clear"], "give --all"),
+        (["clear", ""], "give --all"),
         (["clear", "owner/llama", "--all"], "give --all"),
         (["clear", "owner/lama"], "nothing of 'owner/lama' is kept. Did you mean 'owner/llama'?"),
         (["list", "a"], "'quire cache clear NAME' removes that one"),
