@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from quire.ops.native.library import TORCH, levels
 
         metafunc.parametrize("level", [name for name in levels() if name != TORCH], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `pairs`, mark slow what adds no new pair of values of two parameters."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        for item in same:
+            item.add_marker(pytest.mark.slow)
+        for chosen in _covering([{name: repr(value) for name, value in item.callspec.params.items()} for item in same]):
+            same[chosen].own_markers = [mark for mark in same[chosen].own_markers if mark.name != "slow"]
+
+
+def _covering(rows: list[dict[str, str]]) -> Iterator[int]:
+    """Places of rows in which every pair of (parameter, value) that meets in any row meets, chosen greedily."""
+    pairs = [set(itertools.combinations(sorted(row.items()), 2)) or {tuple(row.items())} for row in rows]
+    missing: set[object] = set().union(*pairs)
+    while missing:
+        best = max(range(len(rows)), key=lambda place: len(pairs[place] & missing))
+        missing -= pairs[best]
+        yield best
 
 
 @pytest.fixture

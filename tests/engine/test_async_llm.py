@@ -291,7 +291,7 @@ def _child_of(llm: AsyncLLM) -> subprocess.Popen[bytes]:
     return llm._client._process
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(number: signal.Signals) -> None:
     llm = AsyncLLM.from_engine_args(ARGS, options=AsyncOptions(log_level="error", step_timeout=2.0))
     directory = llm._client._directory  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(number: signal.
     assert not os.path.exists(directory)
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_engine_goes_when_its_parent_is_killed(busy: bool) -> None:
     script = f"""
         import asyncio

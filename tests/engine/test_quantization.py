@@ -65,6 +65,7 @@ def exact(read) -> Reading:
     return read(dtype="float32", kernels=TORCH)
 
 
+@pytest.mark.slow
 def test_native_bfloat16_is_nearer_to_float32_than_torchs(read, exact: Reading, native: str) -> None:
     """Its sums and logits are not rounded on the way."""
     found = read()
@@ -72,6 +73,7 @@ def test_native_bfloat16_is_nearer_to_float32_than_torchs(read, exact: Reading, 
     assert found.perplexity == pytest.approx(exact.perplexity, rel=5e-4)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kernels", ["auto", TORCH])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("quantization", "error", "loss"), [("int8", 0.0055, 1.5e-3), ("int4", 0.047, 0.016)])

@@ -48,6 +48,7 @@ def their_logits(model: Any, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens])).logits[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", tiny.CASES)
 def test_logits_at_every_position(saved, name: str, kernels: str) -> None:
     found = logits_on_every_path(ours(saved, name, kernels=kernels))
@@ -67,6 +68,7 @@ def logits_on_every_path(model: Any) -> Tensor:
     return first
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", tiny.CASES)
 def test_greedy_tokens(saved, name: str, kernels: str) -> None:
     """64 greedy tokens; transformers is asked once, about the whole text, which is greedy decoding by induction."""
@@ -77,6 +79,7 @@ def test_greedy_tokens(saved, name: str, kernels: str) -> None:
     assert len(set(tokens)) > 3, "so repetitive a text would hide errors"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_batch(saved, name: str, dtype: str, kernels: str) -> None:

@@ -141,6 +141,7 @@ class Layer:
         return dense(Sequence(query, key, value), 0.3, 30)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("norms", [False, True, "plus one"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (128, 2)])
 @pytest.mark.parametrize("name", ["native", "native-int8", "reference"])
@@ -172,6 +173,7 @@ def test_norms_and_rotation(
     assert torch.equal(computed(17, 64), found)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1500])

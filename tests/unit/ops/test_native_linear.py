@@ -23,6 +23,7 @@ from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.structs import GATED, Epilogue, Type
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("type", Type)
 @pytest.mark.parametrize("dtype", DTYPES)
