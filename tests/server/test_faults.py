@@ -346,10 +346,10 @@ def test_one_request_fails_alone(start_server: Starter, tmp_path: Path) -> None:
     if sys.orig_argv[-1] == "quire.engine.clients.process":
         from quire.scheduler.scheduler import Scheduler
         add = Scheduler.add
-        def broken(self, request):
+        def broken(self, request, now):
             if len(request.prompt_token_ids) == 7:
                 raise ZeroDivisionError
-            return add(self, request)
+            return add(self, request, now)
         Scheduler.add = broken
     """
     server = start_server(env=sabotaged(tmp_path, text))
