@@ -25,7 +25,7 @@ help:
 	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
 	@echo "make test-amx      the tests of the AMX kernels on a CPU without AMX, by emulated tiles"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
-	@echo "make test-nightly  the server's load and fault tests at full length, which takes hours"
+	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes hours"
 	@echo "make format        let ruff put the code in order"
 	@echo "make bench         latency and throughput of the bundled model"
 	@echo "make clean         remove .venv, build and caches"
@@ -76,7 +76,7 @@ test-clients: .venv/dev.stamp $(NATIVE)
 	@$(PY) tests/clients/run.py
 
 test-nightly: .venv/dev.stamp $(NATIVE)
-	@QUIRE_NIGHTLY=1 $(PY) -m pytest tests/server tests/property
+	@QUIRE_NIGHTLY=1 $(PY) -m pytest tests/server tests/property tests/engine
 
 clean:
 	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

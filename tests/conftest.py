@@ -46,17 +46,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `pairs`, mark slow what adds no new pair of values of two parameters."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin out sweeps to the cases in which each two values of their parameters meet.
+
+    The rest of a test marked `pairs` is slow; that of a `sweep` is left out, but not of a nightly run.
+    """
+    for item in _beyond_pairs(items, "pairs"):
+        item.add_marker(pytest.mark.slow)
+    if os.environ.get("QUIRE_NIGHTLY") != "1":
+        left_out = _beyond_pairs(items, "sweep")
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _beyond_pairs(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
+    """Cases of the tests with this marker whose pairs of parameters' values all meet in other cases."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs") is not None:
+        if isinstance(item, pytest.Function) and item.get_closest_marker(marker) is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    beyond: list[pytest.Item] = []
     for same in cases.values():
-        for item in same:
-            item.add_marker(pytest.mark.slow)
-        for chosen in _covering([{name: repr(value) for name, value in item.callspec.params.items()} for item in same]):
-            same[chosen].own_markers = [mark for mark in same[chosen].own_markers if mark.name != "slow"]
+        rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in same]
+        chosen = set(_covering(rows))
+        beyond += [item for place, item in enumerate(same) if place not in chosen]
+    return beyond
 
 
 def _covering(rows: list[dict[str, str]]) -> Iterator[int]:

@@ -271,6 +271,7 @@ def test_drafts_change_nothing(model_options, baseline, p: float, late: bool, fe
     check_drafts(model_options, baseline, "llama", "float32", p, late, few_blocks)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -318,6 +319,7 @@ def test_exactness_on_further_levels(
 COMPRESSED = [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", COMPRESSED, ids=lambda o: "-".join(*o.items()))
