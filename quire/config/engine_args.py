@@ -20,8 +20,6 @@ from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
 
-_SWAP_SPACE = 4.0
-
 
 @dataclass(frozen=True)
 class EngineArgs:
@@ -92,9 +90,10 @@ class EngineArgs:
     )
     kv_cache_memory: int | None = option(None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", 1)
     num_kv_blocks: int | None = option(None, "Number of KV blocks; overrides every measurement.", 1)
-    swap_space: float = option(
-        _SWAP_SPACE,
-        "Host memory for swapped KV blocks, in GiB, on a GPU; a CPU has one memory, and recomputes instead.",
+    swap_space: float | None = option(
+        None,
+        "Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; on a CPU none by "
+        "default, where the KV cache itself can be as large.",
         0,
     )
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
@@ -115,8 +114,6 @@ class EngineArgs:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if not self.enforce_eager:
             logger.warning("enforce_eager=False has no effect here: nothing is captured on a CPU")
-        if self.swap_space != _SWAP_SPACE:
-            logger.warning("swap_space=%g has no effect here: a CPU has one memory, and recomputes", self.swap_space)
         if self.speculative_config is not None:
             raise NotYetSupportedError(f"speculative_config={self.speculative_config!r} is not supported yet.")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -179,6 +176,11 @@ class EngineConfig:
     args: EngineArgs
     model: ModelConfig
     scheduler: SchedulerConfig
+
+    @property
+    def swap_bytes(self) -> int:
+        """Host memory for swapped blocks."""
+        return int((self.args.swap_space or 0.0) * 2**30)
 
     def default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the model's generation_config.json, unless told otherwise."""

@@ -24,6 +24,7 @@ class WorkerConfig:
         load_format: "auto", "safetensors" or "dummy".
         weight_cache: keep packed weights on disk.
         weight_cache_size: most that all models' packed weights may take there, in GiB.
+        swaps: there will be host blocks, so that the speed of copies matters.
         debug: poison fresh KV blocks with NaN.
     """
 
@@ -38,4 +39,5 @@ class WorkerConfig:
     load_format: str = "auto"
     weight_cache: bool = True
     weight_cache_size: float = 32.0
+    swaps: bool = False
     debug: bool = False

@@ -37,6 +37,7 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
         load_format=args.load_format,
         weight_cache=args.weight_cache,
         weight_cache_size=args.weight_cache_size,
+        swaps=config.swap_bytes > 0,
         debug=args.debug,
     )
 
@@ -91,6 +92,7 @@ def _initialize_cache(config: EngineConfig, executor: Executor) -> CacheLayout:
         num_kv_blocks=args.num_kv_blocks,
         kv_cache_memory=args.kv_cache_memory,
         memory_share=args.gpu_memory_utilization,
+        swap_bytes=config.swap_bytes,
     )
     report = executor.cache_report()
     layout = plan_cache(request, report)

@@ -18,6 +18,7 @@ from quire.protocol.step import (
     Failure,
     FailureKind,
     Fork,
+    Moves,
     NewSequence,
     PromptLogprobs,
     SampleGuide,
@@ -114,6 +115,7 @@ class SimulatedExecutor(Executor):
 
     Attributes:
         num_copies, num_forks, num_drafts, num_accepted: blocks copied, rows forked, drafts verified and accepted.
+        num_out, num_in: blocks moved to the host and back.
     """
 
     def __init__(self, model: FakeModel, max_in_flight: int = 1) -> None:
@@ -122,10 +124,12 @@ class SimulatedExecutor(Executor):
         self.rows: dict[int, _Row] = {}
         self.requests: dict[str, NewRequest] = {}
         self.num_copies = self.num_forks = self.num_drafts = self.num_accepted = 0
+        self.num_out = self.num_in = 0
         self._plans: deque[StepPlan] = deque()
         self._block_size = 0
         self._groups: list[CacheGroup] = []
         self._kv: list[list[list[int]]] = []  # [group][block][slot]
+        self._host: list[list[list[int]]] = []  # the same, of the host's blocks
 
     def start(self, progress: bool) -> WorkerReport:
         return WorkerReport(
@@ -150,6 +154,7 @@ class SimulatedExecutor(Executor):
     def initialize_cache(self, layout: CacheLayout) -> None:
         self._block_size, self._groups = layout.block_size, layout.groups
         self._kv = [[[0] * layout.block_size for _ in range(count)] for count in layout.num_blocks]
+        self._host = [[[0] * layout.block_size for _ in range(count)] for count in layout.num_host_blocks]
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._plans) < self.max_in_flight, "more plans in flight than may be"
@@ -214,7 +219,7 @@ class SimulatedExecutor(Executor):
         self.num_forks += 1
 
     def _move_and_edit(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """Copies, then what the plan says of each row; returns the blocks whose content is nobody's yet."""
+        """Moves, then what the plan says of each row; returns the blocks whose content is nobody's yet."""
         size, fresh = self._block_size, []
         for new in plan.new_sequences:
             first = -(-new.num_computed_tokens // size)
@@ -223,11 +228,10 @@ class SimulatedExecutor(Executor):
             fresh += [(g, block) for g, block_ids in enumerate(item.new_block_ids) for block in block_ids]
         sources = {(group, source) for group, source, _ in plan.moves.copies}
         destinations = [(group, destination) for group, _, destination in plan.moves.copies]
+        destinations += [(group, destination) for group, _, destination in plan.moves.in_]
         assert len({*fresh, *destinations}) == len(fresh) + len(destinations), "a block is handed out twice in a step"
         assert not sources & {*fresh, *destinations}, "a source of a copy is overwritten"
-        for group, source, destination in plan.moves.copies:
-            self._kv[group][destination] = self._kv[group][source].copy()
-        self.num_copies += len(destinations)
+        self._move(plan.moves)
         for item in plan.scheduled:
             row = self.rows[item.sequence_id]
             for group, index, block in item.edits:
@@ -237,6 +241,18 @@ class SimulatedExecutor(Executor):
             if item.chosen_token_id >= 0:
                 row.append(item.chosen_token_id)
         return fresh
+
+    def _move(self, moves: Moves) -> None:
+        assert len({(group, host) for group, _, host in moves.out}) == len(moves.out), "a host block is written twice"
+        for group, source, destination in moves.out:
+            self._host[group][destination] = self._kv[group][source].copy()
+        for group, source, destination in moves.copies:
+            self._kv[group][destination] = self._kv[group][source].copy()
+        for group, source, destination in moves.in_:
+            self._kv[group][destination] = self._host[group][source].copy()
+        self.num_out += len(moves.out)
+        self.num_copies += len(moves.copies)
+        self.num_in += len(moves.in_)
 
     # The computation.
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from msgspec import structs
+
 from quire.errors import ConfigError
 from quire.kvcache.groups import window_reach
 from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 
 CPU_SHARE = 0.4  # of the memory that is free after loading: a CPU's memory serves the rest of the machine too
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class CacheRequest:
         num_kv_blocks: blocks of the largest group (full attention, or else the widest window), in place of a measure.
         kv_cache_memory: bytes of all blocks, in place of a measure.
         memory_share: of the available memory, 0 to 1; None for the default.
+        swap_bytes: host memory for swapped blocks.
     """
 
     block_size: int
@@ -41,6 +45,7 @@ class CacheRequest:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     memory_share: float | None = None
+    swap_bytes: int = 0
 
 
 def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
@@ -53,7 +58,8 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
     the model's own limit does not fit, the context is shortened to what does.
 
     Raises:
-        ConfigError: not even one block, or not one context of the max_model_len that was asked for, fits.
+        ConfigError: not even one block, or not one context of the max_model_len that was asked for, fits; or host
+            memory was asked for that is not there.
     """
     sizes = _Sizes(request, request.max_model_len)
     largest = sizes.largest(report.groups)
@@ -83,11 +89,37 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
             )
         max_model_len = fits
         sizes = _Sizes(request, fits)
-    return CacheLayout(
+    layout = CacheLayout(
         block_size=request.block_size,
         groups=report.groups,
         num_blocks=sizes.layout(report.groups, num_blocks),
         max_model_len=max_model_len,
+    )
+    return _with_host_blocks(layout, request, report) if request.swap_bytes else layout
+
+
+def _with_host_blocks(layout: CacheLayout, request: CacheRequest, report: CacheReport) -> CacheLayout:
+    """The layout with host blocks, divided among the groups as the device's are."""
+    device_bytes = _num_bytes(layout.num_blocks, report)
+    left = report.host_bytes
+    if left is None:
+        left = max(0, report.available_bytes - report.activation_bytes - device_bytes)
+    if request.swap_bytes > left:
+        raise ConfigError(
+            f"swap_space={request.swap_bytes / GIB:g} GiB is larger than the memory that is left beside model and KV "
+            f"cache: {left / GIB:.1f} GiB. Lower swap_space, or the KV cache (num_kv_blocks, kv_cache_memory)."
+        )
+    num_host_blocks = [count * request.swap_bytes // device_bytes for count in layout.num_blocks]
+    if min(num_host_blocks) < 1:
+        raise ConfigError(
+            f"swap_space={request.swap_bytes / GIB:g} GiB holds no KV block of {max(report.block_bytes)} bytes; raise "
+            "it, or set it to 0."
+        )
+    return structs.replace(
+        layout,
+        num_host_blocks=num_host_blocks,
+        block_bytes=report.block_bytes,
+        copy_bytes_per_second=report.copy_bytes_per_second,
     )
 
 

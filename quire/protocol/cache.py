@@ -28,7 +28,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int  # of a step's transient tensors, measured by a real execute
     groups: list[CacheGroup]
     block_bytes: list[int]  # by group: one block, keys and values of the group's layers
-    host_bytes: int = 0  # host memory for swapped blocks
+    host_bytes: int | None = None  # free in a host memory apart from the device's; None: there is but one memory
+    copy_bytes_per_second: float = 0.0  # between device and host blocks; 0.0: not measured
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,9 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[CacheGroup]
     num_blocks: list[int]  # by group
     max_model_len: int  # tokens of the longest sequence
+    num_host_blocks: list[int] = []  # by group, for what is swapped out; [] for no host memory
+    block_bytes: list[int] = []  # by group, of one block; known where there are host blocks
+    copy_bytes_per_second: float = 0.0  # as the worker measured it; 0.0: unknown
 
 
 def group_layers(layers: list[LayerCache]) -> list[CacheGroup]:

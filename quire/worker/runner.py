@@ -19,6 +19,7 @@ from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (
     Failure,
     FailureKind,
+    Moves,
     PromptLogprobs,
     SampleGuide,
     Sampling,
@@ -34,6 +35,7 @@ from quire.speculative.base import DraftedSequence, Proposer, Verdict
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.gather import gather
 from quire.worker.rows import Row, RowTable
+from quire.worker.tiers import HostCache
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +60,20 @@ class KVCache:
     backend: AttentionBackend
     tensors: list[Tensor]
     groups: list[CacheGroup]
+    host: HostCache | None = None
 
-    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks, as (group, source, destination)."""
+    def carry_out(self, moves: Moves) -> None:
+        """Out to the host, within the device, and in."""
+        assert self.host is not None or not (moves.out or moves.in_), "there are no blocks in host memory"
+        if self.host is not None and moves.out:
+            self.host.move_out(moves.out)
+        if moves.copies:
+            self._copy(moves.copies)
+        if self.host is not None and moves.in_:
+            self.host.move_in(moves.in_)
+
+    def _copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks within the device, as (group, source, destination)."""
         for number, group in enumerate(self.groups):
             pairs = [(source, destination) for g, source, destination in moves if g == number]
             if pairs:
@@ -149,10 +162,7 @@ class ModelRunner:
             table.remove(sequence_id)
         for sequence in plan.new_sequences:
             self._give_state(table.add(sequence))
-        moves = plan.moves
-        assert not [*moves.out, *moves.in_], "there are no blocks in host memory"
-        if moves.copies:
-            self.cache.move(moves.copies)
+        self.cache.carry_out(plan.moves)
         for scheduled in plan.scheduled:
             if scheduled.new_block_ids or scheduled.edits or scheduled.chosen_token_id >= 0 or scheduled.num_drafts:
                 table.advance(scheduled)

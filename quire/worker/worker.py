@@ -19,6 +19,7 @@ from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.rows import RowTable
 from quire.worker.runner import KVCache, ModelRunner
+from quire.worker.tiers import HostCache
 from quire.worker.weights.cache import place_of
 from quire.worker.weights.load import load_model_weights
 from quire.worker.weights.store import StaleStoreError, WeightStore
@@ -103,6 +104,7 @@ class Worker:
             ),
             groups=groups,
             block_bytes=[sum(layer_bytes[layer] for layer in group.layers) for group in groups],
+            copy_bytes_per_second=device.copy_bytes_per_second() if config.swaps else 0.0,
         )
 
     def initialize_cache(self, layout: CacheLayout) -> None:
@@ -119,7 +121,9 @@ class Worker:
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
         table = RowTable(num_rows, layout.max_model_len, layout.block_size, len(layout.groups), config.max_num_drafts)
-        cache = KVCache(device.backend, [caches[layer] for layer in range(len(self._layers))], layout.groups)
+        tensors = [caches[layer] for layer in range(len(self._layers))]
+        host = HostCache(device, tensors, layout.groups, layout.num_host_blocks) if layout.num_host_blocks else None
+        cache = KVCache(device.backend, tensors, layout.groups, host)
         proposer = self._make_proposer(self._model) if self._make_proposer is not None else None
         self._runner = ModelRunner(device, model, cache, table, proposer, poison=config.debug)
 

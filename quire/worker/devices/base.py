@@ -93,6 +93,26 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:
+        """Host memory for swapped blocks, uint8 [num_blocks, block_bytes], from which copies go fast. Untouched.
+
+        Raises:
+            MemoryError, OSError: there is not that much.
+        """
+
+    @abstractmethod
+    def copy_to_host(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, as (source, destination); a host block has the caches' parts of a block one after another."""
+
+    @abstractmethod
+    def copy_from_host(self, host: Tensor, caches: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        """The way back."""
+
+    @abstractmethod
+    def copy_bytes_per_second(self) -> float:
+        """How fast such copies are, measured."""
+
+    @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
         """Entered around each step's work, never twice at once: no gradients, its own number of threads."""
 

@@ -5,9 +5,12 @@ the KV cache lies in huge pages. Knows no plan and no row.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,6 +42,7 @@ from quire.worker.weights.store import WeightStore
 SMALL_MODEL = 16_000_000
 # Activations touched at start-up, in tokens: the first use of a page costs as much as computing on it, here and there.
 TOUCHED_ACTIVATIONS = 2048
+_COPIED_BYTES = 4 * 2**20  # of the measurement of a copy
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +118,37 @@ class CpuDevice(Device):
             prefault(cache[:num_touched], self.num_threads)
         return cache
 
+    def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:
+        return huge_pages((num_blocks, block_bytes), torch.uint8)
+
+    def copy_to_host(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        blocks, start = host.numpy(), 0
+        for cache in caches:
+            part = _bytes_of_blocks(cache)
+            stop = start + part.shape[1]
+            for source, destination in pairs:
+                blocks[destination, start:stop] = part[source]
+            start = stop
+
+    def copy_from_host(self, host: Tensor, caches: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        blocks, start = host.numpy(), 0
+        for cache in caches:
+            part = _bytes_of_blocks(cache)
+            stop = start + part.shape[1]
+            for source, destination in pairs:
+                part[destination] = blocks[source, start:stop]
+            start = stop
+
+    def copy_bytes_per_second(self) -> float:
+        host, cache = (torch.ones((16, _COPIED_BYTES // 16), dtype=torch.uint8) for _ in range(2))
+        pairs = [(i, i) for i in range(16)]
+        seconds: list[float] = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.copy_to_host([cache], host, pairs)
+            seconds.append(time.perf_counter() - start)
+        return _COPIED_BYTES / sorted(seconds)[1]
+
     def computing(self) -> AbstractContextManager[None]:
         outside = torch.get_num_threads()
         if self.packs_weights or outside == self.num_threads:  # the native kernels have threads of their own
@@ -149,6 +184,11 @@ class CpuDevice(Device):
     def _make_target(self) -> Target | None:
         """What compiled kernels run on; None where the sampler's alone are used, on what there is."""
         return Target(self.kernels, self.num_threads) if self.packs_weights else None
+
+
+def _bytes_of_blocks(cache: Tensor) -> npt.NDArray[np.uint8]:
+    """[num_blocks, bytes], the cache itself."""
+    return cache.view(torch.uint8).view(len(cache), -1).numpy()
 
 
 @contextmanager

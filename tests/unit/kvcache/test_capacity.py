@@ -97,3 +97,25 @@ def test_a_shortened_context_fits_in_its_windows_by_itself() -> None:
 def test_the_widest_window_is_counted_where_nothing_is_full() -> None:
     num_blocks, _ = planned(request(max_model_len=1024, num_kv_blocks=26), report(0, 0, 8, 100))
     assert num_blocks == [4 + 2 * 5, 26]
+
+
+def test_host_blocks_are_divided_as_the_devices_are() -> None:
+    asked = request(num_kv_blocks=32, swap_bytes=90 * BLOCK, max_num_seqs=2)
+    layout = plan_cache(asked, report(10_000 * BLOCK, 0, None, 16))
+    total = sum(layout.num_blocks)
+    assert layout.num_host_blocks == [90 * count // total for count in layout.num_blocks]
+    assert layout.block_bytes == [BLOCK, BLOCK]
+    assert plan_cache(request(num_kv_blocks=32), report()).num_host_blocks == []
+
+
+def test_host_memory_that_is_not_there_is_refused_by_name() -> None:
+    asked = request(num_kv_blocks=32, swap_bytes=20 << 30)
+    with pytest.raises(ConfigError, match=r"swap_space=20 GiB is larger than the memory.*: 9\.7 GiB. Lower swap_space"):
+        plan_cache(asked, report(10_000 * BLOCK))
+    apart = CacheReport(
+        available_bytes=1 << 40, activation_bytes=0, groups=[FULL], block_bytes=[BLOCK], host_bytes=2 << 30
+    )
+    with pytest.raises(ConfigError, match=r"swap_space=20 GiB .*: 2\.0 GiB"):
+        plan_cache(asked, apart)
+    with pytest.raises(ConfigError, match="holds no KV block of 1048576 bytes"):
+        plan_cache(request(num_kv_blocks=32, swap_bytes=1000), report())
