@@ -194,8 +194,8 @@ class Planner:
                 continue
             table = sequence.table
             if sequence.num_drafts:
-                # Whoever comes after it and has caught up is to get its one token, too.
-                self._verify_drafts(sequence, builder, builder.budget - (len(running) - place))
+                # Whoever comes after it and has caught up is to get its one token, too; who is behind, at least one.
+                self._verify_drafts(sequence, builder, builder.budget - (len(running) - place) - len(behind))
             elif start < table.num_slots and table.shared_block < 0:  # what `append` would find, without a call
                 add(sequence, start, NOTHING_APPENDED)
             elif (appended := append(table, start, start + 1)) is not None:

@@ -135,6 +135,15 @@ def test_drafts_never_go_beyond_the_limit_and_preempt_nobody(driver) -> None:
     assert d.schedule() == {"a": 1}, "one token more is its last"
 
 
+def test_drafts_leave_a_token_to_those_who_are_behind(driver) -> None:
+    d = driver(policy="priority", max_num_batched_tokens=6, long_prefill_token_threshold=2)
+    d.add("later", 2, priority=2)
+    d.step()
+    d.add("first", 20, priority=1)
+    d.step(drafts={"later": [1, 2, 3, 4, 5]})
+    assert d.schedule() == {"later": 5, "first": 1}
+
+
 def test_blocks_of_accepted_drafts_are_found_by_their_tokens(driver) -> None:
     d = driver()
     d.add("a", [1, 2, 3], max_tokens=6)
