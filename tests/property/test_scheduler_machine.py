@@ -1,14 +1,17 @@
-"""The engine core as a Hypothesis state machine: adds, aborts, steps, Ctrl-C in any order, on the simulated executor.
+"""The engine core as a Hypothesis state machine: adds, aborts, steps, faults in any order, on the simulated executor.
 
 Where the simulation finds a failure after thousands of steps, this one finds the shortest way to it.
 """
 
 import random
+from collections.abc import Callable
 
 import hypothesis.strategies as st
+from expectation import EOS_TOKEN, STOP_TOKENS, USER_STOP_TOKEN
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from simulation import EOS_TOKEN, STOP_TOKENS, USER_STOP_TOKEN, World, interrupt, make_world
+from simulation import fail, interrupt, make_world
+from world import Disturbance, World
 
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.sampling_params import SamplingParams
@@ -70,17 +73,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self.world.step()
 
-    @rule(data=st.data(), in_flight=st.booleans())
-    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+    @rule(data=st.data(), when=st.sampled_from(["between", "submitted", "computed"]))
+    def abort(self, data: st.DataObject, when: str) -> None:
         request_id = data.draw(st.sampled_from([*self.world.expectations, "nobody"]))
-        if in_flight:
-            self.world.step(lambda: self.world.abort(request_id))
-        else:
+        if when == "between":
             self.world.abort(request_id)
+        else:
+            self.world.step(Disturbance(lambda: self.world.abort(request_id), when))
 
-    @rule()
-    def interrupt(self) -> None:
-        self.world.step(interrupt)
+    @rule(act=st.sampled_from([interrupt, fail]), when=st.sampled_from(["submitted", "computed"]))
+    def disturb(self, act: Callable[[], None], when: str) -> None:
+        """Ctrl-C, or the workers die."""
+        self.world.step(Disturbance(act, when))
 
     @rule()
     def go_on_elsewhere(self) -> None:

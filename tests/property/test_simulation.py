@@ -1,14 +1,22 @@
 """The engine core under random load, step by step against what each request would yield alone (see `simulation`)."""
 
+import os
 from collections import Counter
 
 import pytest
-from simulation import Kind, Windows, World, simulate
+from simulation import Scenario, Windows, parse_scenarios, run, simulate
+from world import Kind, World
+
+from quire.scheduler.outcomes import Outcomes
+from quire.scheduler.policies.registry import POLICIES
 
 QUICK_STEPS = 2_000
-CI_SEEDS, CI_STEPS = range(20), 20_000  # nightly: python tests/property/simulation.py --seeds 200
+NIGHTLY = os.environ.get("QUIRE_NIGHTLY") == "1"
+LONG_STEPS = 20_000 if NIGHTLY else 2_000  # more seeds: python tests/property/simulation.py --seeds 200
 KINDS = [Kind(flight, *drafts) for flight in (1, 2) for drafts in ((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))]
 WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
+ENDS = ("stop", "length", "string", "abort", "error", "refused")
+EVENTS = ("reset", "interrupted", "restored", "died")
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -19,51 +27,69 @@ def test_short_simulation(seed: int) -> None:
     assert stats.prefix_cache_hits_total > 0
     assert world.num_copies > 0
     assert world.num_forks > 0
-    assert {"stop", "length", "string", "abort", "error", "refused"} <= world.ends.keys()
-    assert {"interrupted", "restored"} <= world.ends.keys()
+    assert {*ENDS, "interrupted", "restored", "died"} <= world.ends.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_each_kind_of_executor(kind: Kind) -> None:
-    world = simulate(3, QUICK_STEPS // 5, kind)
+    world = simulate(3, QUICK_STEPS // 5, kind=kind)
     assert bool(world.num_accepted) == (kind.accuracy > 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy(policy: str) -> None:
+    worlds = [simulate(seed, QUICK_STEPS // 4, policy=policy) for seed in (1, 2)]
+    assert sum(world.scheduler.stats().num_preemptions_total for world in worlds) > 0
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("num_in_flight", [1, 2])
 def test_windows(windows: Windows, num_in_flight: int) -> None:
-    world = simulate(5, QUICK_STEPS // 4, Kind(num_in_flight, 3, 0.5), windows)
+    world = simulate(3, QUICK_STEPS // 4, kind=Kind(num_in_flight, 3, 0.5), windows=windows)
     assert world.ends["length"] > 0
 
 
 def test_same_seed_same_trace() -> None:
+    """Invariant 11."""
     assert simulate(4, 500).trace == simulate(4, 500).trace != simulate(5, 500).trace
+
+
+def test_a_failure_names_the_command_that_shows_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    extend, num_calls = Outcomes._extend, 0
+
+    def once_wrong(self: Outcomes, *args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        assert num_calls != 700, "planted"
+        return extend(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Outcomes, "_extend", once_wrong)
+    notes: list[str] = []
+    scenario = Scenario(7, 4000, Kind(2, 3, 0.5), (None, 20), "priority")
+    for _ in range(2):
+        num_calls = 0
+        with pytest.raises(AssertionError, match="planted") as caught:
+            run(scenario)
+        (note,) = caught.value.__notes__
+        notes.append(note)
+        (scenario,) = parse_scenarios(note.partition(".py ")[2].split())
+    assert notes[0] == notes[1]
 
 
 @pytest.mark.slow
 def test_long_simulation() -> None:
-    ends: Counter[str] = Counter()
-    num_preemptions = 0
-    for seed in CI_SEEDS:
-        world = _simulate_or_tell(seed)
-        ends += world.ends
-        num_preemptions += world.scheduler.stats().num_preemptions_total
-    assert num_preemptions > 10_000
-    assert min(ends[reason] for reason in ("stop", "length", "string", "abort", "error", "refused")) > 100
-    assert min(ends[event] for event in ("reset", "interrupted", "restored")) > 100
+    worlds = [simulate(seed, LONG_STEPS) for seed in range(20)]
+    ends = sum((world.ends for world in worlds), Counter[str]())
+    assert _num_preemptions(worlds) > LONG_STEPS // 2
+    assert min(ends[reason] for reason in ENDS) > LONG_STEPS // 200
+    assert min(ends[event] for event in EVENTS) > LONG_STEPS // 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_long_simulation_of_windows(windows: Windows) -> None:
-    worlds = [simulate(seed, CI_STEPS // 4, windows=windows) for seed in range(5)]
-    assert sum(world.scheduler.stats().num_preemptions_total for world in worlds) > 100
+    assert _num_preemptions([simulate(seed, LONG_STEPS // 4, windows=windows) for seed in range(5)]) > LONG_STEPS // 200
 
 
-def _simulate_or_tell(seed: int) -> World:
-    try:
-        return simulate(seed, CI_STEPS)
-    except Exception as error:
-        raise AssertionError(
-            f"python tests/property/simulation.py --first {seed} --seeds 1 shows this again"
-        ) from error
+def _num_preemptions(worlds: list[World]) -> int:
+    return sum(world.scheduler.stats().num_preemptions_total for world in worlds)

@@ -1,0 +1,262 @@
+"""An engine core without a model, and everything that a user of it may expect.
+
+`quire.executor.simulated` stands in for the workers: its model's tokens depend on a request alone, and it refuses
+whatever a real executor could stumble over. A `World` is driven by the random load of `simulation` and by Hypothesis;
+it can be stepped, disturbed within a step, killed and started again. What is checked, by the numbers of the comments:
+
+1. Free and used blocks are all blocks; a block's reference count is the number of its live owners.
+2. No block is reachable from two unrelated prefix hashes, and a hash never leads to other tokens than before.
+3. Every accepted request ends exactly once, with one finish reason or one error.
+4. What is counted and what is delivered is the same.
+5. No step without progress while work exists; what can never fit is refused at once with the numbers; all who wait can
+   say why.
+6. Nobody is overtaken by one who comes later in the policy's order; the first always gets on, so that nobody starves.
+7. Idle means no requests and a full pool.
+8. Nothing of one request is ever visible in another: tokens, blocks, random numbers. What a freed block held is lost.
+9. No error text holds a path, an address or a stack trace.
+10. A request that is refused, fails or is aborted changes no other's output.
+11. Same seed and same arrivals, same trace.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from expectation import Expectation, make_continuation
+
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.errors import EngineDeadError, InvalidRequestError
+from quire.executor.simulated import FakeModel, SimulatedExecutor
+from quire.kvcache.manager import KVManager
+from quire.protocol.cache import CacheLayout
+from quire.protocol.requests import NewRequest
+from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResult
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import SequenceStatus
+from quire.scheduler.state import SchedulerState
+
+VOCAB = 40
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the simulated executor works: plans at once, drafts at once, and how good those are."""
+
+    max_in_flight: int = 1
+    max_drafts: int = 0
+    accuracy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens while a step is under way; it may raise."""
+
+    act: Callable[[], None]
+    when: str = "submitted"  # or "computed": the workers are done, and nobody knows yet
+
+
+class CheckingExecutor(SimulatedExecutor):
+    """Asserts what any plan must keep to, and lets tests do something while a step is under way."""
+
+    def __init__(self, world: "World", model: FakeModel, max_in_flight: int) -> None:
+        super().__init__(model, max_in_flight)
+        self.world = world
+        self.disturbance: Disturbance | None = None
+        self.num_submitted = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self.num_submitted += 1
+        self.world.check_plan(plan)
+        super().submit(plan)
+        self._disturb("submitted")
+
+    def collect(self, guide: SampleGuide | None = None) -> StepResult:
+        result = super().collect(guide)
+        assert len(self.rows) <= self.world.config.max_num_seqs
+        self._disturb("computed")
+        return result
+
+    def contents(self, group: int, block: int) -> tuple[int, ...]:
+        """What a block holds."""
+        return tuple(self._kv[group][block])
+
+    def _disturb(self, when: str) -> None:
+        disturbance = self.disturbance
+        if disturbance is not None and disturbance.when == when:
+            self.disturbance = None
+            disturbance.act()
+
+
+class World:
+    """An engine core on a simulated executor, and what every user of it may expect.
+
+    Attributes:
+        ends: finish reasons and events -> how often.
+        trace: a checksum over all that came out, and when.
+    """
+
+    def __init__(self, config: SchedulerConfig, layout: CacheLayout, caching: bool, kind: Kind) -> None:
+        self.config = config
+        self.layout = layout
+        self.caching = caching
+        self.kind = kind
+        self.expectations: dict[str, Expectation] = {}
+        self.model = FakeModel(VOCAB, kind.max_drafts, kind.accuracy, self._fails)
+        self.clock = 0.0
+        self.num_copies = self.num_forks = self.num_accepted = 0
+        self.ends: Counter[str] = Counter()
+        self.trace = 0
+        self._named: list[dict[bytes, tuple[int, ...]]] = [{} for _ in layout.groups]  # a hash's content, by KV group
+        self.scheduler, self.executor, self.core = self._engine()
+
+    def _engine(self) -> tuple[Scheduler, CheckingExecutor, EngineCore]:
+        scheduler = Scheduler(self.config, KVManager(self.layout, self.caching), make_continuation)
+        executor = CheckingExecutor(self, self.model, self.kind.max_in_flight)
+        executor.initialize_cache(self.layout)
+        return scheduler, executor, EngineCore(scheduler, executor, clock=lambda: self.clock)
+
+    def go_on_elsewhere(self) -> None:
+        """Take the scheduler's state to an engine with a fresh worker and an empty cache."""
+        saved = msgspec.msgpack.encode(self.scheduler.state())
+        self._count()
+        self.scheduler, self.executor, self.core = self._engine()
+        self.scheduler.restore(msgspec.msgpack.decode(saved, type=SchedulerState), self.clock)
+        self.ends["restored"] += 1
+
+    def add(self, request: NewRequest, has_stop_string: bool = False, faults: dict[int, int] | None = None) -> bool:
+        """Add a request; returns whether the scheduler took it."""
+        try:
+            self.core.add(request)
+        except InvalidRequestError as error:
+            text = str(error)
+            # Invariant 5: refused at once, and with the numbers. Invariant 9: without a path, an address or a trace.
+            assert any(character.isdigit() for character in text)
+            assert not any(part in text for part in ("/", "0x", "Traceback"))
+            self.ends["refused"] += 1
+            return False
+        self.expectations[request.request_id] = Expectation(request, has_stop_string, faults or {})
+        return True
+
+    def step(self, disturbance: Disturbance | None = None) -> None:
+        """One step of the core; optionally something happens while it is under way.
+
+        After an exception of the executor the engine is dead, and goes on elsewhere.
+        """
+        self.executor.disturbance = disturbance
+        must_work = self.scheduler.has_unfinished() and not self.core._plans
+        num_submitted, num_events = self.executor.num_submitted, self.ends.total()
+        outputs: list[SequenceOutput] = []
+        try:
+            outputs = self.core.step()
+        except KeyboardInterrupt:
+            self.ends["interrupted"] += 1
+        except EngineDeadError:
+            if disturbance is None or self.executor.disturbance is not None:
+                raise  # nobody killed it
+            self._die()
+        # Invariant 5: no step without progress while work exists.
+        assert not must_work or self.executor.num_submitted > num_submitted or self.ends.total() > num_events, "stalled"
+        self.executor.disturbance = None
+        self.trace = zlib.crc32(msgspec.json.encode(outputs), self.trace)
+        for output in outputs:
+            self._take(output)
+        self.clock += 0.01
+        if not self.core.has_unfinished():
+            self.check_idle()
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, known to the scheduler or not."""
+        expectation = self.expectations.get(request_id)
+        outputs = self.core.abort(request_id)
+        assert {output.sequence_index for output in outputs} == (expectation.missing if expectation else set())
+        assert all(output.finish_reason == "abort" for output in outputs)
+        for output in outputs:
+            self._take(output)
+
+    def check_integrity(self) -> None:
+        """Everything that is checked between steps (invariants 1 and 2, and that no request is lost)."""
+        self.core.check_integrity()
+        assert self.expectations.keys() == self.scheduler._outcomes.groups.keys(), "a request is lost, or kept for ever"
+        # Invariant 2: whatever a hash leads to, it is always the same tokens.
+        for number, (group, named) in enumerate(zip(self.scheduler.kv._groups, self._named, strict=True)):
+            for block_hash, block in group.pool._block_of.items():
+                content = self.executor.contents(number, block)
+                assert named.setdefault(block_hash, content) == content, "a hash leads to another prefix than before"
+
+    def check_idle(self) -> None:
+        """Invariant 7: idle means no requests and a full pool."""
+        self.check_integrity()
+        assert not self.expectations
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.stats().kv_cache_usage_perc == 0.0
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """Every plan keeps to the limits, serves people in their order, and those who wait have a reason."""
+        config, planned = self.config, plan.scheduled
+        scheduled, announced = {s.sequence_id for s in planned}, {new.sequence_id for new in plan.new_sequences}
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert len(scheduled) == len(planned), "a sequence is scheduled twice"
+        assert announced <= scheduled, "announced, but not scheduled"
+        assert not any(s.new_block_ids or s.edits for s in planned if s.sequence_id in announced)
+        if not config.enable_chunked_prefill:
+            is_new = [s.sequence_id in announced for s in planned]
+            assert all(is_new) or max(s.num_new_tokens - s.num_drafts for s in planned) == 1, "prefill and decode"
+        planner, live = self.scheduler._planner, self.scheduler._outcomes.live
+        # Invariant 6: nobody is served before one that comes first and could be, and the very first always gets on.
+        waiting = planner.waiting.items
+        assert not (announced and waiting) or max(live[i].key for i in announced) < waiting[0].key, "overtaken"
+        if config.enable_chunked_prefill and planner.running.items:
+            first = planner.running.items[0]
+            sits_out = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
+            assert first.sequence_id in scheduled or sits_out, "the first in order does not get on"
+        # Invariant 5: all who wait can say why.
+        reasons = planner.waiting_reasons()
+        assert sum(reasons.values()) == self.scheduler.num_waiting
+        assert "next_step" not in reasons, "a step was planned, and does not say why somebody waits"
+        assert all(s.status is SequenceStatus.PREPARING and s.awaits for s in planner.preparing.values())
+
+    def drain(self, max_steps: int = 100_000) -> None:
+        """Step until idle, and once more for the last rows."""
+        for _ in range(max_steps):
+            if not self.core.has_unfinished():
+                break
+            self.step()
+        self.check_idle()
+        self.step()
+        assert not self.executor.rows, "rows are left over"
+        assert not self.executor.requests, "requests are left over"
+        self._count()
+
+    def _die(self) -> None:
+        """The executor has failed: from every call a typed error, and then a fresh engine goes on where it was."""
+        with pytest.raises(EngineDeadError):
+            self.core.step()
+        self.ends["died"] += 1
+        self.go_on_elsewhere()
+
+    def _count(self) -> None:
+        """Add up what executors did."""
+        self.num_copies += self.executor.num_copies
+        self.num_forks += self.executor.num_forks
+        self.num_accepted += self.executor.num_accepted
+
+    def _fails(self, request_id: str, index: int, position: int) -> bool:
+        expectation = self.expectations.get(request_id)
+        return expectation is not None and expectation.faults.get(index) == position
+
+    def _take(self, output: SequenceOutput) -> None:
+        expectation = self.expectations[output.request_id]
+        reason = output.finish_reason
+        if expectation.take(output) is not None:
+            reason = "string"
+            self.core.finish_sequence(output.request_id, output.sequence_index)
+        if reason is None:
+            return
+        self.ends[reason] += 1
+        expectation.end(output, reason, self.model)
+        if not expectation.missing:  # invariant 3: it has ended once; any further news of it would be a KeyError
+            del self.expectations[output.request_id]
