@@ -1,0 +1,204 @@
+"""Bugs to plant: each a plausible mistake in one function of the scheduler, the KV cache or a worker's rows.
+
+`test_mutations` plants them one at a time and lets the simulation run. A mutant wraps or replaces the right function,
+so that it stays wrong in its one way whatever else changes there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.executor.simulated import SimulatedExecutor
+from quire.kvcache import manager, prefix
+from quire.kvcache.groups import KVGroup
+from quire.kvcache.manager import KVManager
+from quire.kvcache.pool import BlockPool
+from quire.kvcache.table import BlockTable
+from quire.scheduler.continuation import Independent
+from quire.scheduler.outcomes import Outcomes
+from quire.scheduler.planner import Planner
+from quire.scheduler.queue import SequenceQueue
+from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: dict[str, Mutant] = {}
+
+
+def plant(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a wrong version of owner.name under its own name; it gets the right one as its first argument."""
+
+    def register(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        right = getattr(owner, name)
+        MUTANTS[wrong.__name__] = lambda patch: patch.setattr(owner, name, lambda *args: wrong(right, *args))
+        return wrong
+
+    return register
+
+
+# Blocks and their owners.
+
+
+@plant(KVManager, "free")
+def a_leaked_block(right: Callable[..., None], kv: KVManager, table: BlockTable) -> None:
+    """A sequence that ends in the middle of a block keeps it."""
+    if table.num_tokens % kv.block_size == 1 and len(table.block_ids[0]) > 1:
+        table.block_ids[0].pop()
+    right(kv, table)
+
+
+@plant(KVManager, "free")
+def a_double_free(right: Callable[..., None], kv: KVManager, table: BlockTable) -> None:
+    """A block that somebody else owns, too, is given back twice."""
+    pool = kv._groups[0].pool
+    shared = [block for block in table.block_ids[0][table.first_block[0] :] if pool.ref_counts[block] > 1]
+    right(kv, table)
+    for block in shared[:1]:
+        pool.release(block)
+
+
+@plant(Outcomes, "end_request")
+def a_missed_release_on_abort(right: Callable[..., Any], outcomes: Outcomes, group: SequenceGroup, *args: Any) -> Any:
+    """Of a request that is aborted while it runs, one owner of its first block stays."""
+    blocks = [block for sequence in group.sequences.values() for block in sequence.table.block_ids[0][:1]]
+    if blocks and args[0] == "abort":
+        outcomes._kv._groups[0].pool.acquire(blocks[0])
+    return right(outcomes, group, *args)
+
+
+@plant(BlockPool, "acquire")
+def an_eviction_of_a_live_block(right: Callable[..., None], pool: BlockPool, block: int) -> None:
+    """A block found in the cache stays in the free list, to be handed out to the next who asks."""
+    if pool.ref_counts[block]:
+        right(pool, block)
+    else:
+        pool.ref_counts[block] = 1
+
+
+@plant(KVManager, "fork")
+def a_fork_that_is_not_copied_on_write(right: Callable[..., BlockTable], kv: KVManager, *args: Any) -> BlockTable:
+    """Parent and child go on in the same half-filled block."""
+    child = right(kv, *args)
+    child.shared_block = args[0].shared_block = -1
+    return child
+
+
+@plant(KVGroup, "first_visible")
+def a_window_that_forgets_too_early(right: Callable[..., int], group: KVGroup, num_computed_tokens: int) -> int:
+    """A window's blocks are given back one block too early."""
+    return right(group, num_computed_tokens) + (group.window is not None and num_computed_tokens > group.window)
+
+
+# Names of prefixes.
+
+
+def a_salt_that_keeps_nothing_apart(patch: pytest.MonkeyPatch) -> None:
+    """Requests of different salts find each other's blocks."""
+    patch.setattr(manager, "root_hash", lambda cache_salt, adapter_digest: prefix.root_hash(None, adapter_digest))
+
+
+MUTANTS["a_salt_that_keeps_nothing_apart"] = a_salt_that_keeps_nothing_apart
+
+
+@plant(KVManager, "_hash_of")
+def a_name_without_its_beginning(right: Callable[..., bytes], kv: KVManager, table: BlockTable, index: int) -> bytes:
+    """A block is named by its own tokens, whatever came before them."""
+    right(kv, table, index)
+    size = kv.block_size
+    table.hashes[index] = kv._hash(table.root, table.tokens(index * size, index * size + size))
+    return table.hashes[index]
+
+
+@plant(Outcomes, "_advance")
+def a_commit_before_the_tokens_are_known(
+    right: Callable[..., None], outcomes: Outcomes, sequence: Sequence, num_new_tokens: int
+) -> None:
+    """A block is offered to others when its last token is drawn, which is before its keys and values are computed."""
+    right(outcomes, sequence, num_new_tokens)
+    if sequence.status is SequenceStatus.RUNNING and sequence.table.num_slots >= sequence.num_tokens:
+        outcomes._kv.commit(sequence.table, sequence.num_tokens)
+
+
+# Queues, rows and results.
+
+
+@plant(Planner, "_withdraw")
+def a_stale_row(right: Callable[..., None], planner: Planner, sequence: Sequence) -> None:
+    """Workers are not told that a sequence without outputs has lost its row."""
+    if not sequence.output_token_ids:
+        sequence.announced = False
+    right(planner, sequence)
+
+
+@plant(Planner, "_look_at_prefixes")
+def a_lost_wake_up(right: Callable[..., None], planner: Planner) -> None:
+    """Of two that await the same prefix, the second is forgotten."""
+    del planner._prefixes[1:]
+    right(planner)
+
+
+@plant(Outcomes, "_settle")
+def a_preempted_sequence_never_wakes(
+    right: Callable[..., None], outcomes: Outcomes, sequence: Sequence, num_drafts: int
+) -> None:
+    """The result that a preempted sequence awaited came, and nobody says so."""
+    status = sequence.status
+    if status is SequenceStatus.PREPARING:
+        sequence.num_in_flight += 1
+    right(outcomes, sequence, num_drafts)
+    if status is SequenceStatus.PREPARING:
+        sequence.num_in_flight -= 1
+
+
+@plant(Outcomes, "_advance")
+def a_token_counted_twice(
+    right: Callable[..., None], outcomes: Outcomes, sequence: Sequence, num_new_tokens: int
+) -> None:
+    """The last chunk of a prompt counts one token too many as computed."""
+    right(outcomes, sequence, num_new_tokens + (1 < num_new_tokens < sequence.num_tokens - 2))
+
+
+@plant(Outcomes, "_branch")
+def a_sibling_is_lost(
+    right: Callable[..., Any], outcomes: Outcomes, parent: Sequence, sampling: Any, found: Any, *args: Any
+) -> Any:
+    """Where one sequence branches off another, no news of it is told."""
+    return right(outcomes, parent, sampling, found, *args)[:2]
+
+
+@plant(SequenceQueue, "add")
+def a_newcomer_jumps_the_queue(right: Callable[..., None], queue: SequenceQueue, sequence: Sequence) -> None:
+    """Who comes last is put one place too far to the front."""
+    right(queue, sequence)
+    if len(queue.items) > 2 and queue.items[-1] is sequence:
+        queue.items[-2:] = queue.items[:-3:-1]
+
+
+@plant(Sequence, "forget_row")
+def drafts_outlive_their_row(right: Callable[..., None], sequence: Sequence) -> None:
+    """A preempted sequence still counts on the drafts that its old row had."""
+    num_drafts = sequence.num_drafts
+    right(sequence)
+    sequence.num_drafts = num_drafts
+
+
+@plant(Independent, "restore")
+def a_restart_forgets_the_forks(right: Callable[..., None], continuation: Independent, state: bool) -> None:
+    """After a restart the prompt's end is taken for new, and the sequences are forked again."""
+    right(continuation, False)
+
+
+@plant(Planner, "start_anew")
+def an_interrupt_leaves_removed_rows(right: Callable[..., None], planner: Planner) -> None:
+    """After Ctrl-C workers, who know no rows any more, are told to drop some."""
+    removed = planner._removed
+    right(planner)
+    planner._removed = removed
+
+
+@plant(SimulatedExecutor, "_draw")
+def random_numbers_of_the_neighbour(
+    right: Callable[..., int], executor: SimulatedExecutor, row: Any, sample: int, allowed: int
+) -> int:
+    """What is drawn depends on how many others are in the batch."""
+    return right(executor, row, sample + (len(executor.rows) > 5), allowed)

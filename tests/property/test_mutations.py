@@ -1,0 +1,33 @@
+"""The simulation notices bugs: each one of `mutants` is planted, and has to be found within a short run.
+
+What is not noticed here would not be noticed if somebody made that mistake. The same runs pass without a bug.
+"""
+
+import pytest
+from mutants import MUTANTS
+from simulation import Scenario, run
+from world import Kind
+
+NUM_STEPS = 1_000
+SCENARIOS = [
+    Scenario(0, NUM_STEPS),
+    Scenario(3, NUM_STEPS, Kind(2, 4, 0.5)),
+    Scenario(5, NUM_STEPS, windows=(None, 20)),
+    Scenario(6, NUM_STEPS, Kind(2)),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_nothing_is_noticed_where_nothing_is_wrong(scenario: Scenario) -> None:
+    run(scenario)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planted_bug_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[mutant](monkeypatch)
+    for scenario in SCENARIOS:
+        try:
+            run(scenario)
+        except Exception:
+            return
+    pytest.fail(f"{mutant} went unnoticed")
