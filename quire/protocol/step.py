@@ -2,7 +2,8 @@
 
 The scheduler makes `StepPlan`, the executor `StepResult`, and the scheduler turns that into `SequenceOutput`. New
 sequences travel by their tokens, old ones as a diff, forks as a reference to their parent. Lists by KV group have one
-entry a group, in the order of `CacheLayout.groups`. All are msgspec structs without tensors.
+entry a group, in the order of `CacheLayout.groups`. All are msgspec structs without tensors. Those that come by the
+thousand a step are hidden from the garbage collector (`gc=False`), as they can be part of no cycle.
 """
 
 from enum import IntEnum
@@ -20,7 +21,7 @@ class Sampling(IntEnum):
     RANK = 2  # the best candidates come back and nothing is appended: the scheduler chooses (beams)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: the token itself first, then the top-k, most likely first.
 
     The token appears again among the top-k when it is one of them; three lists of equal length.
@@ -77,7 +78,7 @@ class Fork(msgspec.Struct, frozen=True, array_like=True):
     token_id: int  # the child's own next token, appended after them
 
 
-class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
+class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one sequence does in this step: computes positions [computed, computed + num_new_tokens)."""
 
     sequence_id: int
@@ -124,7 +125,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(s.num_new_tokens for s in self.scheduled)
 
 
-class SequenceResult(msgspec.Struct, frozen=True, array_like=True):
+class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What became of one scheduled sequence. Everything is empty where nothing was sampled."""
 
     # DRAW: the accepted drafts and the token after them (1 .. num_drafts + 1), or `num_samples` draws of one position.
@@ -156,7 +157,7 @@ class SampleGuide(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[tuple[int, int]]
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """News of one sequence after a step, for the output processor."""
 
     request_id: str

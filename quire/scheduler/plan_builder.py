@@ -4,7 +4,7 @@ The planner fills one per step. A sequence that is preempted while the plan is m
 in. It knows nothing of why a sequence was chosen.
 """
 
-from quire.kvcache.table import Appended
+from quire.kvcache.table import NOTHING_APPENDED, Appended
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import Fork, Moves, NewSequence, Sampling, ScheduledSequence, StepPlan
 from quire.scheduler.sequence import Sequence
@@ -66,7 +66,10 @@ class PlanBuilder:
         sequence.num_in_flight += 1
         if stop + 1 < sequence.limit and not sequence.proposes:
             sequence.num_expected = stop + 1
-        self.scheduled.append(ScheduledSequence(sequence.sequence_id, 1, _DRAW, 1, *appended))
+        if appended is NOTHING_APPENDED:
+            self.scheduled.append(sequence.next_step)
+        else:
+            self.scheduled.append(ScheduledSequence(sequence.sequence_id, 1, _DRAW, 1, *appended))
         self.budget -= 1
 
     def drop(self, sequence: Sequence) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.kvcache.table import BlockTable
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.step import NewSequence, Sampling
+from quire.protocol.step import NewSequence, Sampling, ScheduledSequence
 from quire.scheduler.continuation import Continuation
 
 
@@ -99,6 +99,7 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are in the blocks; always less than num_tokens.
         num_in_flight: plans in flight that schedule it.
         limit: tokens at which it ends, its group's.
+        next_step: what a plan says of it when it computes one token and draws one: most of what is ever planned.
         sampling, num_samples: what is done at its last position; draws_one: that is one draw.
         num_drafts: draft tokens that its row has for the next step.
         proposes: whether drafts came with its last result, so that the next step waits for the next ones.
@@ -116,6 +117,7 @@ class Sequence:
         "index",
         "key",
         "limit",
+        "next_step",
         "num_computed_tokens",
         "num_drafts",
         "num_expected",
@@ -136,6 +138,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.key = (*group.key, index)
+        self.next_step = ScheduledSequence(sequence_id, 1, Sampling.DRAW)
         self.limit = group.limit
         self.table = table
         self.output_token_ids = table.output_token_ids
