@@ -1,6 +1,7 @@
 // The activation functions, gated and plain: of vectors, for the end of a product (linear.h), and of rows.
 #pragma once
 
+#include "operation.h"
 #include "rows.h"
 
 namespace quire::QUIRE_NS {
@@ -23,33 +24,40 @@ inline vf activate(vf x) {
     }
 }
 
+struct ActivationSpec {
+    int64_t size;  // columns of the result; a gated function's x has twice as many
+    Epilogue function;
+};
+
 template <class T, Epilogue kFunction>
-void activate_rows(const ActivationArgs& a, Context& context) {
-    for_rows(a.num_rows, context, [&](int64_t row) {
-        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        T* out = static_cast<T*>(a.out) + row * a.out_stride;
-        for_vectors(a.size, [&](int64_t i, int n) {
+void activate_rows(const ActivationSpec& s, const Operands& o, Context& context) {
+    for_rows(o.num_rows, context, [&](int64_t row) {
+        const T* x = o.x.row<const T>(row);
+        T* out = o.out.row<T>(row);
+        for_vectors(s.size, [&](int64_t i, int n) {
             vf v = activate<kFunction>(load_n(x + i, n));
-            store_n(out + i, is_gated(kFunction) ? v * load_n(x + a.size + i, n) : v, n);
+            store_n(out + i, is_gated(kFunction) ? v * load_n(x + s.size + i, n) : v, n);
         });
     });
 }
 
 template <class T>
-void activation_of(const ActivationArgs& a, Context& context) {
-    switch (a.function) {
-        case Epilogue::none: return activate_rows<T, Epilogue::none>(a, context);
-        case Epilogue::silu_mul: return activate_rows<T, Epilogue::silu_mul>(a, context);
-        case Epilogue::gelu: return activate_rows<T, Epilogue::gelu>(a, context);
-        case Epilogue::gelu_tanh: return activate_rows<T, Epilogue::gelu_tanh>(a, context);
-        case Epilogue::relu: return activate_rows<T, Epilogue::relu>(a, context);
-        case Epilogue::gelu_mul: return activate_rows<T, Epilogue::gelu_mul>(a, context);
-        case Epilogue::gelu_tanh_mul: return activate_rows<T, Epilogue::gelu_tanh_mul>(a, context);
+void activation_of(const ActivationSpec& s, const Operands& o, Context& context) {
+    switch (s.function) {
+        case Epilogue::none: return activate_rows<T, Epilogue::none>(s, o, context);
+        case Epilogue::silu_mul: return activate_rows<T, Epilogue::silu_mul>(s, o, context);
+        case Epilogue::gelu: return activate_rows<T, Epilogue::gelu>(s, o, context);
+        case Epilogue::gelu_tanh: return activate_rows<T, Epilogue::gelu_tanh>(s, o, context);
+        case Epilogue::relu: return activate_rows<T, Epilogue::relu>(s, o, context);
+        case Epilogue::gelu_mul: return activate_rows<T, Epilogue::gelu_mul>(s, o, context);
+        case Epilogue::gelu_tanh_mul: return activate_rows<T, Epilogue::gelu_tanh_mul>(s, o, context);
     }
 }
 
-inline void activation(const ActivationArgs& a, Context& context) {
-    a.type == Type::f32 ? activation_of<float>(a, context) : activation_of<bf16>(a, context);
+inline void activation(const ActivationSpec& s, const Operands& o, Context& context) {
+    o.out.type == Type::f32 ? activation_of<float>(s, o, context) : activation_of<bf16>(s, o, context);
 }
+
+QUIRE_OPERATION(activation, ActivationSpec, QUIRE_FIELD(size), QUIRE_FIELD(function));
 
 }  // namespace quire::QUIRE_NS

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "cpu.h"
+#include "operation.h"
 
 namespace quire {
 namespace {
@@ -54,7 +55,7 @@ Call::Call(int num_threads) : context(context_of(num_threads)), lock_(context.mu
 using namespace quire;
 
 // Raised with every change of a function's or struct's layout; library.py refuses another.
-QUIRE_API int32_t quire_abi_version() { return 2; }
+QUIRE_API int32_t quire_abi_version() { return 3; }
 
 // Name of the i-th level that this CPU can run, best first; null beyond the last.
 QUIRE_API const char* quire_level(int32_t i) {
@@ -66,6 +67,11 @@ QUIRE_API const Kernels* quire_kernels(const char* name) {
     for (const Kernels* level : g_state->levels)
         if (!std::strcmp(level->name, name)) return level;
     return nullptr;
+}
+
+// Name of the i-th operation that programs are made of; null beyond the last.
+QUIRE_API const char* quire_operation(int32_t i) {
+    return i >= 0 && i < kPortableKernels.num_operations ? kPortableKernels.operations[i].name : nullptr;
 }
 
 // Bytes of working memory that calls on so many threads have grown to.

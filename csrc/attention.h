@@ -14,6 +14,20 @@
 
 namespace quire::QUIRE_NS {
 
+struct AttentionArgs {
+    const void* query;  // [T, Hq * D]
+    void* out;          // [T, Hq * D]
+    int64_t query_stride, out_stride, num_heads;
+    CacheShape cache_shape;
+    const uint8_t* cache;
+    float scale;
+    float softcap;   // scores become softcap * tanh(score / softcap); 0: they stay
+    const float* sinks;  // [Hq], a score of each head that weighs in the softmax and has no value; or null
+    int64_t window;  // tokens seen, the query's own included; 0: all
+    const StepArgs* step;
+    Type type;
+};
+
 constexpr int64_t kChunk = 64;        // keys
 constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of kChunk
 constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at a time, or one task's

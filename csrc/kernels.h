@@ -1,4 +1,4 @@
-// The kernels' arguments, and the table of them that each level of CPU features fills in (level.cpp).
+// What all kernels are given, and the table of them that each level of CPU features fills in (level.cpp).
 //
 // Sizes are in elements unless named bytes. A "step" computes T tokens of S sequences; rows are tokens.
 #pragma once
@@ -86,61 +86,6 @@ struct Context {
     }
 };
 
-struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
-    Matrix weight;
-    const void* bias;  // in the type of x, or null
-    const void* x;
-    void* out;           // may be the residual itself
-    const void* residual;  // or null
-    int64_t num_rows;    // M
-    int64_t x_stride, out_stride, residual_stride;  // elements from row to row
-    Type type;           // of x, bias, residual: f32 or bf16
-    Type out_type;       // f32 or bf16
-    Epilogue epilogue;   // gated: out has half as many columns
-};
-
-struct NormArgs {  // out = norm(x) * weight + bias
-    const void *x, *weight, *bias;  // weight and bias may be null
-    void* out;
-    int64_t num_rows, size, x_stride, out_stride;
-    float eps;
-    bool subtract_mean;  // LayerNorm; else RMSNorm
-    bool plus_one;       // times 1 + weight
-    Type type;
-};
-
-struct AddArgs {  // out = x + y
-    const void *x, *y;
-    void* out;
-    int64_t num_rows, size, x_stride, y_stride, out_stride;
-    Type type;
-};
-
-struct ScaleArgs {  // out = x * factor, or with softcap factor * tanh(x / factor)
-    const void* x;
-    void* out;
-    int64_t num_rows, size, x_stride, out_stride;
-    float factor;
-    Type type;
-};
-
-struct ActivationArgs {  // out = activation(x); gated, out has half as many columns
-    const void* x;
-    void* out;
-    int64_t num_rows, size, x_stride, out_stride;  // size: columns of out
-    Epilogue function;
-    Type type;
-};
-
-struct EmbeddingArgs {  // out[t] = table[indices[t] + offset]; zeros where the table has no such row
-    Matrix table;
-    const int32_t* indices;
-    int64_t offset;
-    void* out;
-    int64_t num_rows, out_stride;
-    Type type;
-};
-
 // One layer's KV cache: [blocks, 2 (keys, values), Hkv, head_bytes]. A head's part of a block holds block_size tokens of
 // head_dim features, features padded with zeros to a multiple of 32. Of keys and values one is stored by token,
 // [block_size, D], the other by feature, [D, block_size]: as the level's attention wants to multiply them. i8: the
@@ -167,34 +112,6 @@ struct StepArgs {  // the step as one KV group sees it
     const int32_t* block_tables;     // [S, max_blocks]
 };
 
-struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) * D] in place; write keys and values
-    void* qkv;
-    int64_t qkv_stride, num_heads;
-    CacheShape cache_shape;
-    uint8_t* cache;
-    const void *q_norm, *k_norm;  // [D] or null
-    float eps;
-    bool plus_one;  // norms multiply with 1 + weight
-    const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
-    int64_t rotary_dim;
-    const StepArgs* step;
-    Type type;
-};
-
-struct AttentionArgs {
-    const void* query;  // [T, Hq * D]
-    void* out;          // [T, Hq * D]
-    int64_t query_stride, out_stride, num_heads;
-    CacheShape cache_shape;
-    const uint8_t* cache;
-    float scale;
-    float softcap;   // scores become softcap * tanh(score / softcap); 0: they stay
-    const float* sinks;  // [Hq], a score of each head that weighs in the softmax and has no value; or null
-    int64_t window;  // tokens seen, the query's own included; 0: all
-    const StepArgs* step;
-    Type type;
-};
-
 struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its type asks for it
     Matrix matrix;          // data and scales are written
     const void* source;     // [num_rows, cols], f32 or bf16
@@ -205,17 +122,12 @@ struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its
 
 struct SampleArgs;  // sample_args.h
 
+struct Operation;  // operation.h
+
 struct Kernels {
     const char* name;
-    void (*linear)(const LinearArgs&, Context&);
-    void (*norm)(const NormArgs&, Context&);
-    void (*embedding)(const EmbeddingArgs&, Context&);
-    void (*add)(const AddArgs&, Context&);
-    void (*activation)(const ActivationArgs&, Context&);
-    void (*scale)(const ScaleArgs&, Context&);
-    void (*softcap)(const ScaleArgs&, Context&);
-    void (*prepare)(const PrepareArgs&, Context&);
-    void (*attention)(const AttentionArgs&, Context&);
+    const Operation* operations;  // what programs are made of (ops.h)
+    int32_t num_operations;
     void (*pack)(const PackArgs&, Context&);
     void (*unpack_row)(const Matrix&, int64_t row, float* out);  // [cols]
     void (*sample)(const SampleArgs&, Context&);

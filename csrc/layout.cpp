@@ -1,6 +1,7 @@
 // Where every field of the structs that Python mirrors lies, so that a library and a package of different versions refuse
 // each other, by the name of the field (quire/ops/native/structs.py).
 #include <cstddef>
+#include <vector>
 
 #include "api.h"
 #include "program.h"
@@ -9,31 +10,16 @@
 namespace quire {
 namespace {
 
-struct Field {
-    const char *of, *name;  // name "": the struct as a whole
-    int64_t offset, size;
-};
-
 #define WHOLE(S) {#S, "", 0, int64_t(sizeof(S))}
 #define FIELD(S, f) {#S, #f, int64_t(offsetof(S, f)), int64_t(sizeof(S::f))}
 
 constexpr Field kFields[] = {
     WHOLE(Matrix), FIELD(Matrix, data), FIELD(Matrix, scales), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, type),
-    WHOLE(EmbeddingSpec), FIELD(EmbeddingSpec, table), FIELD(EmbeddingSpec, offset), FIELD(EmbeddingSpec, by_position),
-    WHOLE(NormSpec), FIELD(NormSpec, weight), FIELD(NormSpec, bias), FIELD(NormSpec, size), FIELD(NormSpec, eps),
-    FIELD(NormSpec, subtract_mean), FIELD(NormSpec, plus_one),
-    WHOLE(LinearSpec), FIELD(LinearSpec, weight), FIELD(LinearSpec, bias), FIELD(LinearSpec, epilogue),
     WHOLE(HeadSpec), FIELD(HeadSpec, num_heads), FIELD(HeadSpec, num_kv_heads), FIELD(HeadSpec, head_dim), FIELD(HeadSpec, layer), FIELD(HeadSpec, group),
-    WHOLE(PrepareSpec), FIELD(PrepareSpec, heads), FIELD(PrepareSpec, q_norm), FIELD(PrepareSpec, k_norm), FIELD(PrepareSpec, cos_sin),
-    FIELD(PrepareSpec, rotary_dim), FIELD(PrepareSpec, eps), FIELD(PrepareSpec, plus_one),
-    WHOLE(AttentionSpec), FIELD(AttentionSpec, heads), FIELD(AttentionSpec, sinks), FIELD(AttentionSpec, window),
-    FIELD(AttentionSpec, scale), FIELD(AttentionSpec, softcap),
-    WHOLE(ActivationSpec), FIELD(ActivationSpec, size), FIELD(ActivationSpec, function),
-    WHOLE(ElementwiseSpec), FIELD(ElementwiseSpec, size), FIELD(ElementwiseSpec, factor),
     WHOLE(Instruction), FIELD(Instruction, op), FIELD(Instruction, inputs), FIELD(Instruction, output), FIELD(Instruction, spec),
     WHOLE(Buffer), FIELD(Buffer, width), FIELD(Buffer, type), FIELD(Buffer, bound),
     WHOLE(ProgramSpec), FIELD(ProgramSpec, instructions), FIELD(ProgramSpec, num_instructions), FIELD(ProgramSpec, buffers),
-    FIELD(ProgramSpec, num_buffers), FIELD(ProgramSpec, kernels), FIELD(ProgramSpec, num_threads), FIELD(ProgramSpec, type),
+    FIELD(ProgramSpec, num_buffers), FIELD(ProgramSpec, kernels), FIELD(ProgramSpec, num_threads),
     WHOLE(StepArgs), FIELD(StepArgs, num_tokens), FIELD(StepArgs, num_seqs), FIELD(StepArgs, max_blocks), FIELD(StepArgs, block_size), FIELD(StepArgs, ids),
     FIELD(StepArgs, positions), FIELD(StepArgs, slots), FIELD(StepArgs, query_start_loc), FIELD(StepArgs, seq_lens),
     FIELD(StepArgs, block_tables),
@@ -47,11 +33,21 @@ constexpr Field kFields[] = {
     FIELD(SampleArgs, listed_ids), FIELD(SampleArgs, logprobs), FIELD(SampleArgs, ranks),
 };
 
+// With those of the operations' own structs, which every level has alike.
+std::vector<Field> all_fields() {
+    std::vector<Field> fields(std::begin(kFields), std::end(kFields));
+    for (int32_t i = 0; i < kPortableKernels.num_operations; i++) {
+        const Operation& operation = kPortableKernels.operations[i];
+        fields.insert(fields.end(), operation.fields, operation.fields + operation.num_fields);
+    }
+    return fields;
+}
+
 }  // namespace
 }  // namespace quire
 
 QUIRE_API const void* quire_fields(int64_t* count) {
-    *count = sizeof(quire::kFields) / sizeof(quire::kFields[0]);
-    return quire::kFields;
+    static const std::vector<quire::Field> fields = quire::all_fields();
+    *count = int64_t(fields.size());
+    return fields.data();
 }
-QUIRE_API int32_t quire_num_ops() { return int32_t(quire::Op::count); }

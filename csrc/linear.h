@@ -9,6 +9,19 @@
 
 namespace quire::QUIRE_NS {
 
+struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
+    Matrix weight;
+    const void* bias;  // in the type of x, or null
+    const void* x;
+    void* out;           // may be the residual itself
+    const void* residual;  // or null
+    int64_t num_rows;    // M
+    int64_t x_stride, out_stride, residual_stride;  // elements from row to row
+    Type type;           // of x, bias, residual: f32 or bf16
+    Type out_type;       // f32 or bf16
+    Epilogue epilogue;   // gated: out has half as many columns
+};
+
 // Sums to be finished: `width` output features from `first` on, of `num_rows` rows from `first_row` on.
 struct Sums {
     const float* gate;     // [row][stride]

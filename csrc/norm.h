@@ -1,6 +1,7 @@
 // RMSNorm and LayerNorm of rows.
 #pragma once
 
+#include "operation.h"
 #include "rows.h"
 
 namespace quire::QUIRE_NS {
@@ -44,16 +45,24 @@ QUIRE_ONE_COPY void norm_row(const T* x, Out* out, int64_t size, const NormWeigh
     });
 }
 
+struct NormSpec {
+    const void *weight, *bias;  // or null
+    int64_t size;               // columns
+    float eps;
+    int32_t subtract_mean, plus_one;
+};
+
 template <class T>
-void norm_rows(const NormArgs& a, Context& context) {
-    const NormWeights weights{a.weight, a.bias, a.eps, a.subtract_mean, a.plus_one};
-    for_rows(a.num_rows, context, [&](int64_t row) {
-        norm_row(static_cast<const T*>(a.x) + row * a.x_stride, static_cast<T*>(a.out) + row * a.out_stride, a.size, weights);
-    });
+void norm_rows(const NormSpec& s, const Operands& o, Context& context) {
+    const NormWeights weights{s.weight, s.bias, s.eps, s.subtract_mean != 0, s.plus_one != 0};
+    for_rows(o.num_rows, context, [&](int64_t row) { norm_row(o.x.row<const T>(row), o.out.row<T>(row), s.size, weights); });
 }
 
-inline void norm(const NormArgs& a, Context& context) {
-    a.type == Type::f32 ? norm_rows<float>(a, context) : norm_rows<bf16>(a, context);
+inline void norm(const NormSpec& s, const Operands& o, Context& context) {
+    o.out.type == Type::f32 ? norm_rows<float>(s, o, context) : norm_rows<bf16>(s, o, context);
 }
+
+QUIRE_OPERATION(norm, NormSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(size), QUIRE_FIELD(eps),
+                QUIRE_FIELD(subtract_mean), QUIRE_FIELD(plus_one));
 
 }  // namespace quire::QUIRE_NS

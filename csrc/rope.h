@@ -2,6 +2,7 @@
 #pragma once
 
 #include "norm.h"
+#include "operation.h"
 #include "pack.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
@@ -10,6 +11,20 @@
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kMaxHeadDim = 512;
+
+struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) * D] in place; write keys and values
+    void* qkv;
+    int64_t qkv_stride, num_heads;
+    CacheShape cache_shape;
+    uint8_t* cache;
+    const void *q_norm, *k_norm;  // [D] or null
+    float eps;
+    bool plus_one;  // norms multiply with 1 + weight
+    const float* cos_sin;  // [positions, rotary_dim]: cosines, then sines; null: no rotation
+    int64_t rotary_dim;
+    const StepArgs* step;
+    Type type;
+};
 
 // Which of keys and values a cache holds by feature; see CacheShape.
 #if defined(__AMX_BF16__)
@@ -138,8 +153,22 @@ void prepare_rows(const PrepareArgs& a, Context& context) {
     });
 }
 
-inline void prepare(const PrepareArgs& a, Context& context) {
-    a.type == Type::f32 ? prepare_rows<float>(a, context) : prepare_rows<bf16>(a, context);
+struct PrepareSpec {  // in place
+    HeadSpec heads;
+    const void *q_norm, *k_norm;
+    const float* cos_sin;
+    int64_t rotary_dim;
+    float eps;
+    int32_t plus_one;
+};
+
+inline void prepare(const PrepareSpec& s, const Operands& o, Context& context) {
+    const PrepareArgs args{o.x.data, o.x.stride, s.heads.num_heads, s.heads.cache_shape(o), s.heads.cache(o), s.q_norm, s.k_norm,
+                           s.eps, s.plus_one != 0, s.cos_sin, s.rotary_dim, s.heads.step(o), o.x.type};
+    args.type == Type::f32 ? prepare_rows<float>(args, context) : prepare_rows<bf16>(args, context);
 }
+
+QUIRE_OPERATION(prepare, PrepareSpec, QUIRE_FIELD(heads), QUIRE_FIELD(q_norm), QUIRE_FIELD(k_norm), QUIRE_FIELD(cos_sin),
+                QUIRE_FIELD(rotary_dim), QUIRE_FIELD(eps), QUIRE_FIELD(plus_one));
 
 }  // namespace quire::QUIRE_NS

@@ -5,41 +5,28 @@ tensors, the operation appends itself to a program of native kernels (`quire.ops
 don't see the difference (`quire.ops.table`). Nothing here knows models, batches or caches beyond what it is given.
 """
 
-from quire.ops.activation import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul, relu, silu_and_mul
-from quire.ops.add import add
-from quire.ops.attention import Scoring, attend, paged_attention
-from quire.ops.embedding import embedding
-from quire.ops.host import host, on_rows
-from quire.ops.linear import linear
-from quire.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quire.ops.rope import HeadShape, Preparation, prepare, rotary, write_kv
-from quire.ops.scale import scale
-from quire.ops.softcap import softcap
-
-__all__ = [
-    "HeadShape",
-    "Preparation",
-    "Scoring",
-    "add",
-    "add_layer_norm",
-    "add_rms_norm",
-    "attend",
-    "embedding",
-    "gelu",
-    "gelu_and_mul",
-    "gelu_tanh",
-    "gelu_tanh_and_mul",
-    "host",
-    "layer_norm",
-    "linear",
-    "on_rows",
-    "paged_attention",
-    "prepare",
-    "relu",
-    "rms_norm",
-    "rotary",
-    "scale",
-    "silu_and_mul",
-    "softcap",
-    "write_kv",
-]
+from quire.ops.activation import gelu as gelu
+from quire.ops.activation import gelu_and_mul as gelu_and_mul
+from quire.ops.activation import gelu_tanh as gelu_tanh
+from quire.ops.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
+from quire.ops.activation import relu as relu
+from quire.ops.activation import silu_and_mul as silu_and_mul
+from quire.ops.add import add as add
+from quire.ops.attention import Scoring as Scoring
+from quire.ops.attention import attend as attend
+from quire.ops.attention import paged_attention as paged_attention
+from quire.ops.embedding import embedding as embedding
+from quire.ops.host import host as host
+from quire.ops.host import on_rows as on_rows
+from quire.ops.linear import linear as linear
+from quire.ops.norm import add_layer_norm as add_layer_norm
+from quire.ops.norm import add_rms_norm as add_rms_norm
+from quire.ops.norm import layer_norm as layer_norm
+from quire.ops.norm import rms_norm as rms_norm
+from quire.ops.rope import HeadShape as HeadShape
+from quire.ops.rope import Preparation as Preparation
+from quire.ops.rope import prepare as prepare
+from quire.ops.rope import rotary as rotary
+from quire.ops.rope import write_kv as write_kv
+from quire.ops.scale import scale as scale
+from quire.ops.softcap import softcap as softcap

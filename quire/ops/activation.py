@@ -1,5 +1,6 @@
 """Activation functions, plain and gated: a product with one of them after it is one kernel."""
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import GATED, ActivationSpec, Epilogue, Op
+from quire.ops.native.structs import GATED, Epilogue, instruction
 from quire.ops.rows import in_blocks
 from quire.ops.table import Operation, op
 
@@ -80,6 +81,11 @@ FUNCTIONS: dict[Epilogue, Operation[Any, Tensor]] = {
 }
 
 
+@instruction("activation")
+class ActivationSpec(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_int64), ("function", ctypes.c_int32)]
+
+
 def _build(x: Value, function: Epilogue) -> Value:
     width = x.width // 2 if function in GATED else x.width
     # The two halves of a gated product are finished block by block: they must fall into whole blocks of 16.
@@ -87,7 +93,7 @@ def _build(x: Value, function: Epilogue) -> Value:
     if product is not None:
         product.spec.epilogue = function
         return x.builder.fuse(product, width)
-    return x.builder.append(Op.ACTIVATION, ActivationSpec(width, function), [x], width)
+    return x.builder.append(ActivationSpec(width, function), [x], width)
 
 
 for _function, _operation in FUNCTIONS.items():

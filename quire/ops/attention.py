@@ -6,6 +6,7 @@ with an online softmax (arXiv:1805.02867) in fp32. A tile that a query cannot se
 does not matter which other queries or which surplus tiles are computed beside it. Knows no requests.
 """
 
+from ctypes import Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import AttentionSpec, Op
+from quire.ops.native.structs import HeadSpec, instruction
 from quire.ops.rope import HeadShape
 from quire.ops.table import op
 
@@ -194,6 +195,17 @@ class Scoring:
     sinks: Tensor | None = None
 
 
+@instruction("attention", wants_step=True)
+class AttentionSpec(Structure):
+    _fields_ = [
+        ("heads", HeadSpec),
+        ("sinks", c_void_p),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
 def attend(query: Value, heads: HeadShape, scoring: Scoring, *, layer: int, group: int = 0) -> Value:
     """Record causal attention to a layer's cache: query [T, Hq D], or wider (what follows is not read), -> [T, Hq D].
 
@@ -212,4 +224,4 @@ def attend(query: Value, heads: HeadShape, scoring: Scoring, *, layer: int, grou
         scale=scoring.scale,
         softcap=scoring.softcap or 0.0,
     )
-    return builder.append(Op.ATTENTION, spec, [query], heads.num_heads * heads.head_dim)
+    return builder.append(spec, [query], heads.num_heads * heads.head_dim)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.ops.native.builder import Value
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.structs import TYPE_OF, LinearSpec, Op
+from quire.ops.native.structs import TYPE_OF, LinearSpec
 from quire.ops.table import op
 
 MIN_COLUMNS = 16  # of fewer some CPUs' libraries sum one row of a tile in another order than the next
@@ -58,4 +58,4 @@ def _build(
         raise ValueError(f"a matrix [{weight.rows}, {weight.cols}] can't multiply rows of {x.width}")
     builder = x.builder
     spec = LinearSpec(weight=builder.matrix(weight), bias=builder.vector(bias, weight.rows))
-    return builder.append(Op.LINEAR, spec, [x], weight.rows, None if out_dtype is None else TYPE_OF[out_dtype])
+    return builder.append(spec, [x], weight.rows, None if out_dtype is None else TYPE_OF[out_dtype])

@@ -1,10 +1,12 @@
 """RMSNorm and LayerNorm over the last dimension, alone or after the addition to the residual stream."""
 
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import NormSpec, Op
+from quire.ops.native.structs import instruction
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
@@ -49,16 +51,28 @@ def add_layer_norm(
     return layer_norm.reference(total, weight, bias, eps), total
 
 
+@instruction("norm")
+class NormSpec(Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("size", c_int64),
+        ("eps", c_float),
+        ("subtract_mean", c_int32),
+        ("plus_one", c_int32),
+    ]
+
+
 @rms_norm.native
 def _build_rms(x: Value, weight: Tensor, eps: float, plus_one: bool = False) -> Value:
     spec = NormSpec(weight=x.builder.vector(weight, x.width), size=x.width, eps=eps, plus_one=plus_one)
-    return x.builder.append(Op.NORM, spec, [x], x.width)
+    return x.builder.append(spec, [x], x.width)
 
 
 @layer_norm.native
 def _build_layer(x: Value, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
     vectors = {"weight": x.builder.vector(weight, x.width), "bias": x.builder.vector(bias, x.width)}
-    return x.builder.append(Op.NORM, NormSpec(size=x.width, eps=eps, subtract_mean=True, **vectors), [x], x.width)
+    return x.builder.append(NormSpec(size=x.width, eps=eps, subtract_mean=True, **vectors), [x], x.width)
 
 
 @add_rms_norm.native

@@ -3,13 +3,14 @@
 The references do one of these each. Natively they are one instruction, `prepare`, that the attention backend records.
 """
 
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.ops.native.builder import ProgramBuilder, Value
-from quire.ops.native.structs import HeadSpec, Op, PrepareSpec
+from quire.ops.native.structs import HeadSpec, instruction
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
@@ -90,6 +91,19 @@ class Preparation:
     plus_one: bool = False
 
 
+@instruction("prepare", wants_step=True)
+class PrepareSpec(Structure):
+    _fields_ = [
+        ("heads", HeadSpec),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("cos_sin", c_void_p),
+        ("rotary_dim", c_int64),
+        ("eps", c_float),
+        ("plus_one", c_int32),
+    ]
+
+
 def prepare(qkv: Value, heads: HeadShape, preparation: Preparation, *, layer: int, group: int = 0) -> Value:
     """Record: norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) D], in place; write keys and values.
 
@@ -110,7 +124,7 @@ def prepare(qkv: Value, heads: HeadShape, preparation: Preparation, *, layer: in
     )
     if preparation.cos_sin is not None:
         spec.cos_sin, spec.rotary_dim = _rotation(builder, preparation.cos_sin, heads.head_dim)
-    return builder.append_in_place(Op.PREPARE, spec, qkv)
+    return builder.append_in_place(spec, qkv)
 
 
 def _rotation(builder: ProgramBuilder, table: Tensor, head_dim: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ activation or the residual sum after it). What no kernel does is a host instruct
 parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the `Program`.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,16 +19,14 @@ from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.program import HostCall, NativePart, Part, Plan, Program, StepInput
 from quire.ops.native.structs import (
     DTYPE_OF,
-    SPEC_FIELD,
     TYPE_OF,
+    AddSpec,
     BufferStruct,
-    ElementwiseSpec,
     Epilogue,
     InstructionStruct,
     LinearSpec,
     MatrixStruct,
-    Op,
-    Spec,
+    ScaleSpec,
     Type,
     check_layout,
 )
@@ -78,8 +77,7 @@ def recorded(value: Value | StepIndex) -> Tensor:
 class NativeStep:
     """An instruction whose buffers are still values; in place where it writes what it reads."""
 
-    op: Op
-    spec: Spec
+    spec: ctypes.Structure
     reads: list[Value]
     writes: Value
 
@@ -87,11 +85,7 @@ class NativeStep:
         return [*self.reads, self.writes]
 
     def struct(self, number: dict[int, int]) -> InstructionStruct:
-        inputs = [number[id(value)] for value in self.reads]
-        struct = InstructionStruct(op=self.op, output=number[id(self.writes)])
-        struct.inputs[:] = [*inputs, *[-1] * (2 - len(inputs))]
-        setattr(struct.spec, SPEC_FIELD[type(self.spec)], self.spec)
-        return struct
+        return InstructionStruct.of(self.spec, [number[id(value)] for value in self.reads], number[id(self.writes)])
 
 
 @dataclass
@@ -152,13 +146,13 @@ class ProgramBuilder:
         value.kept = True
         return value
 
-    def append(self, op: Op, spec: Spec, reads: list[Value], width: int, type: Type | None = None) -> Value:
-        """Record an instruction; returns its result, in the activations' type where no other is named."""
-        return self._append(NativeStep(op, spec, reads, Value(self, width, self.type if type is None else type)))
+    def append(self, spec: ctypes.Structure, reads: list[Value], width: int, type: Type | None = None) -> Value:
+        """Record the instruction of `spec`; returns its result, in the activations' type where no other is named."""
+        return self._append(NativeStep(spec, reads, Value(self, width, self.type if type is None else type)))
 
-    def append_in_place(self, op: Op, spec: Spec, value: Value) -> Value:
-        """Record an instruction that changes `value`."""
-        return self._append(NativeStep(op, spec, [value], value))
+    def append_in_place(self, spec: ctypes.Structure, value: Value) -> Value:
+        """Record the instruction of `spec`, which changes `value`."""
+        return self._append(NativeStep(spec, [value], value))
 
     def host(
         self,
@@ -189,11 +183,11 @@ class ProgramBuilder:
         if product is not None and y is not x and y.type == self.type:
             product.reads.append(y)
             return self.fuse(product, x.width)
-        return self.append(Op.ADD, ElementwiseSpec(x.width), [x, y], x.width, x.type)
+        return self.append(AddSpec(x.width), [x, y], x.width, x.type)
 
     def scale(self, x: Value, factor: float) -> Value:
         """``x * factor``."""
-        return self.append(Op.SCALE, ElementwiseSpec(x.width, factor), [x], x.width, x.type)
+        return self.append(ScaleSpec(x.width, factor), [x], x.width, x.type)
 
     def fusible_product(self, x: Value) -> NativeStep | None:
         """The product that made `x`, if it is the latest step and nothing has been fused to it yet."""
@@ -243,7 +237,7 @@ class ProgramBuilder:
         if len({id(value) for value in bound}) < len(bound):
             raise ValueError("an output must be computed, and be there once")
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
-        return Program(_plan(self._steps, bound), self.dtype, self.target, self._held)
+        return Program(_plan(self._steps, bound), self.target, self._held)
 
     def _append(self, step: NativeStep) -> Value:
         self._check_alive(step)
@@ -263,8 +257,10 @@ def _plan(steps: list[NativeStep | HostStep], bound: list[Value]) -> Plan:
     number = {key: i for i, key in enumerate(shared)}
     buffers = [BufferStruct(value.width, value.type, True) for value in shared.values()]
     _assign_own(steps, number, buffers)
+    native = [step for step in steps if isinstance(step, NativeStep)]
     return Plan(
-        [step.struct(number) for step in steps if isinstance(step, NativeStep)],
+        [step.struct(number) for step in native],
+        [step.spec for step in native],
         buffers,
         _parts(steps, number, len(bound), len(shared)),
         num_bound=len(bound),

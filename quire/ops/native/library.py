@@ -18,16 +18,16 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 2  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 3  # as quire_abi_version() in csrc/api.cpp
 TORCH = "torch"  # the level that is no library at all
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_abi_version": (ctypes.c_int32, []),
     "quire_level": (ctypes.c_char_p, [ctypes.c_int32]),
     "quire_kernels": (ctypes.c_void_p, [ctypes.c_char_p]),
+    "quire_operation": (ctypes.c_char_p, [ctypes.c_int32]),
     "quire_scratch_bytes": (ctypes.c_int64, [ctypes.c_int32]),
     "quire_fields": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "quire_num_ops": (ctypes.c_int32, []),
     "quire_program_create": (ctypes.c_void_p, [ctypes.c_void_p]),
     "quire_program_destroy": (None, [ctypes.c_void_p]),
     "quire_program_reserve": (None, [ctypes.c_void_p, ctypes.c_int64]),
@@ -78,6 +78,16 @@ def levels() -> list[str]:
     while (name := found.quire_level(len(names))) is not None:
         names.append(name.decode())
     return [*names, TORCH]
+
+
+@cache
+def operation_names() -> tuple[str, ...]:
+    """The operations that programs of kernels are made of, at their numbers."""
+    found = loaded_library()
+    names: list[str] = []
+    while (name := found.quire_operation(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(names)
 
 
 def choose_level(wanted: str = "auto") -> str:

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.native.library import Target, loaded_library
+from quire.ops.native.library import Target, loaded_library, operation_names
 from quire.ops.native.structs import (
     DTYPE_OF,
+    INSTRUCTIONS,
     TYPE_OF,
     BufferStruct,
+    HeadSpec,
     InstructionStruct,
-    Op,
     ProgramStruct,
     RunStruct,
     StepStruct,
     Type,
 )
 
-_WITH_STEP = (Op.EMBEDDING, Op.PREPARE, Op.ATTENTION)
 _NO_CACHES = 0  # a null pointer
 _MAX_SLOTS = 2**31  # slots are int32
 
@@ -156,11 +156,13 @@ class Plan:
     """What a program is made of.
 
     Attributes:
+        specs: what each instruction is told beside its buffers.
         buffers: first the `num_bound` that each run brings, inputs and then outputs; then those that native parts and
             host calls share; then the program's own.
     """
 
     instructions: list[InstructionStruct]
+    specs: list[ctypes.Structure]
     buffers: list[BufferStruct]
     parts: list[Part]
     num_bound: int
@@ -173,7 +175,7 @@ class Program:
         held: what the instructions point to, to live as long as the program.
     """
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, target: Target, held: list[object]) -> None:
+    def __init__(self, plan: Plan, target: Target, held: list[object]) -> None:
         self.target = target
         self._library = loaded_library()
         self._held = held
@@ -183,11 +185,10 @@ class Program:
         self._buffers = [(b.width, Type(b.type)) for b in plan.buffers]
         self._num_shared = sum(b.bound for b in plan.buffers)
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
-        self._needs_step = any(i.op in _WITH_STEP for i in plan.instructions) or any(
+        self._needs_step = any(INSTRUCTIONS[type(spec)].wants_step for spec in plan.specs) or any(
             isinstance(part, HostCall) and part.needs_step for part in plan.parts
         )
-        specs = {Op.PREPARE: "prepare", Op.ATTENTION: "attention"}
-        heads = [getattr(i.spec, specs[Op(i.op)]).heads for i in plan.instructions if i.op in specs]
+        heads: list[HeadSpec] = [spec.heads for spec in plan.specs if hasattr(spec, "heads")]
         self._num_layers = 1 + max((h.layer for h in heads), default=-1)
         self._num_groups = 1 + max((h.group for h in heads), default=0)
         self._host_seconds: float | None = None  # None: nobody asked yet
@@ -195,7 +196,7 @@ class Program:
         memory = (BufferStruct * len(plan.buffers))(*plan.buffers)
         spec = ProgramStruct(
             ctypes.addressof(code), len(code), ctypes.addressof(memory), len(memory),
-            target.kernels, target.num_threads, TYPE_OF[dtype],
+            target.kernels, target.num_threads,
         )  # fmt: skip
         self._handle = self._library.quire_program_create(ctypes.addressof(spec))
         self._bound_type, self._strides_type = ctypes.c_void_p * len(memory), ctypes.c_int64 * len(memory)
@@ -217,7 +218,7 @@ class Program:
         """Seconds spent in each kind of instruction, and in host calls, since this was first called; for profiles."""
         seconds = self._library.quire_program_times(self._handle)
         self._host_seconds = self._host_seconds or 0.0
-        return {op.name.lower(): seconds[op] for op in Op} | {"host": self._host_seconds}
+        return {name: seconds[i] for i, name in enumerate(operation_names())} | {"host": self._host_seconds}
 
     def run(
         self,

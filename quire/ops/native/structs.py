@@ -1,13 +1,20 @@
-"""The structs of csrc/kernels.h and csrc/program.h, for ctypes: field by field the same, checked when first used."""
+"""The structs of csrc, for ctypes: field by field the same, checked when first used.
+
+What an instruction is told beside its operands is declared by `instruction` in the file of its operation; which
+operations there are, and their numbers, the library says (csrc/ops.h). Used by the builder and by all who call kernels.
+"""
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import TypeVar
 
 import torch
 
-from quire.ops.native.library import loaded_library
+from quire.ops.native.library import loaded_library, operation_names
 
 
 class Type(IntEnum):
@@ -34,45 +41,12 @@ class Epilogue(IntEnum):
 GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL})  # function(first half) * second half
 
 
-class Op(IntEnum):
-    """Instructions of a program."""
-
-    EMBEDDING = 0
-    NORM = 1
-    LINEAR = 2
-    PREPARE = 3
-    ATTENTION = 4
-    ADD = 5
-    ACTIVATION = 6
-    SCALE = 7
-    SOFTCAP = 8
-
-
 TYPE_OF = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.int8: Type.I8}
 DTYPE_OF = {type: dtype for dtype, type in TYPE_OF.items()}
 
 
 class MatrixStruct(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("scales", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int32)]
-
-
-class EmbeddingSpec(ctypes.Structure):
-    _fields_ = [("table", MatrixStruct), ("offset", c_int64), ("by_position", c_int32)]
-
-
-class NormSpec(ctypes.Structure):
-    _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("size", c_int64),
-        ("eps", c_float),
-        ("subtract_mean", c_int32),
-        ("plus_one", c_int32),
-    ]
-
-
-class LinearSpec(ctypes.Structure):
-    _fields_ = [("weight", MatrixStruct), ("bias", c_void_p), ("epilogue", c_int32)]
 
 
 class HeadSpec(ctypes.Structure):
@@ -85,62 +59,58 @@ class HeadSpec(ctypes.Structure):
     ]
 
 
-class PrepareSpec(ctypes.Structure):
-    _fields_ = [
-        ("heads", HeadSpec),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("cos_sin", c_void_p),
-        ("rotary_dim", c_int64),
-        ("eps", c_float),
-        ("plus_one", c_int32),
-    ]
+@dataclass(frozen=True)
+class Instruction:
+    """An operation of programs, as csrc's list of them has it.
+
+    Attributes:
+        wants_step: it looks at the step's tokens, not just at rows of activations.
+    """
+
+    name: str
+    wants_step: bool
 
 
-class AttentionSpec(ctypes.Structure):
-    _fields_ = [
-        ("heads", HeadSpec),
-        ("sinks", c_void_p),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("softcap", c_float),
-    ]
+INSTRUCTIONS: dict[type[ctypes.Structure], Instruction] = {}
+S = TypeVar("S", bound=type[ctypes.Structure])
 
 
-class ActivationSpec(ctypes.Structure):
-    _fields_ = [("size", c_int64), ("function", c_int32)]
+def instruction(name: str, *, wants_step: bool = False) -> Callable[[S], S]:
+    """Declare the struct that the operation `name` of csrc is told beside its operands; each lives in its op's file."""
+
+    def declare(spec: S) -> S:
+        INSTRUCTIONS[spec] = Instruction(name, wants_step)
+        return spec
+
+    return declare
 
 
-class ElementwiseSpec(ctypes.Structure):
+# Those that the builder itself records or fuses are declared here.
+@instruction("linear")
+class LinearSpec(ctypes.Structure):
+    _fields_ = [("weight", MatrixStruct), ("bias", c_void_p), ("epilogue", c_int32)]
+
+
+@instruction("add")
+class AddSpec(ctypes.Structure):
+    _fields_ = [("size", c_int64)]
+
+
+@instruction("scale")
+class ScaleSpec(ctypes.Structure):
     _fields_ = [("size", c_int64), ("factor", c_float)]
 
 
-class SpecUnion(ctypes.Union):
-    _fields_ = [
-        ("embedding", EmbeddingSpec),
-        ("norm", NormSpec),
-        ("linear", LinearSpec),
-        ("prepare", PrepareSpec),
-        ("attention", AttentionSpec),
-        ("activation", ActivationSpec),
-        ("elementwise", ElementwiseSpec),
-    ]
-
-
-Spec = EmbeddingSpec | NormSpec | LinearSpec | PrepareSpec | AttentionSpec | ActivationSpec | ElementwiseSpec
-SPEC_FIELD = {  # which member of the union an instruction's spec is
-    EmbeddingSpec: "embedding",
-    NormSpec: "norm",
-    LinearSpec: "linear",
-    PrepareSpec: "prepare",
-    AttentionSpec: "attention",
-    ActivationSpec: "activation",
-    ElementwiseSpec: "elementwise",
-}
-
-
 class InstructionStruct(ctypes.Structure):
-    _fields_ = [("op", c_int32), ("inputs", c_int32 * 2), ("output", c_int32), ("spec", SpecUnion)]
+    _fields_ = [("op", c_int32), ("inputs", c_int32 * 2), ("output", c_int32), ("spec", c_int64 * 12)]
+
+    @classmethod
+    def of(cls, spec: ctypes.Structure, inputs: list[int], output: int) -> "InstructionStruct":
+        """The operation that `spec` belongs to, from and to these buffers."""
+        struct = cls(op=operation_names().index(INSTRUCTIONS[type(spec)].name), output=output)
+        struct.inputs[:] = [*inputs, *[-1] * (2 - len(inputs))]
+        ctypes.memmove(struct.spec, ctypes.addressof(spec), ctypes.sizeof(spec))
+        return struct
 
 
 class BufferStruct(ctypes.Structure):
@@ -155,7 +125,6 @@ class ProgramStruct(ctypes.Structure):
         ("num_buffers", c_int64),
         ("kernels", c_void_p),
         ("num_threads", c_int32),
-        ("type", c_int32),
     ]
 
 
@@ -218,16 +187,9 @@ class SampleStruct(ctypes.Structure):
     ]
 
 
-MIRRORED: dict[str, type[ctypes.Structure]] = {  # by their names in csrc
+MIRRORED: dict[str, type[ctypes.Structure]] = {  # by their names in csrc; beside them, what each instruction is told
     "Matrix": MatrixStruct,
-    "EmbeddingSpec": EmbeddingSpec,
-    "NormSpec": NormSpec,
-    "LinearSpec": LinearSpec,
     "HeadSpec": HeadSpec,
-    "PrepareSpec": PrepareSpec,
-    "AttentionSpec": AttentionSpec,
-    "ActivationSpec": ActivationSpec,
-    "ElementwiseSpec": ElementwiseSpec,
     "Instruction": InstructionStruct,
     "Buffer": BufferStruct,
     "ProgramSpec": ProgramStruct,
@@ -252,9 +214,9 @@ def compiled_fields() -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def mirrored_fields() -> dict[tuple[str, str], tuple[int, int]]:
-    """The same of the structs here."""
+    """The same of the structs here; an instruction's has the name of its operation."""
     found = {}
-    for name, struct in MIRRORED.items():
+    for name, struct in (MIRRORED | {known.name: spec for spec, known in INSTRUCTIONS.items()}).items():
         found[name, ""] = (0, ctypes.sizeof(struct))
         for field, *_ in struct._fields_:
             place = getattr(struct, field)
@@ -264,11 +226,12 @@ def mirrored_fields() -> dict[tuple[str, str], tuple[int, int]]:
 
 @cache
 def check_layout() -> None:
-    """Raise AssertionError, with the field's name, when the library was compiled with other structs than these."""
+    """Raise AssertionError, with the field's name, when the library was compiled with other structs than these.
+
+    An operation that one side lacks is a struct that it lacks.
+    """
     ours, compiled = mirrored_fields(), compiled_fields()
     for key in ours | compiled:
         here, there = ours.get(key), compiled.get(key)
         name = ".".join(filter(None, key))
         assert here == there, f"{name} is at (offset, size) {here} here and at {there} in the compiled library"
-    num_ops = loaded_library().quire_num_ops()
-    assert num_ops == len(Op), f"{len(Op)} operations here, {num_ops} in the compiled library"

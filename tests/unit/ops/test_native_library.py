@@ -2,13 +2,16 @@
 
 import ctypes
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError
 from quire.ops.native import library, structs
-from quire.ops.native.library import TORCH, Target, choose_level, default_target, levels
+from quire.ops.native.library import TORCH, Target, choose_level, default_target, levels, operation_names
+
+ROOT = Path(__file__).parents[3]
 
 load_anew = library.library.__wrapped__  # the function itself remembers its answer
 
@@ -107,3 +110,31 @@ def test_a_field_elsewhere_is_named(
     monkeypatch.setitem(structs.MIRRORED, "Buffer", struct)
     with pytest.raises(AssertionError, match=message):
         structs.check_layout.__wrapped__()
+
+
+def test_every_operation_of_the_library_has_its_twin(compiled: None) -> None:
+    """By name and, as one of the structs above, field by field."""
+    assert sorted(operation_names()) == sorted(known.name for known in structs.INSTRUCTIONS.values())
+    fields = structs.compiled_fields()
+    for spec, known in structs.INSTRUCTIONS.items():
+        assert fields[known.name, ""] == (0, ctypes.sizeof(spec))
+        assert fields[known.name, spec._fields_[0][0]][0] == 0
+
+
+def test_an_operation_that_the_library_lacks_is_named(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    struct = type("MirrorSpec", (ctypes.Structure,), {"_fields_": [("size", ctypes.c_int64)]})
+    monkeypatch.setitem(structs.INSTRUCTIONS, struct, structs.Instruction("mirror", wants_step=False))
+    with pytest.raises(AssertionError, match="mirror is at .* here and at None in the compiled library"):
+        structs.check_layout.__wrapped__()
+
+
+def test_an_operation_is_named_in_its_files_and_one_list() -> None:
+    """The machinery of programs names none: a new operation is its two files and a line for each of them."""
+    headers = {path.name: path.read_text() for path in (ROOT / "csrc").glob("*.h")}
+    names = {m[1]: file for file, text in headers.items() for m in re.finditer(r"^QUIRE_OPERATION\((\w+)", text, re.M)}
+    assert len(names) == 9
+    listed = re.findall(r'^#include "(\S+)"$', headers["ops.h"], re.M)
+    assert sorted(listed) == sorted(names.values())
+    for name in ("operation.h", "program.h", "program.cpp", "layout.cpp", "level.cpp", "kernels.h"):
+        code = re.sub("//.*", "", (ROOT / "csrc" / name).read_text())
+        assert not [word for word in names if re.search(rf"\b{word}\b", code)], name

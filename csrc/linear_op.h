@@ -1,0 +1,30 @@
+// The operation `linear`, by the level's best product.
+#pragma once
+
+#include "linear.h"
+#include "operation.h"
+#if defined(__AMX_BF16__)
+#include "linear_amx.h"
+#endif
+
+namespace quire::QUIRE_NS {
+
+struct LinearSpec {  // inputs: x, and a residual or none
+    Matrix weight;
+    const void* bias;
+    Epilogue epilogue;
+};
+
+inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
+    const LinearArgs args{s.weight, s.bias, o.x.data, o.out.data, o.y.data, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
+                          o.x.type, o.out.type, s.epilogue};
+#if defined(__AMX_BF16__)
+    linear_amx(args, context);
+#else
+    linear(args, context);
+#endif
+}
+
+QUIRE_OPERATION(linear, LinearSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(epilogue));
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,96 @@
+// What an operation of a program is: a kernel, what an instruction tells it beside its operands, and its entry in the list
+// of operations.
+//
+// Each operation has a header that declares its struct and its kernel and ends with QUIRE_OPERATION, which is the whole of
+// its entry; ops.h includes them all. Programs, the table that a level exports and the layout checks follow from that list;
+// Python asks the library for the names.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <utility>
+
+#include "kernels.h"
+
+namespace quire {
+
+// Rows of activations: a buffer of the program's own or of the caller's. No memory: there are none.
+struct Rows {
+    void* data;
+    int64_t stride;  // elements from row to row
+    Type type;
+
+    template <class T>
+    T* row(int64_t i) const {
+        return static_cast<T*>(data) + i * stride;
+    }
+};
+
+// What a kernel works on. In place, `out` is `x`.
+struct Operands {
+    int64_t num_rows;
+    Rows x, y, out;
+    const StepArgs* steps;   // by KV group; null where the program needs none
+    uint8_t* const* caches;  // by layer
+    Type cache_type;
+};
+
+// The heads of an operation on a layer's cache.
+struct HeadSpec {
+    int64_t num_heads, num_kv_heads, head_dim;
+    int32_t layer;  // which of the run's caches
+    int32_t group;  // which of the run's steps says where tokens lie in it
+
+    const StepArgs* step(const Operands& o) const { return o.steps + group; }
+    uint8_t* cache(const Operands& o) const { return o.caches[layer]; }
+    CacheShape cache_shape(const Operands& o) const { return {step(o)->block_size, num_kv_heads, head_dim, o.cache_type}; }
+};
+
+// Where a field lies of a struct that Python mirrors; layout.cpp.
+struct Field {
+    const char *of, *name;  // name "": the struct as a whole
+    int64_t offset, size;
+};
+
+struct Operation {
+    const char* name;
+    void (*run)(const void* spec, const Operands&, Context&);
+    const Field* fields;  // of what an instruction tells
+    int64_t num_fields;
+};
+
+constexpr int64_t kSpecBytes = 96;  // room in an instruction for that
+
+}  // namespace quire
+
+#if defined(QUIRE_NS)
+namespace quire::QUIRE_NS {
+
+template <int kPlace>
+struct Entry;
+
+constexpr int kFirstPlace = __COUNTER__ + 1;
+
+// Enters the operation `name` in the list: its kernel is name(const Spec&, const Operands&, Context&), and the rest are the
+// fields of its struct, QUIRE_FIELD each.
+#define QUIRE_OPERATION(name, Struct, ...)                                                          \
+    template <>                                                                                     \
+    struct Entry<__COUNTER__> {                                                                     \
+        using Spec = Struct;                                                                        \
+        static_assert(sizeof(Spec) <= kSpecBytes, "raise kSpecBytes, here and in structs.py");      \
+        static constexpr const char* kName = #name;                                                 \
+        static constexpr Field kFields[] = {{kName, "", 0, int64_t(sizeof(Spec))}, __VA_ARGS__};    \
+        static void run(const void* spec, const Operands& operands, Context& context) {             \
+            name(*static_cast<const Spec*>(spec), operands, context);                               \
+        }                                                                                           \
+    }
+#define QUIRE_FIELD(f) {kName, #f, int64_t(offsetof(Spec, f)), int64_t(sizeof(Spec::f))}
+
+template <int... kPlaces>
+constexpr std::array<Operation, sizeof...(kPlaces)> operations_at(std::integer_sequence<int, kPlaces...>) {
+    return {{{Entry<kFirstPlace + kPlaces>::kName, Entry<kFirstPlace + kPlaces>::run, Entry<kFirstPlace + kPlaces>::kFields,
+              int64_t(std::size(Entry<kFirstPlace + kPlaces>::kFields))}...}};
+}
+
+}  // namespace quire::QUIRE_NS
+#endif

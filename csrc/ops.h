@@ -1,0 +1,19 @@
+// The list of operations: an operation is a line here, the header that it names, and its twin in quire/ops.
+#pragma once
+
+#include "activation.h"
+#include "add.h"
+#include "attention_op.h"
+#include "embedding.h"
+#include "linear_op.h"
+#include "norm.h"
+#include "rope.h"
+#include "scale.h"
+#include "softcap.h"
+
+namespace quire::QUIRE_NS {
+
+// In an order that Python asks for; the same on every level.
+constexpr auto kOperations = operations_at(std::make_integer_sequence<int, __COUNTER__ - kFirstPlace>{});
+
+}  // namespace quire::QUIRE_NS
