@@ -27,6 +27,7 @@ class KVManager:
         block_size: tokens in a block.
         num_blocks: by group.
         windows: by group, in tokens; None: full attention.
+        settled: blocks that were watched, and were computed or given up since; whoever watches takes them out.
 
     Raises:
         ConfigError: a number of the layout is not positive.
@@ -47,6 +48,8 @@ class KVManager:
         self._hash = BlockHasher(size)
         self._tables: dict[int, BlockTable] = {}  # those that hold blocks
         self._computing: dict[bytes, int] = {}  # block hash -> the running sequence that will compute it
+        self._watched: set[bytes] = set()  # those of them that somebody awaits
+        self.settled: list[bytes] = []
         self._copies = PlannedCopies(self._groups)  # of the plan being made
 
     # What there is.
@@ -101,14 +104,19 @@ class KVManager:
             return NO_MATCH
         limit = (table.num_tokens - 1) // self.block_size
         num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
-        computed_by = self._computing.get(self._hash_of(table, num_found)) if num_found < limit else None
+        awaits = self._last_on_its_way(table, num_found, limit)
         num_tokens = num_found * self.block_size
         block_ids: list[list[int]] = []
         for group in self._groups:
             first, find = group.first_visible(num_tokens), group.pool.find
             found = [find(name) for name in table.hashes[first:num_found]]
             block_ids.append([0] * first + [block for block in found if block is not None])
-        return PrefixMatch(num_tokens, block_ids, computed_by)
+        return PrefixMatch(num_tokens, block_ids, awaits)
+
+    def watch(self, name: bytes) -> None:
+        """Have a match's `awaits` told in `settled` as soon as nobody computes it any more."""
+        assert name in self._computing, "nobody computes what is to be watched"
+        self._watched.add(name)
 
     def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> int:
         """Blocks missing to admit a sequence whose first step computes so many tokens; zero or less when it fits.
@@ -289,6 +297,21 @@ class KVManager:
             hashes.append(self._hash(parent, table.tokens(start, start + size)))
         return hashes[index]
 
+    def _last_on_its_way(self, table: BlockTable, index: int, limit: int) -> bytes | None:
+        """The name of the last block of those, from `index` on, that one running sequence is about to compute."""
+        if index >= limit:
+            return None
+        computing, name = self._computing, self._hash_of(table, index)
+        sequence_id = computing.get(name)
+        if sequence_id is None:
+            return None
+        while index + 1 < limit and computing.get(following := self._hash_of(table, index + 1)) == sequence_id:
+            index, name = index + 1, following
+        return name
+
     def _forget_computing(self, table: BlockTable, block_hash: bytes) -> None:
         if self._computing.get(block_hash) == table.sequence_id:
             del self._computing[block_hash]
+            if block_hash in self._watched:
+                self._watched.remove(block_hash)
+                self.settled.append(block_hash)

@@ -78,12 +78,12 @@ class PrefixMatch(NamedTuple):
 
     num_tokens: int  # whole blocks
     block_ids: list[list[int]]  # by group, 0 where the window has passed; [] when nothing was looked up
-    computed_by: int | None = None  # the running sequence that is about to compute the first block that is missing
+    awaits: bytes | None = None  # the last block that the sequence computing the first missing one will bring; or None
 
     @property
     def next_is_computing(self) -> bool:
         """Whether waiting a little would make the match longer."""
-        return self.computed_by is not None
+        return self.awaits is not None
 
 
 NO_MATCH = PrefixMatch(0, [])

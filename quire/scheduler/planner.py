@@ -46,7 +46,8 @@ class Planner:
         self._removed: list[int] = []  # rows for the worker to drop with the next plan
         self._ended: dict[str, None] = {}  # requests for it to forget
         self._forks: dict[int, Fork] = {}  # rows for it to copy, by the new sequence
-        self._prefixes: list[tuple[Sequence, Sequence, int]] = []  # who awaits whose blocks; how far that one had come
+        self._prefixes: dict[bytes, list[Sequence]] = {}  # who awaits a block that another one computes, by its name
+        self._num_preparing: dict[str, int] = {}  # by what they await
         self._reason: str | None = None  # why the first waiting sequence was not admitted; None: not looked at yet
 
     def plan(self, step_id: int, may_be_empty: bool) -> StepPlan | None:
@@ -57,8 +58,8 @@ class Planner:
         """
         builder = PlanBuilder(self._config.max_num_batched_tokens)
         self._reason = None
-        if self._prefixes:
-            self._look_at_prefixes()
+        if self._kv.settled:
+            self._wake_readers()
         if self._config.enable_chunked_prefill:
             self._continue_running(builder)
             self._admit_waiting(builder)
@@ -93,7 +94,7 @@ class Planner:
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         else:
-            del self.preparing[sequence.sequence_id]
+            self._leave_preparing(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def forget_request(self, request_id: str) -> None:
@@ -102,9 +103,8 @@ class Planner:
 
     def make_ready(self, sequence: Sequence) -> None:
         """A preparing sequence could run now."""
-        del self.preparing[sequence.sequence_id]
+        self._leave_preparing(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.awaits = ""
         self.waiting.add(sequence)
 
     def rekey(self, sequence: Sequence) -> None:
@@ -129,7 +129,8 @@ class Planner:
             sequence.settle()
             sequence.group.announced = False
         self._kv.end_plan()  # its copies went with their tables
-        self._removed, self._ended, self._forks, self._prefixes = [], {}, {}, []
+        self._kv.settled.clear()
+        self._removed, self._ended, self._forks, self._prefixes = [], {}, {}, {}
         self._reason = None
 
     # What may be asked.
@@ -142,9 +143,7 @@ class Planner:
         "prefix": its beginning is just being computed for another request, and will be shared; "result": it was
         preempted, and a step that is under way will bring its next token.
         """
-        reasons: dict[str, int] = {}
-        for sequence in self.preparing.values():
-            reasons[sequence.awaits] = reasons.get(sequence.awaits, 0) + 1
+        reasons = {awaited: count for awaited, count in self._num_preparing.items() if count}
         num_waiting = len(self.waiting)
         if num_waiting:
             reason = self._reason or "next_step"
@@ -239,17 +238,13 @@ class Planner:
 
     # Those that wait.
 
-    def _look_at_prefixes(self) -> None:
-        """Let those wait for their turn again whose prefix another one has gone on with, or given up."""
-        awaited, self._prefixes = self._prefixes, []
-        for entry in awaited:
-            sequence, computing, num_computed = entry
-            if sequence.status is not SequenceStatus.PREPARING:
-                continue
-            if computing.status is SequenceStatus.RUNNING and computing.num_computed_tokens == num_computed:
-                self._prefixes.append(entry)
-            else:
-                self.make_ready(sequence)
+    def _wake_readers(self) -> None:
+        """Let those wait for their turn again whose prefix another one has computed, or given up."""
+        for name in self._kv.settled:
+            for sequence in self._prefixes.pop(name, ()):
+                if sequence.status is SequenceStatus.PREPARING:  # and not aborted meanwhile
+                    self.make_ready(sequence)
+        self._kv.settled.clear()
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order until there is a reason not to."""
@@ -264,8 +259,8 @@ class Planner:
             return "capacity"
         group, table = sequence.group, sequence.table
         match = NO_MATCH if group.owes_prompt_logprobs else self._kv.match_prefix(table)
-        if match.computed_by is not None:
-            self._await_prefix(sequence, match.computed_by)
+        if match.awaits is not None:
+            self._await_prefix(sequence, match.awaits)
             return None
         num_left = sequence.num_tokens - match.num_tokens
         num_new = self._chunk(num_left, builder.budget)
@@ -286,10 +281,10 @@ class Planner:
         builder.add(sequence, num_new, NOTHING_APPENDED)
         return None
 
-    def _await_prefix(self, sequence: Sequence, computed_by: int) -> None:
-        """Set aside a waiting sequence until another one has computed more of its beginning."""
-        computing = next(s for s in self.running if s.sequence_id == computed_by)
-        self._prefixes.append((sequence, computing, computing.num_computed_tokens))
+    def _await_prefix(self, sequence: Sequence, name: bytes) -> None:
+        """Set aside a waiting sequence until another one has computed all that they share, at no cost till then."""
+        self._kv.watch(name)
+        self._prefixes.setdefault(name, []).append(sequence)
         self.waiting.remove(sequence)
         self._prepare(sequence, "prefix")
 
@@ -350,6 +345,12 @@ class Planner:
         sequence.status = SequenceStatus.PREPARING
         sequence.awaits = awaits
         self.preparing[sequence.sequence_id] = sequence
+        self._num_preparing[awaits] = self._num_preparing.get(awaits, 0) + 1
+
+    def _leave_preparing(self, sequence: Sequence) -> None:
+        del self.preparing[sequence.sequence_id]
+        self._num_preparing[sequence.awaits] -= 1
+        sequence.awaits = ""
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a running sequence's place, blocks and row."""

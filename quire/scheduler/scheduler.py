@@ -7,6 +7,7 @@ step spends a budget of tokens on catching up. It sees token ids and block ids, 
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from heapq import nsmallest
 
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
@@ -151,11 +152,12 @@ class Scheduler:
             waiting_reasons=planner.waiting_reasons(),
         )
 
-    def sequences(self) -> list[Sequence]:
-        """All live sequences, the running ones first, each part in the policy's order."""
+    def first_sequences(self, count: int) -> list[Sequence]:
+        """The first so many live sequences: the running ones, then the others, each part in the policy's order."""
         planner = self._planner
-        idle = sorted([*planner.waiting, *planner.preparing.values()], key=lambda sequence: sequence.key)
-        return [*planner.running, *idle]
+        first = planner.running.items[:count]
+        idle = [*planner.waiting.items[:count], *planner.preparing.values()]
+        return first + nsmallest(count - len(first), idle, key=lambda sequence: sequence.key)
 
     def why(self, request_id: str) -> str | None:
         """Why a request waits, with numbers; None when nothing of it waits, or it is unknown."""

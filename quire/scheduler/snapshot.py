@@ -11,13 +11,13 @@ MAX_SEQUENCES = 200
 
 
 def take_snapshot(scheduler: Scheduler, now: float) -> EngineSnapshot:
-    """The state now; request ages count from arrival times, of the same clock as `now`. O(blocks)."""
-    sequences = scheduler.sequences()
+    """The state now; request ages count from arrival times, of the same clock as `now`."""
+    sequences = scheduler.first_sequences(MAX_SEQUENCES)
     num_running = scheduler.num_running
     return EngineSnapshot(
         stats=scheduler.stats(),
-        sequences=[_look_at(scheduler, s, i < num_running, now) for i, s in enumerate(sequences[:MAX_SEQUENCES])],
-        num_sequences=len(sequences),
+        sequences=[_look_at(scheduler, s, i < num_running, now) for i, s in enumerate(sequences)],
+        num_sequences=num_running + scheduler.num_waiting,
         blocks=scheduler.kv.block_states(),
         block_size=scheduler.kv.block_size,
         block_groups=list(map(BlockGroup, scheduler.kv.num_blocks, scheduler.kv.windows)),

@@ -130,10 +130,11 @@ def a_stale_row(right: Callable[..., None], planner: Planner, sequence: Sequence
     right(planner, sequence)
 
 
-@plant(Planner, "_look_at_prefixes")
+@plant(Planner, "_wake_readers")
 def a_lost_wake_up(right: Callable[..., None], planner: Planner) -> None:
     """Of two that await the same prefix, the second is forgotten."""
-    del planner._prefixes[1:]
+    for readers in planner._prefixes.values():
+        del readers[1:]
     right(planner)
 
 

@@ -58,9 +58,9 @@ def test_the_next_missing_block_may_be_on_its_way() -> None:
     kv = make()
     first, _ = admit(kv, list(range(10)))
     later = kv.open(99, [*range(8), 50, 51], [], None)
-    assert kv.match_prefix(later) == (0, [[]], first.sequence_id)
+    assert kv.match_prefix(later) == (0, [[]], first.hashes[1]), "the last block that they share"
     kv.commit(first, 4)
-    assert kv.match_prefix(later) == (4, [first.block_ids[0][:1]], first.sequence_id)
+    assert kv.match_prefix(later) == (4, [first.block_ids[0][:1]], first.hashes[1])
     kv.commit(first, 8)
     assert kv.match_prefix(later) == (8, [first.block_ids[0][:2]], None)
     other_salt = kv.open(100, list(range(10)), [], "salt")
@@ -75,6 +75,22 @@ def test_the_next_missing_block_may_be_on_its_way() -> None:
     assert kv.match_prefix(waiting).next_is_computing
     kv.free(second)  # it will never be computed now
     assert not kv.match_prefix(waiting).next_is_computing
+
+
+def test_a_watched_block_is_told_once_it_is_computed_or_given_up() -> None:
+    kv = make()
+    first, _ = admit(kv, list(range(14)))
+    shared, longer = kv.open(99, [*range(8), 50, 51], []), kv.open(100, [*range(12), 60], [])
+    names = [kv.match_prefix(table).awaits for table in (shared, longer)]
+    assert names == [first.hashes[1], first.hashes[2]]
+    for name in names:
+        kv.watch(name)
+    kv.commit(first, 4)
+    assert kv.settled == [], "one block of the two is there"
+    kv.commit(first, 9)
+    assert kv.settled == names[:1]
+    kv.free(first)
+    assert kv.settled == names
 
 
 @pytest.mark.parametrize("num_tokens", [1, SIZE, SIZE + 1, 2 * SIZE])
