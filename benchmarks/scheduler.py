@@ -18,6 +18,7 @@ from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import SequenceResult, StepPlan, StepResult
 from quire.sampling_params import SamplingParams
+from quire.scheduler.policies.registry import POLICIES
 from quire.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -25,7 +26,7 @@ NUM_PROMPT_TOKENS = 40
 MAX_MODEL_LEN = 4_096
 
 
-def make_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
+def make_scheduler(num_running: int, num_waiting: int, num_steps: int, policy: str = "fcfs") -> Scheduler:
     """A scheduler with so many sequences that decode, and so many that wait for a place; blocks for so many steps."""
     blocks_each = (NUM_PROMPT_TOKENS + num_steps) // BLOCK_SIZE + 2
     layout = CacheLayout(
@@ -38,6 +39,7 @@ def make_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Schedu
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=num_running,
         max_num_batched_tokens=max(2 * num_running, 8_192),
+        policy=policy,
     )
     scheduler = Scheduler(config, KVManager(layout))
     params = SamplingParams(max_tokens=MAX_MODEL_LEN)
@@ -46,9 +48,9 @@ def make_scheduler(num_running: int, num_waiting: int, num_steps: int) -> Schedu
             params=params, max_tokens=MAX_MODEL_LEN, stop_token_ids=frozenset({2}), eos_token_id=2, seed=1
         )
         prompt = [number] * NUM_PROMPT_TOKENS
-        scheduler.add(NewRequest(request_id=str(number), prompt_token_ids=prompt, task=task), 0.0)
+        scheduler.add(NewRequest(request_id=str(number), prompt_token_ids=prompt, task=task, client=str(number)), 0.0)
     while True:
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         assert plan is not None
         scheduler.update(plan, results_of(plan), 0.0)
         if len(plan.scheduled) == num_running and plan.num_tokens == num_running:
@@ -69,7 +71,7 @@ def measure(scheduler: Scheduler, num_steps: int) -> tuple[float, float]:
     planning = updating = 0.0
     for _ in range(num_steps):
         start = clock()
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         planned = clock()
         assert plan is not None
         result = results_of(plan)
@@ -85,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--running", type=int, nargs="+", default=[16, 128, 1_024, 8_192])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 1_000, 100_000])
+    parser.add_argument("--policy", choices=list(POLICIES), default="fcfs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -92,7 +95,7 @@ def main() -> None:
     for num_running in args.running:
         for num_waiting in args.waiting:
             num_steps = max(2 * BLOCK_SIZE, min(1_024 // num_running, 8) * 2 * BLOCK_SIZE)
-            scheduler = make_scheduler(num_running, num_waiting, (args.rounds + 1) * num_steps)
+            scheduler = make_scheduler(num_running, num_waiting, (args.rounds + 1) * num_steps, args.policy)
             gc.collect()
             gc.freeze()  # as an engine does once it is built
             rounds = [measure(scheduler, num_steps) for _ in range(args.rounds)]

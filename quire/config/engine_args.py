@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
-from quire.config.options import check_options, option
-from quire.config.scheduler import SchedulerConfig
+from quire.config.options import check_options, option, option_of
+from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 from quire.utils.suggest import nearest
@@ -74,9 +74,16 @@ class EngineArgs:
         True, "Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."
     )
     enable_prefix_caching: bool = option(True, "Keep the KV blocks of finished prompts for requests that begin alike.")
-    scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "First come first served, or by each request's priority (lower runs first)."
+    scheduling_policy: Literal["fcfs", "priority", "fair", "shortest", "deadline"] = option(
+        "fcfs",
+        "Who comes first: first come first served; each request's priority (lower runs first); a fair share for each "
+        "client; shortest first, aged; or by targets for the first and for each further token.",
     )
+    fair_input_weight: float = option_of(PolicyOptions, "fair_input_weight")
+    fair_output_weight: float = option_of(PolicyOptions, "fair_output_weight")
+    ageing_rate: float = option_of(PolicyOptions, "ageing_rate")
+    ttft_target: float | None = option_of(PolicyOptions, "ttft_target")
+    tpot_target: float | None = option_of(PolicyOptions, "tpot_target")
     kv_cache_dtype: Literal["auto", "int8"] = option(
         "auto", "Keys and values in the model's type, or in eight bits with a scale per token and head."
     )
@@ -164,6 +171,7 @@ class EngineArgs:
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=model.max_model_len,
                 policy=self.scheduling_policy,
+                policy_options=PolicyOptions(**{name: getattr(self, name) for name in POLICY_OPTIONS}),
                 enable_chunked_prefill=self.enable_chunked_prefill,
             ),
         )

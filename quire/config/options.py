@@ -38,6 +38,12 @@ def option(
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
+def option_of(options: type, name: str) -> Any:
+    """The same option as another class of options has."""
+    found = next(field for field in dataclasses.fields(options) if field.name == name)
+    return dataclasses.field(default=found.default, metadata=dict(found.metadata), repr=found.repr)
+
+
 def split_optional(hint: Any) -> tuple[Any, bool]:
     """A type without its None, and whether it had one."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

@@ -3,10 +3,61 @@
 Resolved by the engine from its arguments, read by `quire.scheduler`. It holds numbers and names only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from quire.config.options import check_number
+from quire.config.options import check_number, check_options, option
 from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What policies can be told; `quire.config.engine_args.EngineArgs` has options of the same names.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    fair_input_weight: float = option(1.0, "Policy 'fair': what a prompt token counts that has to be computed.", 0)
+    fair_output_weight: float = option(2.0, "Policy 'fair': what an output token counts.", over=0)
+    ageing_rate: float = option(
+        100.0, "Policy 'shortest': tokens that a request seems shorter by for each second that it has waited.", over=0
+    )
+    ttft_target: float | None = option(
+        None, "Policy 'deadline': seconds in which the first token is to come, for requests that don't say.", over=0
+    )
+    tpot_target: float | None = option(
+        None, "Policy 'deadline': most seconds between tokens, for requests that don't say.", over=0
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def of(self, policy: str) -> dict[str, Any]:
+        """Those that a policy reads."""
+        return {name: getattr(self, name) for name in OPTIONS_OF.get(policy, ())}
+
+
+POLICY_OPTIONS = tuple(field.name for field in fields(PolicyOptions))
+# Each policy's options, by the policy's name.
+OPTIONS_OF: dict[str, tuple[str, ...]] = {
+    "fcfs": (),
+    "priority": (),
+    "fair": ("fair_input_weight", "fair_output_weight"),
+    "shortest": ("ageing_rate",),
+    "deadline": ("ttft_target", "tpot_target"),
+}
+
+
+def check_policy_options(policy: str, options: PolicyOptions) -> None:
+    """Refuse an option that another policy reads (ConfigError)."""
+    for field in fields(options):
+        if getattr(options, field.name) != field.default and field.name not in OPTIONS_OF.get(policy, ()):
+            owner = next(name for name, own in OPTIONS_OF.items() if field.name in own)
+            raise ConfigError(
+                f"{field.name}={getattr(options, field.name)!r} is for the policy {owner!r}, and the policy is "
+                f"{policy!r}; leave it out, or choose that one."
+            )
 
 
 @dataclass(frozen=True)
@@ -19,6 +70,7 @@ class SchedulerConfig:
         max_num_seqs: most sequences that run at once. As every running sequence may need one token a step, the
             scheduler runs no more than max_num_batched_tokens of them.
         policy: the name of one of `quire.scheduler.policies.registry.POLICIES` (checked there).
+        policy_options: what the policy is told.
         enable_chunked_prefill: cut long prompts in chunks that ride along with decoding. Off: a step is either prefill
             (whole prompts, first) or decode.
         long_prefill_token_threshold: most tokens of one sequence in one step, so that prompts share it; 0: no limit.
@@ -31,6 +83,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     policy: str = "fcfs"
+    policy_options: PolicyOptions = PolicyOptions()
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
 
@@ -43,6 +96,7 @@ class SchedulerConfig:
         }
         for name, minimum in minima.items():
             check_number(name, getattr(self, name), int, minimum)
+        check_policy_options(self.policy, self.policy_options)
         if self.enable_chunked_prefill:
             return
         if self.max_num_batched_tokens < self.max_model_len:

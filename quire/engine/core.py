@@ -80,7 +80,8 @@ class EngineCore:
         self._check_alive()
         with self.interrupts:
             plans, self.first_scheduled = self._plans, []
-            while len(plans) < self.executor.max_in_flight and (plan := self.scheduler.schedule()) is not None:
+            most = self.executor.max_in_flight
+            while len(plans) < most and (plan := self.scheduler.schedule(self._clock())) is not None:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
                 self._execute(self.executor.submit, plan)

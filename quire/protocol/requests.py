@@ -59,5 +59,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None  # requests share cached prefixes only with the same salt
     arrival_time: float = 0.0  # seconds, any monotonic origin
     priority: int = 0  # lower runs first under the "priority" policy
-    client: str | None = None  # whose request it is, for policies that share between clients
-    deadline: float | None = None  # seconds, same origin as arrival_time
+    client: str | None = None  # whose request it is, for the "fair" policy
+    ttft_target: float | None = None  # seconds from arrival to first token, for "deadline"; None: the engine's
+    tpot_target: float | None = None  # seconds between tokens, likewise

@@ -9,14 +9,15 @@ from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceStatus
 
 
-def check_scheduler(planner: Planner, outcomes: Outcomes, kv: KVManager, num_in_flight: int) -> None:
+def check_scheduler(planner: Planner, outcomes: Outcomes, kv: KVManager, num_in_flight: int, most_running: int) -> None:
     """Raise AssertionError unless everything agrees. O(everything)."""
     kv.check_integrity()
-    running, waiting = planner.running.items, planner.waiting.items
+    running, waiting = planner.running.items, [*planner.waiting]
     preparing = list(planner.preparing.values())
-    assert len(running) <= planner.max_running, "more sequences run than may"
-    for queue in (running, waiting):
-        assert all(a.key < b.key for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of order"
+    assert len(running) <= most_running, "more sequences run than may"
+    assert len(waiting) == len(planner.waiting), "the waiting are counted wrong"
+    for keys in ([s.key for s in running], list(map(planner.waiting.order_of, waiting))):
+        assert all(a < b for a, b in zip(keys, keys[1:], strict=False)), "a queue is out of order"
     queues = {
         SequenceStatus.RUNNING: running,
         SequenceStatus.WAITING: waiting,
@@ -38,7 +39,8 @@ def check_scheduler(planner: Planner, outcomes: Outcomes, kv: KVManager, num_in_
 def _check_sequence(s: Sequence, block_size: int, num_in_flight: int) -> None:
     where = f"sequence {s.sequence_id}"
     assert s.num_tokens == s.table.num_tokens, f"{where} counts its tokens wrong"
-    assert s.key == (*s.group.key, s.index), f"{where} has another key than its request"
+    own_key = s.own_key if s.status is not SequenceStatus.RUNNING else (*s.key[:-2], s.group.order, s.index)
+    assert s.key == own_key, f"{where} has another key than its request"
     assert 0 <= s.num_computed_tokens < s.num_tokens, f"{where} computed more than it has"
     assert 0 <= s.num_in_flight <= num_in_flight, f"{where} is in more plans than there are"
     if not s.num_in_flight:

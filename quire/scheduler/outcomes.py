@@ -19,7 +19,6 @@ from quire.protocol.step import (
 )
 from quire.scheduler.continuation import Branch, Continuation
 from quire.scheduler.planner import Planner
-from quire.scheduler.policies.base import Policy
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _NONE, _DRAW, _RANK = Sampling.NONE, Sampling.DRAW, Sampling.RANK
@@ -42,14 +41,13 @@ class Outcomes:
         self._planner = planner
         self._kv = kv
         self._max_model_len = max_model_len
-        self._watches_service = type(planner.policy).on_served is not Policy.on_served
 
     # Beginnings.
 
-    def open(self, request: NewRequest, continuation: Continuation, order: int, now: float) -> SequenceGroup:
-        """A new request, without sequences."""
+    def open(self, request: NewRequest, continuation: Continuation, order: int, is_new: bool = True) -> SequenceGroup:
+        """A request without sequences; the policy knows one that is not new."""
         group = SequenceGroup(request, order, continuation, self._max_model_len)
-        group.key = self._planner.policy.key(request, order, now)
+        self._planner.enrol(group, is_new)
         self.groups[request.request_id] = group
         return group
 
@@ -70,11 +68,12 @@ class Outcomes:
 
     # Results.
 
-    def take(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+    def take(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in what a step brought; results of sequences that have ended are dropped."""
         # Whole requests fail, so before anything is made of their other sequences' results.
         outputs = self._take_failures(plan, result)
-        live = self.live
+        live, num_failed = self.live, len(outputs)
+        served = self._groups_of(plan) if self._planner.watches_service else {}
         for item, found in zip(plan.scheduled, result.results, strict=True):
             sequence = live.get(item.sequence_id)
             if sequence is None:
@@ -82,8 +81,6 @@ class Outcomes:
             sequence.num_in_flight -= 1
             if item.num_new_tokens == 1 and self._decode(sequence, item, found, outputs):
                 continue
-            if self._watches_service:
-                self._tell_policy(sequence.group, item.num_new_tokens, now)
             prompt_logprobs = found.prompt_logprobs
             if prompt_logprobs is not None:
                 prompt_logprobs = self._undelivered(sequence, prompt_logprobs)
@@ -97,7 +94,15 @@ class Outcomes:
                 self._settle(sequence, 0)
                 if prompt_logprobs is not None:
                     outputs.append(_output(sequence, [], prompt_logprobs=prompt_logprobs))
+        if served:
+            for output in outputs[num_failed:]:
+                self._planner.note_served(served[output.request_id], len(output.new_token_ids))
         return outputs
+
+    def _groups_of(self, plan: StepPlan) -> dict[str, SequenceGroup]:
+        """The live requests that a plan computes, by id."""
+        groups = [sequence.group for item in plan.scheduled if (sequence := self.live.get(item.sequence_id))]
+        return {group.request_id: group for group in groups}
 
     def _take_failures(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
@@ -117,7 +122,6 @@ class Outcomes:
         if (
             not sequence.draws_one
             or item.sampling is not _DRAW
-            or self._watches_service
             or sequence.status is not _RUNNING
             or num_tokens >= sequence.limit
             or tokens[0] in group.stop_token_ids
@@ -282,15 +286,6 @@ class Outcomes:
         group.num_prompt_logprobs = part.start + len(part.entries)
         return PromptLogprobs(start=part.start + num_known, entries=part.entries[num_known:])
 
-    def _tell_policy(self, group: SequenceGroup, num_tokens: int, now: float) -> None:
-        policy = self._planner.policy
-        for request_id in policy.on_served(group.request, num_tokens):
-            changed = self.groups.get(request_id)
-            if changed is not None:
-                changed.key = policy.key(changed.request, changed.order, now)
-                for sequence in changed.sequences.values():
-                    self._planner.rekey(sequence)
-
     # Ends.
 
     def end_request(self, group: SequenceGroup, reason: str, failure: Failure | None = None) -> list[SequenceOutput]:
@@ -325,6 +320,7 @@ class Outcomes:
             assert not group.unfinished, "sequences of a request were left without a beginning"
             request_id = group.request_id
             del self.groups[request_id]
+            self._planner.policy.on_ended(group.request)
             if group.announced:
                 self._planner.forget_request(request_id)
 

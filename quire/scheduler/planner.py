@@ -4,14 +4,19 @@ The scheduler's half that looks ahead: it keeps the queues and asks the KV manag
 results, and of requests only what their policy makes of them.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
 from quire.kvcache.table import NO_MATCH, NOTHING_APPENDED, PrefixMatch
 from quire.protocol.step import Fork, StepPlan
 from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.policies.base import Load, Policy, Prompt
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.queue import SequenceQueue
-from quire.scheduler.sequence import Sequence, SequenceStatus
+from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.scheduler.waiting import WaitingQueue
 
 
 class Planner:
@@ -19,10 +24,11 @@ class Planner:
 
     Attributes:
         policy: orders the queues.
+        watches_service, watches_steps: whether the policy wants to be told what was served, and what steps took.
         running: sequences that hold blocks.
         waiting: sequences that hold none and could run if there were room.
         preparing: sequences that could not, by id; they never hold up those that wait.
-        max_running: most sequences that run at once.
+        max_running: most sequences that run at once; more may run still, where it was lowered.
         num_preemptions: sequences preempted since the start.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found, at requests' first admission.
 
@@ -31,11 +37,8 @@ class Planner:
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
-        self.policy = make_policy(config.policy)
         self.running = SequenceQueue()
-        self.waiting = SequenceQueue()
         self.preparing: dict[int, Sequence] = {}
-        self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -47,8 +50,10 @@ class Planner:
         self._ended: dict[str, None] = {}  # requests for it to forget
         self._forks: dict[int, Fork] = {}  # rows for it to copy, by the new sequence
         self._prefixes: dict[bytes, list[Sequence]] = {}  # who awaits a block that another one computes, by its name
-        self._num_preparing: dict[str, int] = {}  # by what they await
+        self.num_preparing: dict[str, int] = {}  # by what they await
         self._reason: str | None = None  # why the first waiting sequence was not admitted; None: not looked at yet
+        self._use_policy(make_policy(config.policy, config.policy_options))
+        self.set_limits(config)
 
     def plan(self, step_id: int, may_be_empty: bool) -> StepPlan | None:
         """The next step, or None when there is nothing to be done now.
@@ -56,7 +61,7 @@ class Planner:
         Schedules something whenever any sequence is neither preparing nor ahead of a result; otherwise there is a plan
         only if `may_be_empty` and workers have something to forget.
         """
-        builder = PlanBuilder(self._config.max_num_batched_tokens)
+        builder = PlanBuilder(self._budget())
         self._reason = None
         if self._kv.settled:
             self._wake_readers()
@@ -78,7 +83,62 @@ class Planner:
         self._removed, self._ended, self._forks = [], {}, {}
         return plan
 
+    # What may be changed between steps.
+
+    def set_limits(self, config: SchedulerConfig) -> None:
+        """Keep to other limits from the next plan on; what runs goes on."""
+        self._config = config
+        self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._reason = None
+
+    def change_policy(self, config: SchedulerConfig, groups: Iterable[SequenceGroup]) -> None:
+        """Put all sequences of all live requests, in their order of add, in another policy's order."""
+        waiting, running = [*self.waiting], [*self.running]
+        self._use_policy(make_policy(config.policy, config.policy_options))
+        for group in groups:
+            self.enrol(group)
+            for sequence in group.sequences.values():
+                sequence.key = self._seat(sequence) if sequence.status is SequenceStatus.RUNNING else sequence.own_key
+        for sequence in waiting:
+            self.waiting.add(sequence)
+        self.running.items = sorted(running, key=lambda sequence: sequence.key)
+
+    def _use_policy(self, policy: Policy) -> None:
+        self.policy = policy
+        self.watches_service = type(policy).on_served is not Policy.on_served
+        self.watches_steps = type(policy).on_step is not Policy.on_step
+        self.waiting = WaitingQueue(policy.rank)
+
+    def _budget(self) -> int:
+        """Tokens of the next step: one each for what runs, at least, for limits may have been lowered meanwhile."""
+        limit, num_running = self._config.max_num_batched_tokens, len(self.running.items)
+        if self._config.enable_chunked_prefill:  # a prompt can be no smaller otherwise
+            limit = self.policy.budget(limit, num_running)
+        return max(limit, num_running)
+
     # Sequences come and go.
+
+    def enrol(self, group: SequenceGroup, is_new: bool = True) -> None:
+        """Ask the policy for a request's place; a request that is not new to it keeps what it is owed."""
+        policy, request = self.policy, group.request
+        group.lane = lane = policy.lane(request)
+        policy.on_added(request, not is_new or self.waiting.has(lane), self.waiting.lowest_rank)
+        group.key = policy.key(request, group.order)
+
+    def load(self) -> Load:
+        """What a request finds that is just coming. O(all that wait)."""
+        running = self.running.items
+        prompts: list[Prompt] = []
+        for sequence in [*running, *self.preparing.values(), *self.waiting]:
+            if not sequence.output_token_ids:
+                request, num_left = sequence.group.request, sequence.num_tokens - sequence.num_computed_tokens
+                prompts.append(Prompt(request, num_left, sequence.status is SequenceStatus.RUNNING))
+        return Load(
+            num_seats=self.max_running,
+            budget=self._config.max_num_batched_tokens,
+            tokens_left=sorted(sequence.limit - sequence.num_tokens for sequence in running),
+            prompts=prompts,
+        )
 
     def start_fork(self, sequence: Sequence, fork: Fork) -> None:
         """A waiting sequence has got its parent's blocks: it runs, and the next plan copies the row."""
@@ -107,13 +167,10 @@ class Planner:
         sequence.status = SequenceStatus.WAITING
         self.waiting.add(sequence)
 
-    def rekey(self, sequence: Sequence) -> None:
-        """Bring a live sequence to the place that its group's key gives it."""
-        key = (*sequence.group.key, sequence.index)
-        if sequence.status is SequenceStatus.PREPARING:
-            sequence.key = key
-        else:
-            (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).rekey(sequence, key)
+    def note_served(self, group: SequenceGroup, num_tokens: int) -> None:
+        """So many tokens were drawn for a request: its lane's turn may come later for it."""
+        self.policy.on_served(group.request, num_tokens)
+        self.waiting.reorder(group.lane)
 
     def start_anew(self) -> None:
         """Workers know nothing any more: whatever runs waits again, and everyone will be announced."""
@@ -135,40 +192,15 @@ class Planner:
 
     # What may be asked.
 
-    def waiting_reasons(self) -> dict[str, int]:
-        """Why sequences wait -> how many.
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of a step."""
+        return self._budget()
 
-        "capacity": max_num_seqs are running. "budget": the step's tokens were spent. "blocks": too few are free.
-        "order": another one comes first. "next_step": added since the last step was planned. Of those that prepare,
-        "prefix": its beginning is just being computed for another request, and will be shared; "result": it was
-        preempted, and a step that is under way will bring its next token.
-        """
-        reasons = {awaited: count for awaited, count in self._num_preparing.items() if count}
-        num_waiting = len(self.waiting)
-        if num_waiting:
-            reason = self._reason or "next_step"
-            num_first = 1 if reason == "blocks" else num_waiting
-            reasons[reason] = num_first
-            if num_waiting > num_first:
-                reasons["order"] = num_waiting - num_first
-        return reasons
-
-    def why(self, sequence: Sequence) -> str:
-        """Why a sequence does not run: a reason of `waiting_reasons`, and its numbers."""
-        reason = sequence.awaits or self._reason or "next_step"
-        if reason == "blocks" and self.waiting.items[0] is not sequence:
-            reason = "order"
-        num_blocks = -(-sequence.num_tokens // self._kv.block_size)
-        numbers = {
-            "capacity": f"{len(self.running)} sequences run, and at most {self.max_running} may",
-            "budget": f"the step's {self._config.max_num_batched_tokens} tokens were spent on sequences before it",
-            "blocks": f"it needs up to {num_blocks} KV blocks, and {min(self._kv.num_free_blocks)} are free",
-            "prefix": "its beginning is being computed for another request",
-            "result": "it was preempted, and its next token is being computed",
-            "order": "another request comes first",
-            "next_step": "no step was planned since it came",
-        }
-        return f"{reason}: {numbers[reason]}"
+    @property
+    def reason(self) -> str:
+        """Why the first waiting sequence was not admitted; "next_step" where no step was planned since it came."""
+        return self._reason or "next_step"
 
     def held_rows(self) -> list[int]:
         """The sequences whose rows workers hold now that no plan is in flight, ascending."""
@@ -248,8 +280,8 @@ class Planner:
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order until there is a reason not to."""
-        while self.waiting.items and self._reason is None:
-            self._reason = self._try_admit(self.waiting.items[0], builder)
+        while len(self.waiting) and self._reason is None:
+            self._reason = self._try_admit(self.waiting.first, builder)
 
     def _try_admit(self, sequence: Sequence, builder: PlanBuilder) -> str | None:
         """Admit the first waiting sequence, or let it prepare; or say why nobody more is admitted."""
@@ -278,6 +310,8 @@ class Planner:
             group.num_cached_tokens = match.num_tokens
             self.prefix_cache_hits += match.num_tokens
             self.prefix_cache_queries += sequence.num_tokens
+            self.policy.on_admitted(group.request, num_left)
+            self.waiting.reorder(group.lane)
         builder.add(sequence, num_new, NOTHING_APPENDED)
         return None
 
@@ -327,7 +361,13 @@ class Planner:
 
     def _start(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
+        sequence.key = self._seat(sequence)
         self.running.add(sequence)
+
+    def _seat(self, sequence: Sequence) -> tuple[Any, ...]:
+        """Its key among those that run."""
+        group = sequence.group
+        return (*self.policy.seat(group.request, group.key), sequence.index)
 
     def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Take a running sequence's blocks; all its tokens, outputs included, will be computed again."""
@@ -345,16 +385,17 @@ class Planner:
         sequence.status = SequenceStatus.PREPARING
         sequence.awaits = awaits
         self.preparing[sequence.sequence_id] = sequence
-        self._num_preparing[awaits] = self._num_preparing.get(awaits, 0) + 1
+        self.num_preparing[awaits] = self.num_preparing.get(awaits, 0) + 1
 
     def _leave_preparing(self, sequence: Sequence) -> None:
         del self.preparing[sequence.sequence_id]
-        self._num_preparing[sequence.awaits] -= 1
+        self.num_preparing[sequence.awaits] -= 1
         sequence.awaits = ""
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a running sequence's place, blocks and row."""
         self.running.remove(sequence)
+        sequence.key = sequence.own_key
         self._kv.free(sequence.table)
         if self._forks.pop(sequence.sequence_id, None) is None and sequence.announced:
             self._removed.append(sequence.sequence_id)

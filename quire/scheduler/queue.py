@@ -1,13 +1,11 @@
-"""The queue of sequences in the policy's order: one of those that wait, one of those that run.
+"""Sequences in the order of their keys: those that run, or one lane of those that wait.
 
-The planner keeps both. Keys are unique, and change through `rekey` only, so that the order depends on nothing but what
-was added and served.
+Keys are unique and never change in a queue, so that the order depends on nothing but what was added and served.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from quire.scheduler.sequence import Sequence
 
@@ -38,12 +36,10 @@ class SequenceQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        place = bisect_left(self.items, sequence.key, key=_key)
+        place = self.place(sequence)
         assert self.items[place] is sequence, "the sequence is not in the queue"
         del self.items[place]
 
-    def rekey(self, sequence: Sequence, key: tuple[Any, ...]) -> None:
-        """Give a sequence of this queue another key, and the place that goes with it."""
-        self.remove(sequence)
-        sequence.key = key
-        self.add(sequence)
+    def place(self, sequence: Sequence) -> int:
+        """How many come before a sequence of this queue."""
+        return bisect_left(self.items, sequence.key, key=_key)

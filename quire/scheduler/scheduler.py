@@ -7,7 +7,7 @@ step spends a budget of tokens on catching up. It sees token ids and block ids, 
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from heapq import nsmallest
+from itertools import chain, islice
 
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
@@ -20,6 +20,7 @@ from quire.scheduler.integrity import check_scheduler
 from quire.scheduler.limits import check_request_fits
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
+from quire.scheduler.reasons import waiting_reasons, why
 from quire.scheduler.sequence import Sequence, SequenceStatus
 from quire.scheduler.state import RequestState, SchedulerState, SequenceState
 
@@ -54,7 +55,8 @@ class Scheduler:
         self._outcomes = Outcomes(self._planner, kv_manager, config.max_model_len)
         self._num_added = 0
         self._step_id = 0
-        self._in_flight: deque[int] = deque()
+        self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were planned
+        self._last_update = 0.0
 
     # Requests come and go.
 
@@ -63,11 +65,13 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: its id is in use, or it could never run in this engine.
+            OverloadedError: the policy says that it had better not come now.
         """
         if request.request_id in self._outcomes.groups:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use; choose another.", "request_id")
         task = check_request_fits(request, self.config, self.kv)
-        group = self._outcomes.open(request, self._make_continuation(task), self._num_added, now)
+        self._planner.policy.check(request, now, self._planner.load)
+        group = self._outcomes.open(request, self._make_continuation(task), self._num_added)
         self._num_added += 1
         self._outcomes.make_sequence(group, 0, [])
 
@@ -97,14 +101,14 @@ class Scheduler:
 
     # A step.
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a result comes, or at all.
 
         Without plans in flight, a plan may be there only to let workers forget what has ended.
         """
         plan = self._planner.plan(self._step_id, may_be_empty=not self._in_flight)
         if plan is not None:
-            self._in_flight.append(self._step_id)
+            self._in_flight.append((self._step_id, now))
             self._step_id += 1
         return plan
 
@@ -114,9 +118,14 @@ class Scheduler:
         Results of sequences that ended while the step was under way are dropped.
         """
         assert self._in_flight, "update() without a plan in flight"
-        assert plan.step_id == result.step_id == self._in_flight[0], "update() with another step's plan or result"
+        step_id, planned_at = self._in_flight[0]
+        assert plan.step_id == result.step_id == step_id, "update() with another step's plan or result"
         self._in_flight.popleft()
-        return self._outcomes.take(plan, result, now)
+        if self._planner.watches_steps and plan.scheduled:
+            # With several in flight, it began when the one before it was done.
+            self._planner.policy.on_step(plan.num_tokens, now - max(planned_at, self._last_update))
+        self._last_update = now
+        return self._outcomes.take(plan, result)
 
     def cancel(self) -> None:
         """Forget all plans in flight, whose results will not come, and all that workers know.
@@ -149,15 +158,13 @@ class Scheduler:
             num_preemptions_total=planner.num_preemptions,
             prefix_cache_queries_total=planner.prefix_cache_queries,
             prefix_cache_hits_total=planner.prefix_cache_hits,
-            waiting_reasons=planner.waiting_reasons(),
+            waiting_reasons=waiting_reasons(planner),
         )
 
     def first_sequences(self, count: int) -> list[Sequence]:
-        """The first so many live sequences: the running ones, then the others, each part in the policy's order."""
+        """The first so many live sequences: running, then waiting in the policy's order, then preparing."""
         planner = self._planner
-        first = planner.running.items[:count]
-        idle = [*planner.waiting.items[:count], *planner.preparing.values()]
-        return first + nsmallest(count - len(first), idle, key=lambda sequence: sequence.key)
+        return list(islice(chain(planner.running, planner.waiting, planner.preparing.values()), count))
 
     def why(self, request_id: str) -> str | None:
         """Why a request waits, with numbers; None when nothing of it waits, or it is unknown."""
@@ -166,7 +173,7 @@ class Scheduler:
 
     def why_waiting(self, sequence: Sequence) -> str | None:
         """Why a sequence waits, or None when it does not."""
-        return None if sequence.status is SequenceStatus.RUNNING else self._planner.why(sequence)
+        return None if sequence.status is SequenceStatus.RUNNING else why(self._planner, self.kv, sequence)
 
     def held_rows(self) -> list[int] | None:
         """The sequences whose rows workers hold, ascending; None while plans are in flight."""
@@ -174,7 +181,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, groups, tables and the pool agree. O(everything)."""
-        check_scheduler(self._planner, self._outcomes, self.kv, num_in_flight=len(self._in_flight))
+        most_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        check_scheduler(self._planner, self._outcomes, self.kv, len(self._in_flight), most_running)
 
     # Going on elsewhere.
 
@@ -203,9 +211,10 @@ class Scheduler:
             num_preemptions=planner.num_preemptions,
             prefix_cache_queries=planner.prefix_cache_queries,
             prefix_cache_hits=planner.prefix_cache_hits,
+            policy=planner.policy.state(),
         )
 
-    def restore(self, state: SchedulerState, now: float) -> None:
+    def restore(self, state: SchedulerState) -> None:
         """Go on from a state; this scheduler must be new, and its workers know nothing. All sequences wait."""
         assert not self._num_added, "restore() needs a scheduler that was never used"
         self._num_added, self._step_id = state.num_added, state.step_id
@@ -213,11 +222,13 @@ class Scheduler:
         planner = self._planner
         planner.num_preemptions = state.num_preemptions
         planner.prefix_cache_queries, planner.prefix_cache_hits = state.prefix_cache_queries, state.prefix_cache_hits
+        if state.policy is not None:
+            planner.policy.restore(state.policy)
         for saved in state.requests:
             task = check_request_fits(saved.request, self.config, self.kv)
             continuation = self._make_continuation(task)
             continuation.restore(saved.continuation)
-            group = self._outcomes.open(saved.request, continuation, saved.order, now)
+            group = self._outcomes.open(saved.request, continuation, saved.order, is_new=False)
             group.unfinished = set(saved.unfinished)
             group.num_cached_tokens = saved.num_cached_tokens
             group.num_prompt_logprobs = saved.num_prompt_logprobs

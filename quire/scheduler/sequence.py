@@ -28,6 +28,7 @@ class SequenceGroup:
     Attributes:
         request_id, task: the request's.
         order: how many requests were added before it.
+        lane: the policy's lane that it waits in.
         key: the policy's sort key; smaller runs earlier.
         limit: tokens of a sequence, prompt and output, at which it ends.
         continuation: what the sequences' results mean.
@@ -42,6 +43,7 @@ class SequenceGroup:
         "announced",
         "continuation",
         "key",
+        "lane",
         "limit",
         "min_tokens",
         "num_cached_tokens",
@@ -61,6 +63,7 @@ class SequenceGroup:
         self.request_id = request.request_id
         self.task = task = request.task
         self.order = order
+        self.lane: str | None = None
         self.key: tuple[Any, ...] = ()
         self.continuation = continuation
         self.limit = min(len(request.prompt_token_ids) + task.max_tokens, max_model_len)
@@ -94,7 +97,7 @@ class Sequence:
     Attributes:
         sequence_id: unique in the engine's life.
         index: 0 .. num_sequences - 1 within its request.
-        key: sort key in the queues; unique.
+        key: sort key in its queue; unique. Of one that runs, the seat that the policy gave it; else `own_key`.
         num_tokens: prompt and output tokens.
         num_computed_tokens: tokens whose keys and values are in the blocks; always less than num_tokens.
         num_in_flight: plans in flight that schedule it.
@@ -137,7 +140,7 @@ class Sequence:
         self.sequence_id = sequence_id
         self.group = group
         self.index = index
-        self.key = (*group.key, index)
+        self.key = self.own_key
         self.next_step = ScheduledSequence(sequence_id, 1, Sampling.DRAW)
         self.limit = group.limit
         self.table = table
@@ -155,6 +158,11 @@ class Sequence:
         self.num_samples: int
         self.draws_one: bool
         self.ask_continuation()
+
+    @property
+    def own_key(self) -> tuple[Any, ...]:
+        """Its key wherever it does not run: the request's, and its index."""
+        return (*self.group.key, self.index)
 
     def ask_continuation(self) -> None:
         """Take over what is to be done at the last position."""

@@ -41,3 +41,4 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    policy: Any = None  # as the policy says it

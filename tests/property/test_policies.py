@@ -1,86 +1,73 @@
 """What every scheduling policy must keep to: nobody starves, nobody who is ready is overtaken, no step is wasted.
 
-Beside the policies there are, one for tests whose keys change with each step: the client that was served least comes
-first. A shared prefix, whose readers must wait for it, is part of each load.
+And what each promises beyond that: bounded differences between clients, bounded ageing, targets that are met or refused
+at once. A shared prefix, whose readers must wait for it, is part of each load.
 """
 
 import random
-from collections.abc import Iterable
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from world import check_order
 
-from quire.config.scheduler import SchedulerConfig
+from quire.config.scheduler import PolicyOptions, SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.errors import OverloadedError
 from quire.executor.simulated import FakeModel, SimulatedExecutor
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import StepPlan
 from quire.sampling_params import SamplingParams
-from quire.scheduler.policies.base import Policy
 from quire.scheduler.policies.registry import POLICIES
 from quire.scheduler.scheduler import Scheduler
 
-
-class FairShare(Policy):
-    """The client with the fewest tokens so far comes first."""
-
-    def __init__(self) -> None:
-        self._served: dict[str | None, int] = {}
-        self._requests: dict[str | None, list[str]] = {}
-
-    def key(self, request: NewRequest, order: int, now: float) -> tuple[int, int]:
-        known = self._requests.setdefault(request.client, [])
-        if request.request_id not in known:
-            known.append(request.request_id)
-        return (self._served.get(request.client, 0), order)
-
-    def on_served(self, request: NewRequest, num_tokens: int) -> Iterable[str]:
-        self._served[request.client] = self._served.get(request.client, 0) + num_tokens
-        return self._requests[request.client]
+FIXED, PER_TOKEN = 0.01, 0.001  # seconds of a simulated step
 
 
-@pytest.fixture(params=["fcfs", "priority", "fair"])
-def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(POLICIES, "fair", FairShare)
+@pytest.fixture(params=list(POLICIES))
+def policy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 class Watched(SimulatedExecutor):
-    """Looks at each plan beside the queues that it was made from."""
+    """Looks at each plan beside the queues that it was made from, and lets a clock go on."""
 
     def __init__(self, max_in_flight: int) -> None:
         super().__init__(FakeModel(), max_in_flight)
         self.scheduler: Scheduler
         self.config: SchedulerConfig
-        self.served: dict[int, int] = {}  # sequence -> step of its last turn
         self.num_steps = 0
+        self.now = 0.0
 
     def submit(self, plan: StepPlan) -> None:
         planner, live = self.scheduler._planner, self.scheduler._outcomes.live
         self.num_steps += 1
-        waiting = planner.waiting.items
+        self.now += FIXED + PER_TOKEN * plan.num_tokens
         for new in plan.new_sequences:
-            assert all(live[new.sequence_id].key < other.key for other in waiting), "overtaken by a later one"
-        reason = planner._reason
-        if waiting:
+            check_order(planner, live[new.sequence_id])
+        reason, budget = planner._reason, self.config.max_num_batched_tokens
+        if len(planner.waiting):
             # Whoever is ready waits for something that is really lacking.
             lacks = {
-                "budget": plan.num_tokens == self.config.max_num_batched_tokens,
+                "budget": plan.num_tokens == planner.policy.budget(budget, len(planner.running)),
                 "capacity": len(planner.running) == planner.max_running,
                 "blocks": True,  # how many is the KV manager's to say; its tests do
             }
             assert reason is not None
             assert lacks[reason], f"{reason} was not lacking"
+            for sequence in planner.waiting:
+                assert len(self.scheduler.why_waiting(sequence) or "") > 30, "no numbers"
         scheduled = {item.sequence_id for item in plan.scheduled}
-        if plan.num_tokens < self.config.max_num_batched_tokens:
+        if plan.num_tokens < planner.policy.budget(budget, len(planner.running)):
             idle = [s for s in planner.running if s.sequence_id not in scheduled and not s.num_in_flight]
             assert not idle, "somebody runs, could be computed, and is not"
         super().submit(plan)
 
 
-def make(policy: str, max_in_flight: int = 1, **changes: int) -> tuple[EngineCore, Watched]:
+def make(policy: str, max_in_flight: int = 1, **changes: Any) -> tuple[EngineCore, Watched]:
     options: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 4} | changes
     num_blocks = options.pop("num_blocks", 40)
     config = SchedulerConfig(policy=policy, **options)
@@ -90,7 +77,7 @@ def make(policy: str, max_in_flight: int = 1, **changes: int) -> tuple[EngineCor
     executor = Watched(max_in_flight)
     executor.initialize_cache(layout)
     executor.scheduler, executor.config = Scheduler(config, KVManager(layout)), config
-    return EngineCore(executor.scheduler, executor, clock=lambda: float(executor.num_steps)), executor
+    return EngineCore(executor.scheduler, executor, clock=lambda: executor.now), executor
 
 
 def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 4, **fields: object) -> None:
@@ -98,6 +85,11 @@ def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 4, **f
         params=SamplingParams(max_tokens=max_tokens), max_tokens=max_tokens, stop_token_ids=frozenset(), seed=1
     )
     core.add(NewRequest(request_id=name, prompt_token_ids=prompt, task=task, **fields))  # type: ignore[arg-type]
+
+
+def ended_in(core: EngineCore) -> list[str]:
+    """Who ends in a step."""
+    return [output.request_id for output in core.step() if output.finish_reason]
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -109,17 +101,44 @@ def test_no_inversion_no_starvation_no_idle_budget(policy: str, max_in_flight: i
     ended: set[str] = set()
     for number in range(60):
         prompt = shared[: rng.choice((0, 20, 40))] + [rng.randrange(30) for _ in range(rng.randrange(1, 12))]
-        fields = {"client": rng.choice("abc"), "priority": rng.randrange(3), "arrival_time": float(number)}
-        add(core, str(number), prompt, rng.randrange(1, 8), **fields)
+        fields: dict[str, Any] = {"client": rng.choice("abc"), "priority": rng.randrange(3)}
+        if rng.random() < 0.2:
+            fields["ttft_target"] = 1000.0
+        add(core, str(number), prompt, rng.randrange(1, 8), arrival_time=float(number), **fields)
         for _ in range(rng.randrange(4)):
-            ended |= {output.request_id for output in core.step() if output.finish_reason}
+            ended |= set(ended_in(core))
             core.check_integrity()
     # No more arrivals: everyone gets to the end, and soon.
     for _ in range(600):
         if not core.has_unfinished():
             break
-        ended |= {output.request_id for output in core.step() if output.finish_reason}
+        ended |= set(ended_in(core))
     assert ended == {str(number) for number in range(60)}
+
+
+def test_preemption_follows_the_order_and_never_goes_both_ways(policy: str) -> None:
+    rng = random.Random(3)
+    chosen = POLICIES[policy](PolicyOptions())
+    requests = [
+        NewRequest(
+            request_id=str(i),
+            prompt_token_ids=[1] * rng.randrange(1, 20),
+            task=SamplingTask(params=SamplingParams(), max_tokens=5, stop_token_ids=frozenset(), seed=1),
+            arrival_time=rng.random(),
+            priority=rng.randrange(3),
+            client=rng.choice("ab"),
+            ttft_target=rng.choice((None, 0.2, 80.0)),
+        )
+        for i in range(40)
+    ]
+    pairs = [
+        (chosen.key(a, i), chosen.key(b, j))
+        for i, a in enumerate(requests)
+        for j, b in enumerate(requests)
+        if chosen.preempts(a, b)
+    ]
+    assert all(waiting < running for waiting, running in pairs)
+    assert bool(pairs) == (policy in ("priority", "deadline"))
 
 
 def test_a_reader_of_a_prefix_that_is_being_computed_holds_nobody_up(policy: str) -> None:
@@ -132,16 +151,17 @@ def test_a_reader_of_a_prefix_that_is_being_computed_holds_nobody_up(policy: str
     core.step()
     add(core, "second", [*shared, 2], client="b", arrival_time=1.0)
     add(core, "unrelated", [5, 4, 3, 2, 1], max_tokens=1, client="c", arrival_time=2.0)
-    outputs = core.step()
-    assert [output.request_id for output in outputs if output.finish_reason] == ["unrelated"]
+    assert ended_in(core) == ["unrelated"]
     assert executor.scheduler.stats().waiting_reasons == {"prefix": 1}
     while core.has_unfinished():
-        outputs = core.step()
+        core.step()
     assert executor.num_steps < 90, "the second shares what the first computed"
 
 
-def test_a_client_that_was_served_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, "fair", FairShare)
+# A fair share.
+
+
+def test_a_client_that_was_served_gives_way() -> None:
     core, executor = make("fair", max_num_seqs=1)
     for i in range(4):
         add(core, f"greedy{i}", [i] * 8, max_tokens=2, client="greedy")
@@ -149,6 +169,191 @@ def test_a_client_that_was_served_gives_way(monkeypatch: pytest.MonkeyPatch) -> 
     add(core, "modest", [9] * 8, max_tokens=2, client="modest")
     order: list[str] = []
     while core.has_unfinished():
-        order += [output.request_id for output in core.step() if output.finish_reason]
+        order += ended_in(core)
     assert order[:2] == ["greedy0", "modest"]
     assert executor.scheduler.stats().num_preemptions_total == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_blocks", [26, 400])
+def test_backlogged_clients_are_served_alike(seed: int, num_blocks: int) -> None:
+    """The bound of the VTC paper, of the counters and of what they count: whatever sizes a client's requests have."""
+    rng = random.Random(seed)
+    core, executor = make("fair", num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=32)
+    planner, sizes = executor.scheduler._planner, {"long": (60, 8), "short": (4, 3), "talker": (3, 40)}
+    options, number, given = PolicyOptions(), 0, Counter[str]()
+    longest, most_output = 60, 40 * 6
+    bound = max(options.fair_input_weight * longest, options.fair_output_weight * most_output)
+    for step in range(600):
+        waiting = Counter(sequence.group.lane for sequence in planner.waiting)
+        for client, (num_prompt, num_output) in sizes.items():
+            while waiting[client] < 3:
+                waiting[client] += 1
+                number += 1
+                prompt = [rng.randrange(1000) for _ in range(rng.randrange(1, num_prompt + 1))]
+                add(core, f"{client}/{number}", prompt, rng.randrange(1, num_output + 1), client=client)
+        for output in core.step():
+            client = output.request_id.split("/")[0]
+            given[client] += len(output.new_token_ids) * options.fair_output_weight
+        if step > 50:
+            counters = [planner.policy.rank(client) for client in sizes]
+            assert max(counters) - min(counters) <= bound
+    assert min(given.values()) > 0
+    assert executor.scheduler.stats().num_preemptions_total > 0 or num_blocks == 400
+
+
+def test_idle_time_is_not_saved_up() -> None:
+    core, executor = make("fair", max_num_seqs=1)
+    for i in range(30):
+        add(core, f"busy{i}", [i] * 8, max_tokens=4, client="busy")
+    for _ in range(60):
+        core.step()
+    for i in range(10):
+        add(core, f"late{i}", [50 + i] * 8, max_tokens=4, client="late")
+    order: list[str] = []
+    while core.has_unfinished():
+        order += ended_in(core)
+    clients = [name[:4] for name in order if "9" not in name]
+    first = clients[clients.index("late") :][:10]
+    assert 4 <= first.count("late") <= 6, "they take turns: nobody is owed what it never asked for"
+
+
+def test_a_clients_counter_survives_a_restart_and_what_was_idle_longest_is_forgotten() -> None:
+    core, executor = make("fair")
+    for i in range(3):
+        add(core, str(i), [i] * 8, client=f"c{i % 2}")
+    core.step()
+    fair = executor.scheduler._planner.policy
+    other = POLICIES["fair"](PolicyOptions())
+    other.restore(fair.state())
+    assert [other.rank(f"c{i}") for i in range(2)] == [fair.rank(f"c{i}") for i in range(2)] != [0.0, 0.0]
+    task = SamplingTask(params=SamplingParams(), max_tokens=1, stop_token_ids=frozenset(), seed=1)
+    for i in range(20_000):
+        request = NewRequest(request_id=str(i), prompt_token_ids=[1], task=task, client=str(i))
+        fair.on_added(request, False, None)
+        fair.on_admitted(request, 1)
+        fair.on_ended(request)
+    assert len(fair.state()[1]) < 5000
+
+
+# Shortest first.
+
+
+def test_the_shortest_comes_first_until_a_long_one_has_aged() -> None:
+    core, _ = make("shortest", max_num_seqs=1, policy_options=PolicyOptions(ageing_rate=100.0))
+    add(core, "running", [1], max_tokens=2)
+    core.step()
+    add(core, "long", [2] * 40, max_tokens=40, arrival_time=0.0)
+    add(core, "short", [3] * 4, max_tokens=4, arrival_time=0.5)
+    add(core, "later", [4] * 4, max_tokens=4, arrival_time=0.9)
+    order: list[str] = []
+    while core.has_unfinished():
+        order += ended_in(core)
+    assert order == ["running", "short", "long", "later"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_starves_a_long_request_is_bounded(seed: int) -> None:
+    """Short ones keep coming, more than fit: what comes within size / ageing_rate may go first."""
+    rng = random.Random(seed)
+    options = PolicyOptions(ageing_rate=50.0)
+    core, executor = make("shortest", max_num_seqs=2, policy_options=options)
+    add(core, "long", [7] * 60, max_tokens=40, arrival_time=0.0)
+    for i in range(2):
+        add(core, f"first{i}", [i], max_tokens=1)
+    arrivals: dict[str, float] = {}
+    admitted: float | None = None
+    for number in range(2000):
+        arrivals[str(number)] = executor.now
+        add(core, str(number), [rng.randrange(99)] * 3, rng.randrange(1, 5), arrival_time=executor.now)
+        core.step()
+        running = {s.group.request_id for s in executor.scheduler._planner.running}
+        if "long" in running:
+            admitted = executor.now
+            break
+    assert admitted is not None, "it starves"
+    gone = set(arrivals) - {s.group.request_id for s in executor.scheduler._outcomes.live.values()}
+    assert all(arrivals[name] <= 100 / options.ageing_rate for name in gone)
+
+
+# Deadlines.
+
+
+@dataclass
+class Seen:
+    """When a request came, when its tokens did, and what it was promised."""
+
+    arrival: float
+    ttft: float
+    tpot: float
+    tokens: list[float] = field(default_factory=list)
+
+
+def run_load(seed: int, per_second: float, num_requests: int = 150) -> tuple[dict[str, Seen], int, int]:
+    """Requests at a rate, each with targets; returns those taken, how many were refused, and how many of these late."""
+    rng = random.Random(seed)
+    core, executor = make("deadline", num_blocks=4000, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=512)
+    arrivals, clock = [], 1.0
+    for _ in range(num_requests):
+        clock += rng.expovariate(per_second)
+        arrivals.append(clock)
+    for i in range(6):  # a few steps to learn the pace from
+        add(core, f"warm{i}", [rng.randrange(99) for _ in range(5 + 7 * i)], max_tokens=3)
+        core.step()
+    taken: dict[str, Seen] = {}
+    num_late, reasons = 0, list[str]()
+    while arrivals or core.has_unfinished():
+        if not core.has_unfinished():
+            executor.now = max(executor.now, arrivals[0])
+        while arrivals and arrivals[0] <= executor.now:
+            arrival, name = arrivals.pop(0), str(len(arrivals))
+            seen = Seen(arrival, rng.choice((0.3, 0.6, 1.5)), 0.15)
+            prompt = [rng.randrange(99) for _ in range(rng.randrange(10, 120))]
+            targets = {"ttft_target": seen.ttft, "tpot_target": seen.tpot}
+            try:
+                add(core, name, prompt, rng.randrange(2, 20), arrival_time=arrival, **targets)
+                taken[name] = seen
+            except OverloadedError as error:
+                num_late += executor.now - arrival > 0.2
+                reasons.append(str(error) if error.retry_after >= 1 else "")
+        for output in core.step():
+            if output.new_token_ids and output.request_id in taken:
+                taken[output.request_id].tokens.append(executor.now)
+    assert all("target" in reason or "late" in reason for reason in reasons)
+    return taken, len(reasons), num_late
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_feasible_targets_are_met(seed: int) -> None:
+    taken, num_refused, _ = run_load(seed, per_second=2.0)
+    assert num_refused <= 8, "hardly any is refused where all could be served"
+    for seen in taken.values():
+        assert seen.tokens[0] - seen.arrival <= seen.ttft
+        gaps = [b - a for a, b in zip(seen.tokens, seen.tokens[1:], strict=False)]
+        assert max(gaps, default=0.0) <= seen.tpot
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_infeasible_targets_are_refused_at_once(seed: int) -> None:
+    taken, num_refused, num_late = run_load(seed, per_second=40.0)
+    assert num_refused > 50
+    assert num_late == 0, "told when it came, not after it had waited"
+    met = [seen.tokens[0] - seen.arrival <= seen.ttft for seen in taken.values()]
+    assert len(met) > 20, "the engine goes on serving what it can"
+    assert sum(met) >= 0.95 * len(met), "and keeps what it promised"
+
+
+def test_without_a_target_nobody_is_refused_and_all_end() -> None:
+    core, executor = make("deadline", policy_options=PolicyOptions(tpot_target=0.02))
+    for i in range(40):
+        targets = {"ttft_target": 50.0} if i % 2 else {}
+        try:
+            add(core, str(i), [i] * 20, max_tokens=5, arrival_time=executor.now, **targets)
+        except OverloadedError:
+            assert i > 3, "before anything was measured"
+        core.step()
+    for _ in range(2000):
+        if not core.has_unfinished():
+            return
+        core.step()
+    raise AssertionError("a target that can't be met stops the engine")

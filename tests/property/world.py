@@ -35,8 +35,9 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheLayout
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResult
+from quire.scheduler.planner import Planner
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import SequenceStatus
+from quire.scheduler.sequence import Sequence, SequenceStatus
 from quire.scheduler.state import SchedulerState
 
 VOCAB = 40
@@ -91,6 +92,16 @@ class CheckingExecutor(SimulatedExecutor):
             disturbance.act()
 
 
+def check_order(planner: Planner, admitted: Sequence) -> None:
+    """Nobody who waits still comes before a sequence that was just admitted: in its lane, or in one of a lower rank."""
+    lane = admitted.group.lane
+    for other in planner.waiting:
+        if other.group.lane == lane:
+            assert admitted.own_key < other.own_key, "overtaken by a later one"
+        else:  # the seat begins with the lane's rank when it was admitted
+            assert admitted.key[0] <= planner.policy.rank(other.group.lane), "overtaken by a lane whose turn was later"
+
+
 class World:
     """An engine core on a simulated executor, and what every user of it may expect.
 
@@ -124,7 +135,7 @@ class World:
         saved = msgspec.msgpack.encode(self.scheduler.state())
         self._count()
         self.scheduler, self.executor, self.core = self._engine()
-        self.scheduler.restore(msgspec.msgpack.decode(saved, type=SchedulerState), self.clock)
+        self.scheduler.restore(msgspec.msgpack.decode(saved, type=SchedulerState))
         self.ends["restored"] += 1
 
     def add(self, request: NewRequest, has_stop_string: bool = False, faults: dict[int, int] | None = None) -> bool:
@@ -207,14 +218,14 @@ class World:
             assert all(is_new) or max(s.num_new_tokens - s.num_drafts for s in planned) == 1, "prefill and decode"
         planner, live = self.scheduler._planner, self.scheduler._outcomes.live
         # Invariant 6: nobody is served before one that comes first and could be, and the very first always gets on.
-        waiting = planner.waiting.items
-        assert not (announced and waiting) or max(live[i].key for i in announced) < waiting[0].key, "overtaken"
+        for sequence_id in announced:
+            check_order(planner, live[sequence_id])
         if config.enable_chunked_prefill and planner.running.items:
             first = planner.running.items[0]
             sits_out = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
             assert first.sequence_id in scheduled or sits_out, "the first in order does not get on"
         # Invariant 5: all who wait can say why.
-        reasons = planner.waiting_reasons()
+        reasons = self.scheduler.stats().waiting_reasons
         assert sum(reasons.values()) == self.scheduler.num_waiting
         assert "next_step" not in reasons, "a step was planned, and does not say why somebody waits"
         assert all(s.status is SequenceStatus.PREPARING and s.awaits for s in planner.preparing.values())

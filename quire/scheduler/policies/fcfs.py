@@ -4,12 +4,16 @@ Registered in `quire.scheduler.policies.registry`.
 """
 
 from quire.protocol.requests import NewRequest
-from quire.scheduler.policies.base import Policy
+from quire.scheduler.policies.base import Key, Policy
 
 
 class FirstComeFirstServed(Policy):
-    """Requests run in the order in which they were added, whatever their priority."""
+    """Requests run in the order in which they were added, whatever their priority; nobody pushes out anybody."""
 
-    def key(self, request: NewRequest, order: int, now: float) -> tuple[int]:
+    def key(self, request: NewRequest, order: int) -> Key:
         """The order of add."""
         return (order,)
+
+    def explain(self, request: NewRequest, first: NewRequest) -> str:
+        """It came later."""
+        return "those came earlier"

@@ -53,7 +53,8 @@ class Driver:
         if isinstance(prompt, int):
             prompt = [self.num_added * 1000 + i for i in range(prompt)]
         stop_token_ids = fields.pop("stop", frozenset())
-        request = {name: fields.pop(name) for name in ("priority", "arrival_time", "cache_salt") if name in fields}
+        names = ("priority", "client", "ttft_target", "tpot_target", "arrival_time", "cache_salt")
+        request = {name: fields.pop(name) for name in names if name in fields}
         first, eos_token_id = fields.pop("first_sequence_index", 0), fields.pop("eos_token_id", None)
         self.scheduler.add(
             NewRequest(
@@ -74,7 +75,7 @@ class Driver:
 
     def schedule(self) -> dict[str, int]:
         """Plan a step; returns request -> tokens computed (forks as "id/index"), nothing where there is no plan."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now)
         if plan is None:
             return {}
         self.plan = plan

@@ -249,9 +249,9 @@ def test_a_state_survives_its_journey(driver) -> None:
     saved = msgspec.msgpack.encode(d.scheduler.state())
     layout = CacheLayout(block_size=4, groups=[CacheGroup(layers=[0])], num_blocks=[100], max_model_len=200)
     fresh = Scheduler(SchedulerConfig(max_model_len=200, max_num_batched_tokens=100), KVManager(layout), Independent)
-    fresh.restore(msgspec.msgpack.decode(saved, type=SchedulerState), now=5.0)
+    fresh.restore(msgspec.msgpack.decode(saved, type=SchedulerState))
     fresh.check_integrity()
-    plan = fresh.schedule()
+    plan = fresh.schedule(5.0)
     assert plan is not None
     assert {new.sequence_id: new.output_token_ids for new in plan.new_sequences} == {0: [7, 7], 1: [7, 7]}
     assert [s.num_new_tokens for s in plan.scheduled] == [8, 8]

@@ -9,6 +9,7 @@ import pytest
 
 from quire.kvcache.manager import KVManager
 from quire.protocol.step import Sampling, SequenceResult, StepPlan, StepResult
+from quire.scheduler.policies.registry import POLICIES
 
 
 def count_bytecodes(function: Callable[[], Any]) -> int:
@@ -33,7 +34,7 @@ def count_bytecodes(function: Callable[[], Any]) -> int:
 def cost_of_a_step(d: Any) -> int:
     """Of planning, and of taking in what is drawn."""
     plans: list[StepPlan] = []
-    cost = count_bytecodes(lambda: plans.append(d.scheduler.schedule()))
+    cost = count_bytecodes(lambda: plans.append(d.scheduler.schedule(d.now)))
     (plan,) = plans
     drawn = [SequenceResult([7] if item.sampling is Sampling.DRAW else []) for item in plan.scheduled]
     result = StepResult(step_id=plan.step_id, results=drawn)
@@ -101,12 +102,13 @@ def test_readers_go_on_when_the_writer_is_gone(driver) -> None:
         d.scheduler.check_integrity()
 
 
-def test_those_that_wait_for_a_place_cost_a_step_nothing(driver) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_those_that_wait_for_a_place_cost_a_step_nothing(driver, policy: str) -> None:
     costs = []
     for num_waiting in (3, 300):
-        d = driver(max_num_seqs=2)
+        d = driver(max_num_seqs=2, policy=policy)
         for number in range(2 + num_waiting):
-            d.add(str(number), 5)
+            d.add(str(number), 5, client=str(number % 3))
         d.step()
         assert d.waiting_reasons() == {"capacity": num_waiting}
         costs.append(cost_of_a_step(d))

@@ -1,0 +1,57 @@
+"""How long a step of so many tokens takes, learnt from the steps there were.
+
+The deadline policy measures with it. It knows seconds and tokens only.
+"""
+
+_KEEP = 0.98  # what a step's weight is after the next: the last fifty or so count
+_ENOUGH = 3.0  # total weight from which on anything is said
+
+
+class Pace:
+    """A straight line through (tokens, seconds), by least squares; newer steps weigh more.
+
+    Neither a step's fixed part nor a token's may come out negative: a line that is too steep or falls is replaced by
+    one through the origin, or a level one.
+    """
+
+    __slots__ = ("_fixed", "_is_stale", "_per_token", "_w", "_wx", "_wxx", "_wxy", "_wy")
+
+    def __init__(self) -> None:
+        self._w = self._wx = self._wy = self._wxx = self._wxy = 0.0
+        self._fixed = self._per_token = 0.0
+        self._is_stale = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was measured to say anything."""
+        return self._w >= _ENOUGH
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step was measured."""
+        self._w = self._w * _KEEP + 1.0
+        self._wx = self._wx * _KEEP + num_tokens
+        self._wy = self._wy * _KEEP + seconds
+        self._wxx = self._wxx * _KEEP + num_tokens * num_tokens
+        self._wxy = self._wxy * _KEEP + num_tokens * seconds
+        self._is_stale = True
+
+    def seconds(self, num_tokens: float) -> float:
+        """What a step of so many tokens is expected to take."""
+        if self._is_stale:
+            self._fit()
+        return self._fixed + self._per_token * num_tokens
+
+    def tokens(self, seconds: float) -> float:
+        """Tokens of the largest step that is expected to take no longer; infinite where tokens cost nothing."""
+        left = seconds - self.seconds(0)
+        return left / self._per_token if self._per_token > 0 else float("inf") if left >= 0 else 0.0
+
+    def _fit(self) -> None:
+        self._is_stale = False
+        spread = self._wxx - self._wx * self._wx / self._w
+        slope = (self._wxy - self._wx * self._wy / self._w) / spread if spread > 1e-6 * self._wxx else 0.0
+        slope = max(slope, 0.0)
+        fixed = (self._wy - slope * self._wx) / self._w
+        if fixed < 0.0:
+            fixed, slope = 0.0, self._wxy / self._wxx
+        self._fixed, self._per_token = fixed, slope
