@@ -18,9 +18,11 @@ class Executor(ABC):
 
     Attributes:
         max_in_flight: plans that may be submitted before the oldest is collected, >= 1.
+        report: what `start` answered; None before.
     """
 
     max_in_flight: int = 1
+    report: WorkerReport | None = None
 
     @abstractmethod
     def start(self, progress: bool) -> WorkerReport:

@@ -30,7 +30,8 @@ class InProcessExecutor(Executor):
 
     def start(self, progress: bool) -> WorkerReport:
         self._worker = Worker(self._config, self._proposer)
-        return self._worker.load(progress)
+        self.report = self._worker.load(progress)
+        return self.report
 
     @property
     def worker(self) -> Worker:

@@ -132,7 +132,7 @@ class SimulatedExecutor(Executor):
         self._host: list[list[list[int]]] = []  # the same, of the host's blocks
 
     def start(self, progress: bool) -> WorkerReport:
-        return WorkerReport(
+        self.report = WorkerReport(
             kernels="none",
             kernels_reason="asked",
             num_threads=1,
@@ -145,6 +145,7 @@ class SimulatedExecutor(Executor):
             seconds=0.0,
             from_store=False,
         )
+        return self.report
 
     def cache_report(self) -> CacheReport:
         return CacheReport(

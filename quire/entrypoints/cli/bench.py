@@ -60,6 +60,7 @@ def run_latency(namespace: Namespace) -> None:
     from tqdm import tqdm
 
     llm, _ = load(namespace)
+    engine = _tell_engine(llm)
     prompts = _random_prompts(llm, namespace.batch_size, namespace.input_len)
     params = _fixed_length(namespace.output_len)
     for _ in range(namespace.num_iters_warmup):
@@ -74,7 +75,7 @@ def run_latency(namespace: Namespace) -> None:
     print(f"Avg latency: {average:.4f} seconds")
     for p, seconds in percentiles.items():
         print(f"{p}% percentile latency: {seconds:.4f} seconds")
-    figures = {"avg_latency": average, "latencies": latencies, "percentiles": percentiles}
+    figures = {"avg_latency": average, "latencies": latencies, "percentiles": percentiles} | engine
     write_figures(namespace.output_json, figures)
 
 
@@ -85,6 +86,7 @@ def run_throughput(namespace: Namespace) -> None:
         read = read_prompts(namespace.dataset, "--dataset", namespace.num_prompts, namespace.output_len)
         requests = [(prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, n) for prompt, n in read]
     llm, _ = load(namespace)
+    engine = _tell_engine(llm)
     if not requests:
         prompts = _random_prompts(llm, namespace.num_prompts or 100, namespace.input_len)
         requests = [(prompt, namespace.output_len) for prompt in prompts]
@@ -96,7 +98,7 @@ def run_throughput(namespace: Namespace) -> None:
     rates = [count / elapsed for count in (len(requests), num_input + num_output, num_output)]
     print("Throughput: {:.2f} requests/s, {:.2f} total tokens/s, {:.2f} output tokens/s".format(*rates))
     print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
-    figures = {
+    figures = engine | {
         "elapsed_time": elapsed,
         "num_requests": len(requests),
         "num_prompt_tokens": num_input,
@@ -115,6 +117,14 @@ def run_serve(namespace: Namespace) -> None:
     from quire.entrypoints.cli.load.bench_serve import run  # asyncio and numpy are slow to import
 
     run(args)
+
+
+def _tell_engine(llm: "LLM") -> dict[str, Any]:
+    """What the figures depend on besides the model, printed, and for the JSON file."""
+    report = llm.llm_engine.executor.report
+    assert report is not None, "a loaded LLM's executor has started"
+    print(f"Kernels: {report.kernels}; threads: {report.num_threads}")
+    return {"kernels": report.kernels, "num_threads": report.num_threads}
 
 
 def _random_prompts(llm: "LLM", count: int, length: int) -> list[Any]:

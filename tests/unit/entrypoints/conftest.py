@@ -34,6 +34,7 @@ class FakeEngine:
         self.requests: list[tuple[Any, SamplingParams]] = []
         self.running: dict[str, list[str]] = {}
         self.aborted: list[str] = []
+        self.executor = types.SimpleNamespace(report=types.SimpleNamespace(kernels="avx512", num_threads=2))
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         if self.refuse(prompt):

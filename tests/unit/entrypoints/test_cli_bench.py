@@ -35,7 +35,10 @@ def test_bench_latency(fake_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     figures = json.loads(path.read_text())
     assert len(figures["latencies"]) == 4
     assert set(figures["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
-    assert f"Avg latency: {figures['avg_latency']:.4f} seconds" in capsys.readouterr().out
+    assert (figures["kernels"], figures["num_threads"]) == ("avx512", 2)
+    printed = capsys.readouterr().out
+    assert "Kernels: avx512; threads: 2" in printed
+    assert f"Avg latency: {figures['avg_latency']:.4f} seconds" in printed
     main(["bench", "latency", "m", *shape, "--seed", "5"])
     assert fake_llm.made[1].calls[0][0] == prompts
 
@@ -47,7 +50,8 @@ def test_bench_throughput_random(fake_llm: Any, tmp_path: Path, capsys: pytest.C
     figures = json.loads(path.read_text())
     assert (figures["num_requests"], figures["num_prompt_tokens"], figures["num_output_tokens"]) == (4, 12, 36)
     assert figures["tokens_per_second"] == pytest.approx(48 / figures["elapsed_time"])
-    assert "Throughput: " in capsys.readouterr().out
+    assert (figures["kernels"], figures["num_threads"]) == ("avx512", 2)
+    assert "Kernels: avx512; threads: 2\nThroughput: " in capsys.readouterr().out
     assert fake_llm.made[0].args.enable_prefix_caching
 
 
