@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +50,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin out sweeps to the cases in which each two values of their parameters meet.
 
-    The rest of a test marked `pairs` is slow; that of a `sweep` is left out, but not of a nightly run.
+    The rest of a test marked `pairs` is slow; that of a `sweep` is left out, but not of a nightly run. And no test that
+    knows the kernels runs beside a library that can't be used: those of its levels would be missing unseen.
     """
+    kernels = sys.modules.get("quire.ops.native.library")
+    if kernels is not None and (fault := kernels.library_fault()) is not None:
+        raise pytest.UsageError(fault)
     for item in _beyond_pairs(items, "pairs"):
         item.add_marker(pytest.mark.slow)
     if os.environ.get("QUIRE_NIGHTLY") != "1":

@@ -2,6 +2,7 @@
 
 The library is plain C, loaded with ctypes: nothing to build per Python version, and every call lets go of the GIL. It
 is absent where Quire was installed without a compiler; then plain torch (the references in `quire.ops`) does the work.
+One that is there but can't be used is replaced by torch too, with a warning; in a checkout it is an error.
 Two environment variables serve tests: QUIRE_NATIVE_LIBRARY names another file, QUIRE_KERNELS another default level.
 """
 
@@ -19,6 +20,9 @@ from quire.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ABI_VERSION = 3  # as quire_abi_version() in csrc/api.cpp
+# A checkout's library is its developer's to build: silently slower would fool every measurement.
+_IS_CHECKOUT = (Path(__file__).parents[3] / "csrc").is_dir()
+_REMEDY = "run `make native` in a checkout, else reinstall Quire"
 TORCH = "torch"  # the level that is no library at all
 
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -43,21 +47,39 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where there are none for this machine (the reason is logged once)."""
-    path = Path(os.environ.get("QUIRE_NATIVE_LIBRARY") or Path(__file__).with_name("_kernels.so"))
+    path = _path()
     if not path.exists():
         logger.info("no compiled kernels (%s): plain torch is used", path.name)
         return None
+    loaded = _load(path)
+    if isinstance(loaded, str):
+        logger.warning("%s: plain torch is used; %s", loaded, _REMEDY)
+        return None
+    return loaded
+
+
+def library_fault() -> str | None:
+    """Why compiled kernels that are there can't be used, and what to do; None where they can be, or there are none."""
+    path = _path()
+    loaded = _load(path) if path.exists() else None
+    return f"{loaded}; {_REMEDY}" if isinstance(loaded, str) else None
+
+
+def _path() -> Path:
+    return Path(os.environ.get("QUIRE_NATIVE_LIBRARY") or Path(__file__).with_name("_kernels.so"))
+
+
+def _load(path: Path) -> ctypes.CDLL | str:
+    """The library with its functions' types, or what is wrong with it."""
     try:
         loaded = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        logger.warning("the compiled kernels can't be loaded (%s): plain torch is used; reinstall Quire", error)
-        return None
+        return f"the compiled kernels can't be loaded ({error})"
     if loaded.quire_abi_version() != ABI_VERSION:
-        logger.warning("the compiled kernels are of another version of Quire: plain torch is used; reinstall Quire")
-        return None
+        return "the compiled kernels are of another version of Quire"
     return loaded
 
 
@@ -94,13 +116,20 @@ def choose_level(wanted: str = "auto") -> str:
     """The level called `wanted`, or with "auto" the best one (or what QUIRE_KERNELS says).
 
     Raises:
-        ConfigError: this machine has no such level.
+        ConfigError: this machine has no such level; or with "auto", this checkout has a library that can't be used.
     """
     if wanted == "auto":
-        wanted = os.environ.get("QUIRE_KERNELS") or levels()[0]
+        wanted = os.environ.get("QUIRE_KERNELS") or _best_level()
     if wanted not in levels():
         raise ConfigError(f"kernels={wanted!r} can't be used on this machine; it has auto, {', '.join(levels())}.")
     return wanted
+
+
+def _best_level() -> str:
+    fault = library_fault() if _IS_CHECKOUT and library() is None else None
+    if fault is not None:
+        raise ConfigError(f"{fault}; kernels='torch' does without them.")
+    return levels()[0]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 import ctypes
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,32 @@ def test_a_library_of_another_version(compiled: None, monkeypatch: pytest.Monkey
     monkeypatch.setitem(library._SIGNATURES, "quire_not_there", (None, []))
     assert load_anew() is None
     assert "can't be loaded" in messages()
+
+
+def test_in_a_checkout_a_library_that_cannot_be_used_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("QUIRE_KERNELS", raising=False)
+    monkeypatch.setenv("QUIRE_NATIVE_LIBRARY", str(tmp_path / "broken.so"))
+    monkeypatch.setattr(library, "library", load_anew)
+    monkeypatch.setattr(library, "levels", levels.__wrapped__)
+    assert library.library_fault() is None  # there is none
+    assert choose_level() == TORCH
+    (tmp_path / "broken.so").write_bytes(b"\x7fELF, but not really")
+    with pytest.raises(ConfigError, match="can't be loaded .* run `make native`.*; kernels='torch' does without them"):
+        choose_level()
+    assert choose_level(TORCH) == TORCH
+    monkeypatch.setattr(library, "_IS_CHECKOUT", False)
+    assert choose_level() == TORCH
+
+
+def test_no_test_runs_beside_a_library_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_bytes(b"\x7fELF, but not really")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = os.environ | {"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "run `make native`" in done.stderr
 
 
 def test_levels(compiled: None, level: str) -> None:
