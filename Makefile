@@ -11,6 +11,10 @@ WITH_CMAKE := PATH="$$PATH:$(CURDIR)/.venv/bin"
 # QUIRE_NO_NATIVE=1 leaves the kernels out here as it does with pip.
 NATIVE := $(if $(QUIRE_NO_NATIVE),,build/native.stamp)
 
+# Tests run in this many processes. A file's tests stay together, as they share what they have loaded.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
 demo test test-amx test-asan test-clients test-nightly check: export OMP_WAIT_POLICY := PASSIVE
 
@@ -19,13 +23,13 @@ demo test test-amx test-asan test-clients test-nightly check: export OMP_WAIT_PO
 
 help:
 	@echo "make demo          set up, and generate text with the bundled model"
-	@echo "make test          all tests"
+	@echo "make test          all tests, in WORKERS=$(WORKERS) processes"
 	@echo "make check         lint, types, import contracts, size gate and the quick tests"
 	@echo "make native        build the C++ kernels anew, and show what is wrong with them"
 	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
 	@echo "make test-amx      the tests of the AMX kernels on a CPU without AMX, by emulated tiles"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
-	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes hours"
+	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes an hour"
 	@echo "make format        let ruff put the code in order"
 	@echo "make bench         latency and throughput of the bundled model"
 	@echo "make clean         remove .venv, build and caches"
@@ -38,7 +42,7 @@ demo: .venv/runtime.stamp $(NATIVE)
 	    --prompt "Nobody in the village knew why"
 
 test: .venv/dev.stamp $(NATIVE)
-	@$(PY) -m pytest
+	@$(PYTEST)
 
 check: .venv/dev.stamp $(NATIVE)
 	@$(PY) tools/check.py
@@ -75,8 +79,12 @@ test-amx: .venv/dev.stamp build/emulated/build.ninja
 test-clients: .venv/dev.stamp $(NATIVE)
 	@$(PY) tests/clients/run.py
 
+# What measures comes first, by itself. QUIRE_SOAK_SECONDS=3600 makes the soak an hour long, not ten minutes.
+LOAD := tests/server/test_load.py
+test-nightly: export QUIRE_NIGHTLY := 1
 test-nightly: .venv/dev.stamp $(NATIVE)
-	@QUIRE_NIGHTLY=1 $(PY) -m pytest tests/server tests/property tests/engine
+	@$(PY) -m pytest $(LOAD)
+	@$(PYTEST) --ignore $(LOAD) tests/server tests/property tests/engine
 
 clean:
 	rm -rf .venv build $(LIBRARY) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist

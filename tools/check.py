@@ -9,13 +9,15 @@ import sys
 import time
 
 _PYTHON = sys.executable
+_WORKERS = os.environ.get("WORKERS", str(min(os.cpu_count() or 1, 4)))
+_TOGETHER = ["--dist", "loadfile", "--no-loadscope-reorder"]  # a file's tests share what they have loaded
 _GATES: dict[str, list[str]] = {
     "ruff check": [_PYTHON, "-m", "ruff", "check", "."],
     "ruff format": [_PYTHON, "-m", "ruff", "format", "--check", "."],
     "pyright": [_PYTHON, "-m", "pyright"],
     "import contracts": [_PYTHON, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
     "size gate": [_PYTHON, "tools/size_gate.py"],
-    "quick tests": [_PYTHON, "-m", "pytest", "-m", "not slow"],
+    "quick tests": [_PYTHON, "-m", "pytest", "-m", "not slow", "-n", _WORKERS, *_TOGETHER],
 }
 
 
