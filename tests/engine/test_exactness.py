@@ -282,6 +282,7 @@ def test_drafts_change_nothing_matrix(
     check_drafts(model_options, baseline, model, dtype, p, late, few_blocks)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -290,6 +291,7 @@ def test_exactness_matrix(model_options, baseline, model: str, dtype: str, varia
     check_variant(model_options, baseline, model, dtype, variant)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -305,6 +307,7 @@ def test_exactness_with_a_shared_expert(model_options, baseline, dtype: str, var
     check_variant(model_options, baseline, "qwen2-moe", dtype, variant)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", levels()[1:-1])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gpt2"])
@@ -330,6 +333,7 @@ def test_exactness_of_few_bits(
     check_variant(model_options, baseline, model, "bfloat16", variant, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "mistral", "gpt2", "demo"])
 @pytest.mark.parametrize("dtype", DTYPES)
