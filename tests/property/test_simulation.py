@@ -12,7 +12,7 @@ from quire.scheduler.policies.registry import POLICIES
 
 QUICK_STEPS = 2_000
 NIGHTLY = os.environ.get("QUIRE_NIGHTLY") == "1"
-LONG_STEPS = 20_000 if NIGHTLY else 2_000  # more seeds: python tests/property/simulation.py --seeds 200
+LONG_SEEDS, LONG_STEPS = (200, 20_000) if NIGHTLY else (20, 2_000)
 KINDS = [Kind(flight, *drafts) for flight in (1, 2) for drafts in ((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))]
 WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
 ENDS = ("stop", "length", "string", "abort", "error", "refused")
@@ -78,7 +78,7 @@ def test_a_failure_names_the_command_that_shows_it_again(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_long_simulation() -> None:
-    worlds = [simulate(seed, LONG_STEPS) for seed in range(20)]
+    worlds = [simulate(seed, LONG_STEPS) for seed in range(LONG_SEEDS)]
     ends = sum((world.ends for world in worlds), Counter[str]())
     assert _num_preemptions(worlds) > LONG_STEPS // 2
     assert min(ends[reason] for reason in ENDS) > LONG_STEPS // 200
