@@ -3,8 +3,10 @@
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -28,6 +30,30 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("needs ../shared/data beside the repository")
     return path
+
+
+@pytest.fixture
+def count_bytecodes() -> Callable[[Callable[[], Any]], int]:
+    """How many Python instructions a call takes, with all that it calls: a cost that no busy machine changes."""
+
+    def count(function: Callable[[], Any]) -> int:
+        num_bytecodes = 0
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal num_bytecodes
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            num_bytecodes += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+        return num_bytecodes
+
+    return count
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ blocks; a windowed one takes them as it goes and frees those that no query to co
 """
 
 from quire.kvcache.pool import BlockPool
+from quire.kvcache.residency import Residency, ResidencyTimes
 from quire.kvcache.table import NEVER
 
 KEY_TILE = 64  # tokens; kernels read a window's keys from the beginning of such a tile
@@ -31,8 +32,10 @@ class KVGroup:
         block_size: tokens in a block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int | None, times: ResidencyTimes | None = None
+    ) -> None:
+        self.pool = BlockPool(num_blocks, Residency(times) if times is not None else None)
         self.window = window
         self.block_size = block_size
 

@@ -11,6 +11,7 @@ from quire.kvcache.copies import BlockCopy, PlannedCopies
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.integrity import check_books
 from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
+from quire.kvcache.residency import ResidencyTimes
 from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
 from quire.protocol.cache import CacheLayout
 from quire.protocol.step import Moves
@@ -27,6 +28,7 @@ class KVManager:
         block_size: tokens in a block.
         num_blocks: by group.
         windows: by group, in tokens; None: full attention.
+        times: how long contents stay in their blocks; its `now` is to be set once a step.
         settled: blocks that were watched, and were computed or given up since; whoever watches takes them out.
 
     Raises:
@@ -40,8 +42,10 @@ class KVManager:
         size = self.block_size = layout.block_size
         self.num_blocks = list(layout.num_blocks)
         self.windows = [group.window for group in layout.groups]
+        self.times = ResidencyTimes()
         self._groups = [
-            KVGroup(count, size, group.window) for count, group in zip(self.num_blocks, layout.groups, strict=True)
+            KVGroup(count, size, group.window, self.times)
+            for count, group in zip(self.num_blocks, layout.groups, strict=True)
         ]
         self._windowed = [number for number, group in enumerate(self._groups) if group.window is not None]
         self._caching = enable_prefix_caching
@@ -63,6 +67,11 @@ class KVManager:
     def usage(self) -> float:
         """Share of the blocks that running sequences hold, 0 to 1, of the fullest group."""
         return max(1.0 - group.pool.num_free / group.pool.num_blocks for group in self._groups)
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks handed out although their content could be found, since the start, of all groups."""
+        return sum(group.pool.num_evicted for group in self._groups)
 
     def block_states(self) -> bytes:
         """One byte a block, group after group: 0 free, 1 free but holding a cached prefix, 2 used."""

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.metrics.histogram import Histogram
+from quire.metrics.residency import residency_histograms
 from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import EngineStats
 
@@ -54,11 +56,17 @@ class _Serving(Collector):
         for reason, count in self.metrics.finished.items():
             finished.add_metric((*labels, reason), count)
         yield finished
-        for histogram in self.metrics.histograms:
+        for histogram in [*self.metrics.histograms, *self._residency()]:
             family = HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
             buckets = [(_le(bound), count) for bound, count in histogram.cumulative()]
             family.add_metric(labels, buckets, histogram.total)
             yield family
+
+    def _residency(self) -> list[Histogram]:
+        histograms = residency_histograms()
+        for histogram, counted in zip(histograms, self.stats.kv_block_residency, strict=False):
+            histogram.counts, histogram.total = counted.counts, counted.total
+        return histograms
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         stats = self.stats
@@ -76,6 +84,8 @@ class _Serving(Collector):
         queries, hits = stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
         yield "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries
         yield "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits
+        evictions = stats.prefix_cache_evictions_total
+        yield "quire:prefix_cache_evictions", "KV blocks whose cached content made room.", evictions
         yield "vllm:num_preemptions", "Sequences whose blocks were taken from them.", stats.num_preemptions_total
 
 

@@ -7,6 +7,13 @@ scheduler counts; nothing is measured here.
 import msgspec
 
 
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """What a histogram has counted since the start."""
+
+    counts: list[int]  # by bucket
+    total: float  # of the values
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
@@ -17,6 +24,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries_total: int  # prompt tokens looked up
     prefix_cache_hits_total: int  # prompt tokens found
     waiting_reasons: dict[str, int]  # why the waiting wait -> how many
+    prefix_cache_evictions_total: int = 0  # blocks whose cached content made room
+    # How long contents of blocks stay, as `residency_histograms` has them; [] until something was counted.
+    kv_block_residency: list[Counts] = []
 
 
 class SequenceSnapshot(msgspec.Struct):

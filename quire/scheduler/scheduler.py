@@ -124,7 +124,7 @@ class Scheduler:
         if self._planner.watches_steps and plan.scheduled:
             # With several in flight, it began when the one before it was done.
             self._planner.policy.on_step(plan.num_tokens, now - max(planned_at, self._last_update))
-        self._last_update = now
+        self._last_update = self.kv.times.now = now
         return self._outcomes.take(plan, result)
 
     def cancel(self) -> None:
@@ -159,6 +159,8 @@ class Scheduler:
             prefix_cache_queries_total=planner.prefix_cache_queries,
             prefix_cache_hits_total=planner.prefix_cache_hits,
             waiting_reasons=waiting_reasons(planner),
+            prefix_cache_evictions_total=self.kv.num_evicted,
+            kv_block_residency=self.kv.times.counts(),
         )
 
     def first_sequences(self, count: int) -> list[Sequence]:

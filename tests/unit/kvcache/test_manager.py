@@ -84,7 +84,7 @@ def test_a_watched_block_is_told_once_it_is_computed_or_given_up() -> None:
     names = [kv.match_prefix(table).awaits for table in (shared, longer)]
     assert names == [first.hashes[1], first.hashes[2]]
     for name in names:
-        kv.watch(name)
+        kv.watch(name or b"")
     kv.commit(first, 4)
     assert kv.settled == [], "one block of the two is there"
     kv.commit(first, 9)

@@ -79,6 +79,44 @@ def test_forget_all() -> None:
     pool.check_integrity()
 
 
+def test_states_and_evictions() -> None:
+    pool = BlockPool(4)
+    cached, used, _ = pool.allocate(3)
+    pool.register(cached, A)
+    pool.register(used, B)
+    pool.release(cached)
+    assert [pool.states()[block] for block in (cached, used)] == [1, 2]
+    assert pool.states().count(0) == 1
+    pool.allocate(2)
+    assert (pool.num_evicted, set(pool.states())) == (1, {2})
+    pool.release(used)
+    pool.forget_all()
+    assert pool.states()[used] == 0
+    pool.allocate(1)
+    assert pool.num_evicted == 1, "what nobody could find is not evicted"
+
+
+def test_a_million_blocks_cost_what_ten_do(count_bytecodes) -> None:
+    costs = []
+    for num_blocks in (10, 1_000_000):
+        pool = BlockPool(num_blocks)
+
+        def use(pool: BlockPool = pool) -> None:
+            """A pool's every call, on blocks that are none of the sampled ones."""
+            first, second = pool.allocate(2)
+            pool.register(first, A)
+            pool.register(second, B)
+            release_all(pool, [first, second])
+            found = pool.find(A)
+            assert found is not None
+            pool.acquire(found)
+            pool.release(found)
+            pool.states()
+
+        costs.append(count_bytecodes(use))
+    assert costs[0] == costs[1]
+
+
 def test_check_integrity_sees_a_lost_block_and_a_wrong_count() -> None:
     pool = BlockPool(3)
     pool.allocate(1)

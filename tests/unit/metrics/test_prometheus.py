@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.prometheus import render
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import EngineStats
+from quire.protocol.stats import Counts, EngineStats
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
 # Those of vLLM that its dashboard and the autoscalers read.
@@ -18,7 +18,8 @@ HISTOGRAMS = {
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
     "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens",
     "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
-    "iteration_tokens_total",
+    "iteration_tokens_total", "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds",
+    "kv_block_reuse_gap_seconds",
 }  # fmt: skip
 
 
@@ -60,6 +61,20 @@ def test_gauges_and_counters(families: dict[str, Metric]) -> None:
     for reason, expected in reasons.items():
         found = value(families, "vllm:request_success", "vllm:request_success_total", finished_reason=reason)
         assert found == expected
+
+
+def test_residency_of_kv_blocks() -> None:
+    counts = [0] * 22
+    counts[9] = 2
+    residency = [Counts(counts, 1.5), Counts(counts, 1.25), Counts(counts, 1.0)]
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, prefix_cache_evictions_total=5, kv_block_residency=residency)
+    body, _ = render(ServingMetrics(100), stats, LABELS["model_name"], now=200.0)
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    name = "vllm:kv_block_lifetime_seconds"
+    assert value(families, name, f"{name}_sum") == 1.5
+    assert [value(families, name, f"{name}_bucket", le=le) for le in ("0.5", "1.0", "+Inf")] == [0, 2, 2]
+    assert value(families, "vllm:kv_block_reuse_gap_seconds", "vllm:kv_block_reuse_gap_seconds_sum") == 1.0
+    assert value(families, "quire:prefix_cache_evictions", "quire:prefix_cache_evictions_total") == 5
 
 
 def test_histograms(families: dict[str, Metric]) -> None:

@@ -1,8 +1,6 @@
 """What a step costs must not grow with those that wait: counted in bytecodes, so that no clock decides."""
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,27 +9,10 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.step import Sampling, SequenceResult, StepPlan, StepResult
 from quire.scheduler.policies.registry import POLICIES
 
-
-def count_bytecodes(function: Callable[[], Any]) -> int:
-    """How many Python instructions a call takes, those of the functions that it calls included."""
-    num_bytecodes = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal num_bytecodes
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        num_bytecodes += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return num_bytecodes
+Count = Callable[[Callable[[], Any]], int]
 
 
-def cost_of_a_step(d: Any) -> int:
+def cost_of_a_step(d: Any, count_bytecodes: Count) -> int:
     """Of planning, and of taking in what is drawn."""
     plans: list[StepPlan] = []
     cost = count_bytecodes(lambda: plans.append(d.scheduler.schedule(d.now)))
@@ -45,7 +26,7 @@ def cost_of_a_step(d: Any) -> int:
 PREFIX = list(range(1_000, 1_100))
 
 
-def test_those_that_await_a_prefix_cost_a_step_nothing(driver) -> None:
+def test_those_that_await_a_prefix_cost_a_step_nothing(driver, count_bytecodes: Count) -> None:
     costs = []
     for num_readers in (3, 300):
         d = driver(max_model_len=200, max_num_batched_tokens=20, long_prefill_token_threshold=10)
@@ -55,7 +36,7 @@ def test_those_that_await_a_prefix_cost_a_step_nothing(driver) -> None:
             d.add(f"reader {number}", [*PREFIX, 2, number])
         d.step()
         assert d.waiting_reasons() == {"prefix": num_readers}
-        costs.append(cost_of_a_step(d))
+        costs.append(cost_of_a_step(d, count_bytecodes))
         assert d.waiting_reasons() == {"prefix": num_readers}, "one part of ten is computed"
     assert costs[0] == costs[1]
 
@@ -103,7 +84,7 @@ def test_readers_go_on_when_the_writer_is_gone(driver) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_those_that_wait_for_a_place_cost_a_step_nothing(driver, policy: str) -> None:
+def test_those_that_wait_for_a_place_cost_a_step_nothing(driver, count_bytecodes: Count, policy: str) -> None:
     costs = []
     for num_waiting in (3, 300):
         d = driver(max_num_seqs=2, policy=policy)
@@ -111,16 +92,16 @@ def test_those_that_wait_for_a_place_cost_a_step_nothing(driver, policy: str) ->
             d.add(str(number), 5, client=str(number % 3))
         d.step()
         assert d.waiting_reasons() == {"capacity": num_waiting}
-        costs.append(cost_of_a_step(d))
+        costs.append(cost_of_a_step(d, count_bytecodes))
     assert costs[0] == costs[1]
 
 
-def test_a_step_costs_in_proportion_to_those_that_it_computes(driver) -> None:
+def test_a_step_costs_in_proportion_to_those_that_it_computes(driver, count_bytecodes: Count) -> None:
     costs = []
     for num_running in (10, 20, 40):
         d = driver(num_blocks=1_000, max_num_seqs=100, max_num_batched_tokens=1_000)
         for number in range(num_running):
             d.add(str(number), 5)
         d.step()
-        costs.append(cost_of_a_step(d))
+        costs.append(cost_of_a_step(d, count_bytecodes))
     assert costs[2] - costs[1] == 2 * (costs[1] - costs[0]) < 20 * 400
