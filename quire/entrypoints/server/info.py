@@ -5,7 +5,7 @@ They are small and answer at once; only /tokenize and /detokenize have bodies.
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 from starlette.responses import PlainTextResponse
@@ -25,11 +25,14 @@ from quire.entrypoints.server.info_requests import (
 )
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.sse import JsonParts
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.metrics.prometheus import render
 from quire.text.tokenizer import Tokenizer
+
+_PART = 1 << 16  # entries of a list that are encoded at a time: a millisecond's worth
 
 router = APIRouter(route_class=JsonRoute)
 State = Annotated[ServerState, Depends(get_state)]
@@ -66,11 +69,27 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     ids = await state.llm.encode(text, special)
     strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     length = state.llm.config.model.max_model_len
-    # Millions of tokens: not validated once more.
-    answer = TokenizeResponse.model_construct(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
-    response = Response(encode(dict(answer)), media_type="application/json")
+    answer = {"count": len(ids), "max_model_len": length}
+    response = JsonParts(await _encode_with_lists(answer, tokens=ids, token_strs=strings))
     warn_client(response, body)
     return response
+
+
+async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) -> list[bytes]:
+    """The JSON of `answer` and `lists` in parts: of millions of tokens each is encoded, and sent, by itself."""
+    parts = [encode(answer)[:-1]]
+    for name, entries in lists.items():
+        parts[-1] += b",%b:%b" % (encode(name), b"null" if entries is None else b"[")
+        for start in range(0, len(entries or ()), _PART):
+            part = encode((entries or [])[start : start + _PART])[1:-1]
+            if start == 0:
+                parts[-1] += part
+            else:
+                parts.append(b"," + part)
+                await asyncio.sleep(0)  # others' turn
+        parts[-1] += b"" if entries is None else b"]"
+    parts[-1] += b"}"
+    return parts
 
 
 async def _render(body: TokenizeRequest, state: ServerState) -> str:

@@ -34,6 +34,19 @@ def test_tokenize_and_back(client: TestClient) -> None:
     assert text == {"prompt": "Once upon a time"}
 
 
+def test_a_long_list_of_tokens_is_encoded_in_parts(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the lists, whatever the place of the cut."""
+    whole = client.post("/tokenize", json={"prompt": "Once upon a time, there", "return_token_strs": True})
+    for size in (1, 2, 3, whole.json()["count"], whole.json()["count"] + 1):
+        monkeypatch.setattr("quire.entrypoints.server.info._PART", size)
+        cut = client.post("/tokenize", json={"prompt": "Once upon a time, there", "return_token_strs": True})
+        assert cut.content == whole.content
+        assert cut.headers["content-length"] == str(len(cut.content))
+    assert client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json() == {
+        "count": 0, "max_model_len": 1024, "tokens": [], "token_strs": None,
+    }  # fmt: skip
+
+
 def test_tokenize_a_conversation(client: TestClient, async_llm) -> None:
     messages = [{"role": "user", "content": "hi"}]
     body = {"messages": messages, "add_generation_prompt": False}
