@@ -76,8 +76,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin out sweeps to the cases in which each two values of their parameters meet.
 
-    The rest of a test marked `pairs` is slow; that of a `sweep` is left out, but not of a nightly run. And no test that
-    knows the kernels runs beside a library that can't be used: those of its levels would be missing unseen.
+    The rest of a test marked `pairs` is slow; that of a `sweep` is left out, as is what is marked `nightly`, but of no
+    nightly run. And no test that knows the kernels runs beside a library that can't be used: those of its levels would
+    be missing unseen.
     """
     kernels = sys.modules.get("quire.ops.native.library")
     if kernels is not None and (fault := kernels.library_fault()) is not None:
@@ -86,6 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.slow)
     if os.environ.get("QUIRE_NIGHTLY") != "1":
         left_out = _beyond_pairs(items, "sweep")
+        left_out += [item for item in items if item.get_closest_marker("nightly") is not None]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 

@@ -23,7 +23,6 @@ from serving import RunningServer
 
 NIGHTLY = os.environ.get("QUIRE_NIGHTLY") == "1"
 SOAK_SECONDS = float(os.environ.get("QUIRE_SOAK_SECONDS", "600"))  # 3600 for the bar of 1% an hour
-nightly = pytest.mark.skipif(not NIGHTLY, reason="takes long: set QUIRE_NIGHTLY=1")
 pytestmark = pytest.mark.slow
 
 CONTEXT = 512  # tokens, of the demo model
@@ -207,7 +206,7 @@ async def work_off(mix: Mix, num_requests: int, concurrency: int) -> None:
             group.create_task(worker())
 
 
-@pytest.mark.parametrize("num_requests", [600, pytest.param(10_000, marks=nightly)])
+@pytest.mark.parametrize("num_requests", [600, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_mixed_load(start_server: Starter, num_requests: int) -> None:
     """No 5xx, exact token counts, equal answers to equal questions, and a smooth event loop."""
     server = start_server("--debug")
@@ -248,7 +247,7 @@ def test_token_counts_are_exact(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_readers", "num_tokens"), [(60, 100), pytest.param(500, CONTEXT - 4, marks=nightly, id="nightly")]
+    ("num_readers", "num_tokens"), [(60, 100), pytest.param(500, CONTEXT - 4, marks=pytest.mark.nightly, id="nightly")]
 )
 def test_slow_readers_hold_up_nobody(start_server: Starter, num_readers: int, num_tokens: int) -> None:
     """Streams read at a byte a second cost the others little time, and the server little memory."""
@@ -418,7 +417,7 @@ def test_preempted_requests_get_the_same_answers(server: RunningServer, start_se
 # Over time.
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(SOAK_SECONDS, marks=nightly, id="nightly")])
+@pytest.mark.parametrize("seconds", [12, pytest.param(SOAK_SECONDS, marks=pytest.mark.nightly, id="nightly")])
 def test_soak_neither_grows_nor_leaks(start_server: Starter, seconds: float) -> None:
     """After a warm-up, memory, files and threads are flat under a steady mixture."""
     server = start_server("--num-kv-blocks", "256")  # few: each takes memory once it is first used
