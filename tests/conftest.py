@@ -72,17 +72,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("level", [name for name in levels() if name != TORCH], indirect=True)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With several processes, look at the library before they start: one that refuses is an internal error."""
+    if getattr(session.config.option, "numprocesses", None):
+        _check_library()
+
+
+def _check_library() -> None:
+    """No test that knows the kernels runs beside a library that can't be used: those of its levels would be missing."""
+    from quire.ops.native.library import library_fault
+
+    if (fault := library_fault()) is not None:
+        raise pytest.UsageError(fault)
+
+
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin out sweeps to the cases in which each two values of their parameters meet.
 
     The rest of a test marked `pairs` is slow; that of a `sweep` is left out, as is what is marked `nightly`, but of no
-    nightly run. And no test that knows the kernels runs beside a library that can't be used: those of its levels would
-    be missing unseen.
+    nightly run.
     """
-    kernels = sys.modules.get("quire.ops.native.library")
-    if kernels is not None and (fault := kernels.library_fault()) is not None:
-        raise pytest.UsageError(fault)
+    if "quire.ops.native.library" in sys.modules and "PYTEST_XDIST_WORKER" not in os.environ:
+        _check_library()
     for item in _beyond_pairs(items, "pairs"):
         item.add_marker(pytest.mark.slow)
     if os.environ.get("QUIRE_NIGHTLY") != "1":

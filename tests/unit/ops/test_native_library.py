@@ -72,10 +72,12 @@ def test_in_a_checkout_a_library_that_cannot_be_used_is_an_error(
     assert choose_level() == TORCH
 
 
+@pytest.mark.slow
 def test_no_test_runs_beside_a_library_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"\x7fELF, but not really")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", str(Path(__file__))]
     environment = os.environ | {"QUIRE_NATIVE_LIBRARY": str(tmp_path / "broken.so")}
+    environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "run `make native`" in done.stderr
