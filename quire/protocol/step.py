@@ -157,15 +157,15 @@ class SampleGuide(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[tuple[int, int]]
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """News of one sequence after a step, for the output processor."""
 
     request_id: str
     sequence_index: int  # 0 .. num_sequences - 1, counted from the request's first
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one per new token
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | None = None  # the token id that ended it, unless it is the model's first end-of-sequence id
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     failure: Failure | None = None

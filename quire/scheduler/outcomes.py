@@ -72,14 +72,14 @@ class Outcomes:
         """Take in what a step brought; results of sequences that have ended are dropped."""
         # Whole requests fail, so before anything is made of their other sequences' results.
         outputs = self._take_failures(plan, result)
-        live, num_failed = self.live, len(outputs)
+        live, decode, num_failed = self.live, self._decode, len(outputs)
         served = self._groups_of(plan) if self._planner.watches_service else {}
         for item, found in zip(plan.scheduled, result.results, strict=True):
             sequence = live.get(item.sequence_id)
             if sequence is None:
                 continue
             sequence.num_in_flight -= 1
-            if item.num_new_tokens == 1 and self._decode(sequence, item, found, outputs):
+            if item.num_new_tokens == 1 and decode(sequence, item, found, outputs):
                 continue
             prompt_logprobs = found.prompt_logprobs
             if prompt_logprobs is not None:
@@ -141,13 +141,7 @@ class Outcomes:
         sequence.proposes = False
         sequence.num_drafts = 0
         outputs.append(
-            SequenceOutput(
-                request_id=group.request_id,
-                sequence_index=sequence.index,
-                new_token_ids=tokens,
-                logprobs=found.logprobs,
-                num_cached_tokens=group.num_cached_tokens or 0,
-            )
+            SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, group.num_cached_tokens or 0)
         )
         return True
 
