@@ -22,6 +22,7 @@ from quire.executor.inprocess import InProcessExecutor
 from quire.models.registry import CausalLM
 from quire.ops.native.library import TORCH, levels
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
+from quire.scheduler.policies.registry import POLICIES
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
@@ -38,23 +39,30 @@ class Variant(NamedTuple):
     prefix: bool  # prefix caching, and the whole set once more, to be found in the cache
     preempted: bool  # too few blocks for what runs
     late: bool  # two plans in flight, on a device that answers one step late
+    policy: str  # who comes first; the requests have clients, priorities and targets of their own
     chunked: bool = True
 
 
 # Every value of every axis meets every value of every other one (a test below counts).
 VARIANTS = [
-    Variant(2, 16, 8, prefix=False, preempted=True, late=True),
-    Variant(2, 64, 16, prefix=True, preempted=False, late=True),
-    Variant(2, 512, 64, prefix=False, preempted=False, late=False),
-    Variant(7, 16, 16, prefix=False, preempted=False, late=False),
-    Variant(7, 64, 64, prefix=False, preempted=True, late=True),
-    Variant(7, 512, 8, prefix=True, preempted=False, late=False),
-    Variant(32, 16, 64, prefix=True, preempted=True, late=False),
-    Variant(32, 64, 8, prefix=False, preempted=False, late=False),
-    Variant(32, 512, 16, prefix=False, preempted=True, late=True),
-    Variant(7, 512, 16, prefix=False, preempted=False, late=False, chunked=False),
+    Variant(2, 16, 8, prefix=True, preempted=True, late=True, policy="fair"),
+    Variant(2, 16, 8, prefix=False, preempted=True, late=False, policy="deadline"),
+    Variant(2, 16, 64, prefix=True, preempted=True, late=True, policy="shortest"),
+    Variant(2, 64, 8, prefix=False, preempted=False, late=False, policy="priority"),
+    Variant(2, 512, 16, prefix=True, preempted=True, late=True, policy="fcfs"),
+    Variant(7, 16, 16, prefix=False, preempted=False, late=False, policy="priority"),
+    Variant(7, 64, 8, prefix=True, preempted=True, late=False, policy="fcfs"),
+    Variant(7, 64, 16, prefix=True, preempted=True, late=False, policy="shortest"),
+    Variant(7, 64, 64, prefix=True, preempted=False, late=True, policy="fair"),
+    Variant(7, 512, 16, prefix=False, preempted=False, late=True, policy="deadline"),
+    Variant(32, 16, 64, prefix=False, preempted=False, late=False, policy="fcfs"),
+    Variant(32, 64, 64, prefix=True, preempted=True, late=False, policy="deadline"),
+    Variant(32, 512, 8, prefix=False, preempted=False, late=False, policy="shortest"),
+    Variant(32, 512, 16, prefix=False, preempted=True, late=False, policy="fair"),
+    Variant(32, 512, 64, prefix=True, preempted=True, late=True, policy="priority"),
+    Variant(7, 512, 16, prefix=False, preempted=False, late=False, policy="fcfs", chunked=False),
 ]
-SOME_VARIANTS = [VARIANTS[0], VARIANTS[5], VARIANTS[8]]
+SOME_VARIANTS = [VARIANTS[0], VARIANTS[9], VARIANTS[14]]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
 
 
@@ -107,7 +115,7 @@ class RecordedProposer(Proposer):
 
 
 def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of many lengths, in pairs with a common beginning; half greedy, half seeded with penalties."""
+    """Prompts of many lengths, with common beginnings; half greedy, half seeded with penalties, some forked."""
     rng, sizes = random.Random(11), random.Random(12)  # apart, so that every vocabulary gets the same lengths
     found = []
     shared: list[int] = []
@@ -132,6 +140,7 @@ def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
                 frequency_penalty=0.3,
                 repetition_penalty=1.2,
                 min_tokens=1,
+                n=3 if i % 8 == 7 else 1,
             )
         if i % 8 == 5:
             params.prompt_logprobs = 2
@@ -183,11 +192,18 @@ def drain(one: LLMEngine) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
+def submit(one: LLMEngine, number: int, prompt: list[int], params: SamplingParams) -> None:
+    """Queue a request; who is served first differs with every policy."""
+    processed = one.process_input(str(number), prompt, params)
+    mine = {"client": "abc"[number % 3], "priority": number * 7 % 4, "ttft_target": 1000.0 + number * 5 % 11}
+    one.submit(dataclasses.replace(processed, request=msgspec.structs.replace(processed.request, **mine)))
+
+
 def run(one: LLMEngine, todo: list[tuple[list[int], SamplingParams]], together: int) -> list[Any]:
     found: dict[str, Any] = {}
     for low in range(0, len(todo), together):
         for i, (prompt, params) in list(enumerate(todo))[low : low + together]:
-            one.add_request(str(i), prompt, params)
+            submit(one, i, prompt, params)
         found |= drain(one)
     assert one.stats().kv_cache_usage_perc == 0, "idle means an empty pool"
     return [found[str(i)] for i in range(len(todo))]
@@ -214,6 +230,7 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
         "block_size": variant.block_size,
         "enable_prefix_caching": variant.prefix,
         "enable_chunked_prefill": variant.chunked,
+        "scheduling_policy": variant.policy,
     }
     if variant.preempted:
         changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
@@ -233,9 +250,9 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
 
 
 def test_the_variants_cover_every_pair_of_values() -> None:
-    axes = [sorted({v[i] for v in VARIANTS[:9]}) for i in range(6)]
-    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2]
-    for i, j in itertools.combinations(range(6), 2):
+    axes = [sorted({v[i] for v in VARIANTS if v.chunked}) for i in range(7)]
+    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2, len(POLICIES)]
+    for i, j in itertools.combinations(range(7), 2):
         met = {(v[i], v[j]) for v in VARIANTS}
         assert met >= set(itertools.product(axes[i], axes[j])), f"axes {i} and {j}"
 
