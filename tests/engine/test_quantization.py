@@ -73,7 +73,7 @@ def test_native_bfloat16_is_nearer_to_float32_than_torchs(read, exact: Reading, 
     assert found.perplexity == pytest.approx(exact.perplexity, rel=5e-4)
 
 
-@pytest.mark.pairs
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", TORCH])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("quantization", "error", "loss"), [("int8", 0.0055, 1.5e-3), ("int4", 0.047, 0.016)])
@@ -85,6 +85,7 @@ def test_quality_of_quantized_weights(
     assert 0 < found.perplexity / exact.perplexity - 1 < loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_torch_and_native_quantize_alike(read, quantization: str, native: str) -> None:
     ours, torchs = (read(dtype="float32", quantization=quantization, kernels=k) for k in ("auto", TORCH))
@@ -92,6 +93,7 @@ def test_torch_and_native_quantize_alike(read, quantization: str, native: str) -
     assert ours.perplexity == pytest.approx(torchs.perplexity, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_quality_of_an_int8_cache(read, exact: Reading, native: str) -> None:
     plain, found = read(), read(kv_cache_dtype="int8")
     assert plain.error(exact) < found.error(exact) < 0.004

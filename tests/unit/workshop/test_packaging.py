@@ -78,6 +78,7 @@ def build(kind: str, into: Path, **environment: str) -> Path:
 
 
 @needs_backend
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment", [{"QUIRE_NO_NATIVE": "1"}, pytest.param({"CXX": "/bin/false"}, marks=needs_cmake)], ids=str
 )
@@ -102,6 +103,7 @@ def test_wheel_with_the_kernels_serves_every_python(tmp_path: Path) -> None:
 
 
 @needs_backend
+@pytest.mark.slow
 def test_sdist_can_be_built_from(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
