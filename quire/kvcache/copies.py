@@ -41,6 +41,10 @@ class PlannedCopies:
             else:
                 pool.release(block)
 
+    def concern(self, sequence_id: int) -> bool:
+        """Whether a sequence's table has blocks that are still to be copied."""
+        return any(copy.sequence_id == sequence_id for copy in self._copies)
+
     def drop(self, sequence_id: int) -> None:
         """A sequence gives its blocks back: its copies need not be made, and hold nothing any more."""
         if not self._copies:

@@ -75,9 +75,9 @@ class KVGroup:
         return max(first_block, stop)
 
     def num_free_among(self, block_ids: list[int]) -> int:
-        """How many of some blocks nobody owns."""
+        """How many of some blocks nobody owns; negative numbers stand for blocks elsewhere."""
         counts = self.pool.ref_counts
-        return sum(1 for block in block_ids if counts[block] == 0)
+        return sum(1 for block in block_ids if block >= 0 and counts[block] == 0)
 
     def is_shared(self, block: int) -> bool:
         """Whether writing to a block would change what another table, or the prefix cache, knows it for."""

@@ -12,6 +12,7 @@ from quire.kvcache.groups import KVGroup
 from quire.kvcache.integrity import check_books
 from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
 from quire.kvcache.residency import ResidencyTimes
+from quire.kvcache.swap import SwapSpace, first_from_host
 from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
 from quire.protocol.cache import CacheLayout
 from quire.protocol.step import Moves
@@ -55,6 +56,9 @@ class KVManager:
         self._watched: set[bytes] = set()  # those of them that somebody awaits
         self.settled: list[bytes] = []
         self._copies = PlannedCopies(self._groups)  # of the plan being made
+        self._space: SwapSpace | None = None
+        if layout.num_host_blocks:
+            self._space = SwapSpace(layout, self._groups, self._hash_of if enable_prefix_caching else None)
 
     # What there is.
 
@@ -104,16 +108,25 @@ class KVManager:
         table.clear(len(self._groups))
         return table
 
-    def match_prefix(self, table: BlockTable) -> PrefixMatch:
+    def match_prefix(self, table: BlockTable, only_swapped: bool = False) -> PrefixMatch:
         """The longest cached prefix in full blocks, never reaching the last token: that one must be computed.
 
-        The blocks are not taken, so the match holds until other blocks are.
+        What was swapped out of the sequence counts where it is longer, and alone if `only_swapped`. The blocks are not
+        taken, so the match holds until other blocks are.
         """
-        if not self._caching:
-            return NO_MATCH
+        if only_swapped or not self._caching:
+            if table.swapped is None or self._space is None:
+                return NO_MATCH
+            return self._space.match(table, table.swapped.num_tokens)
         limit = (table.num_tokens - 1) // self.block_size
         num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
         awaits = self._last_on_its_way(table, num_found, limit)
+        if self._space is not None and awaits is None:
+            pools = self._space.tier.pools
+            num_known = longest_prefix(self._groups, lambda i: self._hash_of(table, i), limit, pools) * self.block_size
+            num_known = max(num_known, table.swapped.num_tokens if table.swapped else 0)
+            if num_known > num_found * self.block_size:
+                return self._space.match(table, num_known)
         num_tokens = num_found * self.block_size
         block_ids: list[list[int]] = []
         for group in self._groups:
@@ -137,6 +150,8 @@ class KVManager:
             found = match.block_ids[number] if match.block_ids else []
             num_fresh = group.num_admitted(table.num_tokens, match.num_tokens + num_new_tokens) - len(found)
             num_free_hits = group.num_free_among(found[group.first_visible(match.num_tokens) :])
+            if match.num_from_host:
+                num_fresh += sum(1 for block in found if block < 0)
             missing = max(missing, num_fresh + num_free_hits - group.pool.num_free)
         return missing
 
@@ -147,10 +162,16 @@ class KVManager:
             found = match.block_ids[number] if match.block_ids else []
             first = table.first_block[number] = group.first_visible(match.num_tokens)
             for block in found[first:]:
-                group.pool.acquire(block)
+                if block >= 0:
+                    group.pool.acquire(block)
             num_fresh = group.num_admitted(table.num_tokens, match.num_tokens + num_new_tokens) - len(found)
+            if match.num_from_host and self._space is not None:
+                found = self._space.bring_in(table, number, found, match.is_swapped)
             table.block_ids[number] = found + group.pool.allocate(num_fresh)
-        table.num_committed = match.num_tokens // self.block_size
+        table.num_committed = table.num_found = match.num_tokens // self.block_size
+        if match.num_from_host:  # those that are brought in can be found when the result of this plan is there
+            table.num_committed = min(table.num_found, first_from_host(match))
+        self.drop_swapped(table)
         self._start(table)
         if self._caching:
             for index in range(table.num_committed, table.num_tokens // self.block_size):
@@ -170,6 +191,7 @@ class KVManager:
             for block in child.block_ids[number][first:]:
                 group.pool.acquire(block)
         child.num_committed = min(table.num_committed, num_full)
+        child.num_found = min(table.num_found, num_full)
         child.hashes = table.hashes[:num_full]
         if num_full < num_blocks:
             child.shared_block = num_full
@@ -218,8 +240,9 @@ class KVManager:
         if self._caching:
             for index in range(table.num_committed, num_full):
                 block_hash = self._hash_of(table, index)
-                for group, block_ids in zip(self._groups, table.block_ids, strict=True):
-                    group.pool.register(block_ids[index], block_hash)
+                for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
+                    if index >= first:
+                        group.pool.register(block_ids[index], block_hash)
                 self._forget_computing(table, block_hash)
             table.num_committed = max(table.num_committed, num_full)
         for number in self._windowed:
@@ -236,17 +259,59 @@ class KVManager:
         """
         del self._tables[table.sequence_id]
         self._copies.drop(table.sequence_id)
+        if self._space is not None:
+            self._space.tier.drop(table.sequence_id)
         for number, block_ids in enumerate(table.block_ids):
             self._copies.release(number, block_ids[table.first_block[number] :])
         for block_hash in table.hashes[table.num_committed :]:
             self._forget_computing(table, block_hash)
         table.clear(len(self._groups))
 
+    # The second memory.
+
+    @property
+    def can_swap(self) -> bool:
+        """Whether there are host blocks."""
+        return self._space is not None
+
+    def swap_seconds(self, table: BlockTable) -> float:
+        """What it takes to copy a table's blocks to the host and back; 0.0: not known."""
+        return self._space.seconds(table) if self._space is not None else 0.0
+
+    def swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """Have the blocks of a table's computed tokens copied to the host, before `free`; False if that can't be.
+
+        The copies are part of the plan being made. Blocks with a name that the host knows are not copied again.
+        """
+        if self._space is None or self._copies.concern(table.sequence_id):
+            return False
+        return self._space.swap_out(table, num_computed_tokens)
+
+    def drop_swapped(self, table: BlockTable) -> None:
+        """Give up what the host holds of a sequence."""
+        if self._space is not None:
+            self._space.drop_swapped(table)
+
     # A plan is made.
 
     def end_plan(self) -> Moves:
-        """A plan is complete: returns its copies, whose sources may be handed out from the next plan on."""
-        return Moves(copies=self._copies.take())
+        """A plan is complete: returns its moves. Copies' sources may be handed out from the next plan on."""
+        copies = self._copies.take()
+        if self._space is None:
+            return Moves(copies=copies)
+        out, in_ = self._space.end_plan()
+        return Moves(out, copies, in_)
+
+    def plan_done(self) -> None:
+        """The result of the oldest plan in flight came."""
+        if self._space is not None:
+            self._space.tier.plan_done()
+
+    def cancel(self) -> None:
+        """Plans in flight will not be carried out, and no table holds blocks; what they were to move is forgotten."""
+        self._copies.take()
+        if self._space is not None:
+            self._space.cancel()
 
     # All at once.
 
@@ -256,12 +321,16 @@ class KVManager:
             return False
         for group in self._groups:
             group.pool.forget_all()
+        if self._space is not None:
+            self._space.forget_all()
         return True
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count and hash is what the live tables imply. O(num_blocks + tokens)."""
         self._copies.check_none()
         check_books(self._groups, list(self._tables.values()), self._hash)
+        if self._space is not None:
+            self._space.check_integrity()
         computing = {name for table in self._tables.values() for name in table.hashes[table.num_committed :]}
         assert self._computing.keys() <= computing, "nobody computes a block that is waited for"
         assert set(self._computing.values()) <= self._tables.keys(), "nobody computes a block that is waited for"

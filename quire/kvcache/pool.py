@@ -18,6 +18,7 @@ class BlockPool:
 
     Attributes:
         num_evicted: blocks handed out although their content could be found, since the start.
+        evicted: where a list, `allocate` notes here which blocks held which content.
     """
 
     def __init__(self, num_blocks: int, residency: Residency | None = None) -> None:
@@ -26,6 +27,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_evicted = 0
         self.ref_counts = [0] * num_blocks
+        self.evicted: list[tuple[int, bytes]] | None = None
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._sentinel = num_blocks
@@ -86,13 +88,14 @@ class BlockPool:
         where that one is free, this one, which was used later, takes its place.
         """
         assert self.ref_counts[block] > 0, "registering a free block"
-        assert self._hashes[block] is None, "a block has one content"
         held = self._block_of.get(block_hash)
+        if held == block:
+            return
+        assert self._hashes[block] is None, "a block has one content"
         if held is not None:
             if self.ref_counts[held] > 0:
                 return
-            self._forget(held)
-            self._states[held] = _FREE
+            self.forget(held)
             self._unlink(held)
             self._link_before(self._next[self._sentinel], held)
         self._block_of[block_hash] = block
@@ -103,6 +106,15 @@ class BlockPool:
     def is_registered(self, block: int) -> bool:
         """Whether a hash leads to this block."""
         return self._hashes[block] is not None
+
+    def forget(self, block: int) -> None:
+        """Make a block unknown: what it holds can't be relied on."""
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hashes[block] = None
+            if self.ref_counts[block] == 0:
+                self._states[block] = _FREE
 
     def forget_all(self) -> None:
         """Make every block unknown."""
@@ -140,14 +152,10 @@ class BlockPool:
         del self._block_of[block_hash]
         self._hashes[block] = None
         self.num_evicted += 1
+        if self.evicted is not None:
+            self.evicted.append((block, block_hash))
         if not block & UNSAMPLED and self._residency is not None:
             self._residency.on_evicted(block)
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            self._hashes[block] = None
 
     def _link_before(self, successor: int, block: int) -> None:
         previous = self._previous[successor]

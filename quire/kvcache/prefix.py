@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from quire.kvcache.groups import KVGroup
+from quire.kvcache.pool import BlockPool
 
 
 def root_hash(cache_salt: str | None, adapter_digest: bytes = b"") -> bytes:
@@ -33,16 +34,19 @@ class BlockHasher:
         return sha256(parent + self._pack(*token_ids)).digest()
 
 
-def longest_prefix(groups: Sequence[KVGroup], name_of: Callable[[int], bytes], num_blocks: int) -> int:
+def longest_prefix(
+    groups: Sequence[KVGroup], name_of: Callable[[int], bytes], num_blocks: int, host: Sequence[BlockPool] = ()
+) -> int:
     """How many of a sequence's first `num_blocks` blocks need not be computed again.
 
     So many that every full group holds them all, and every windowed one those that later positions still see. A block
-    is looked up once in each group, and named only when it is looked up.
+    is looked up once in each group, and named only when it is looked up; what the group's pool lacks, in the host's.
     """
+    elsewhere = dict(zip(groups, host, strict=True)) if host else {}
     for group in groups:
         if group.window is None:
-            found = 0
-            while found < num_blocks and group.pool.find(name_of(found)) is not None:
+            found, find = 0, _finder(group, elsewhere)
+            while found < num_blocks and find(name_of(found)) is not None:
                 found += 1
             num_blocks = found
     # Windows: from the end, as the last gap is what decides. Blocks [known[group], num_blocks) are there.
@@ -52,11 +56,25 @@ def longest_prefix(groups: Sequence[KVGroup], name_of: Callable[[int], bytes], n
     while num_blocks and waiting:
         group = waiting.pop()
         index = min(known[group], num_blocks)
-        first = group.first_visible(num_blocks * group.block_size)
-        while index > first and group.pool.find(name_of(index - 1)) is not None:
+        first, find = group.first_visible(num_blocks * group.block_size), _finder(group, elsewhere)
+        while index > first and find(name_of(index - 1)) is not None:
             index -= 1
         known[group] = index
         if index > first:
             num_blocks = index - 1
             waiting = list(windowed)
     return num_blocks
+
+
+def _finder(group: KVGroup, elsewhere: dict[KVGroup, BlockPool]) -> Callable[[bytes], int | None]:
+    """The lookup of a name in a group's pool and, where there is one, in the other."""
+    here = group.pool.find
+    if group not in elsewhere:
+        return here
+    there = elsewhere[group].find
+
+    def find(block_hash: bytes) -> int | None:
+        found = here(block_hash)
+        return there(block_hash) if found is None else found
+
+    return find

@@ -10,6 +10,14 @@ from typing import NamedTuple
 NEVER = sys.maxsize  # a number of tokens that no sequence reaches
 
 
+class Swapped(NamedTuple):
+    """A sequence's blocks on the host, which it owns there: those of its first `num_tokens` tokens."""
+
+    num_tokens: int
+    first_block: list[int]  # by group, as in the table
+    block_ids: list[list[int]]  # by group, from the first one on
+
+
 class BlockTable:
     """The blocks of one sequence: block i of a group holds its keys and values of tokens [i * size, (i + 1) * size).
 
@@ -22,9 +30,11 @@ class BlockTable:
         first_block: by group, the first index that is held.
         hashes: names of the sequence's first full blocks, as far as they were needed; kept when blocks are freed.
         num_committed: full blocks that were computed, or found, and offered to the prefix cache.
+        num_found: full blocks that were found at its admission, on the device or on the host.
         num_slots: positions that every group has a block for, counted from 0.
         next_commit: computed tokens at which `commit` has something to do.
         shared_block: index of the block in which a fork began to differ, to be copied before it is written; -1: none.
+        swapped: what the host holds of a sequence that was swapped out.
     """
 
     __slots__ = (
@@ -33,12 +43,14 @@ class BlockTable:
         "hashes",
         "next_commit",
         "num_committed",
+        "num_found",
         "num_slots",
         "output_token_ids",
         "prompt_token_ids",
         "root",
         "sequence_id",
         "shared_block",
+        "swapped",
     )
 
     def __init__(self, sequence_id: int, prompt_token_ids: list[int], output_token_ids: list[int], root: bytes) -> None:
@@ -47,6 +59,7 @@ class BlockTable:
         self.output_token_ids = output_token_ids
         self.root = root
         self.hashes: list[bytes] = []
+        self.swapped: Swapped | None = None
         self.clear(0)
 
     def clear(self, num_groups: int) -> None:
@@ -54,6 +67,7 @@ class BlockTable:
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.first_block = [0] * num_groups
         self.num_committed = 0
+        self.num_found = 0
         self.num_slots = 0
         self.next_commit = NEVER
         self.shared_block = -1
@@ -76,9 +90,12 @@ class BlockTable:
 class PrefixMatch(NamedTuple):
     """What the cache knows of a sequence's beginning, and whether the block after it is on its way."""
 
-    num_tokens: int  # whole blocks
-    block_ids: list[list[int]]  # by group, 0 where the window has passed; [] when nothing was looked up
+    num_tokens: int  # whole blocks, unless it was swapped out
+    # By group, 0 where the window has passed; [] when nothing was looked up. -1 - b: host block b is to be brought in.
+    block_ids: list[list[int]]
     awaits: bytes | None = None  # the last block that the sequence computing the first missing one will bring; or None
+    num_from_host: int = 0  # blocks to be brought in
+    is_swapped: bool = False  # these are the sequence's own
 
     @property
     def next_is_computing(self) -> bool:

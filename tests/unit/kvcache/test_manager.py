@@ -58,13 +58,13 @@ def test_the_next_missing_block_may_be_on_its_way() -> None:
     kv = make()
     first, _ = admit(kv, list(range(10)))
     later = kv.open(99, [*range(8), 50, 51], [], None)
-    assert kv.match_prefix(later) == (0, [[]], first.hashes[1]), "the last block that they share"
+    assert kv.match_prefix(later)[:3] == (0, [[]], first.hashes[1]), "the last block that they share"
     kv.commit(first, 4)
-    assert kv.match_prefix(later) == (4, [first.block_ids[0][:1]], first.hashes[1])
+    assert kv.match_prefix(later)[:3] == (4, [first.block_ids[0][:1]], first.hashes[1])
     kv.commit(first, 8)
-    assert kv.match_prefix(later) == (8, [first.block_ids[0][:2]], None)
+    assert kv.match_prefix(later)[:3] == (8, [first.block_ids[0][:2]], None)
     other_salt = kv.open(100, list(range(10)), [], "salt")
-    assert kv.match_prefix(other_salt) == (0, [[]], None)
+    assert kv.match_prefix(other_salt)[:3] == (0, [[]], None)
     kv.free(first)
     second, _ = admit(kv, [9] * 8)
     waiting = kv.open(101, [9] * 9, [], None)

@@ -120,10 +120,10 @@ def test_a_prefix_ends_where_every_window_is_whole() -> None:
     kv.free(table)
     # Forget one block of the wide window, number 24: what needs it is not found any more, what ends before it is.
     pool = kv._groups[2].pool
-    pool._forget(blocks[2][24])
+    pool.forget(blocks[2][24])
     assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [])).num_tokens == 24 * SIZE
     # And one of the narrow window before it: 7 positions before 384 lie in the tile of blocks 20 to 23.
-    kv._groups[1].pool._forget(kv._groups[1].pool.find(table.hashes[22]) or 0)
+    kv._groups[1].pool.forget(kv._groups[1].pool.find(table.hashes[22]) or 0)
     assert kv.match_prefix(kv.open(next(ids), [*tokens, 1], [])).num_tokens == 22 * SIZE
 
 

@@ -1,0 +1,164 @@
+"""The host's blocks: what was swapped out of live sequences, and the second tier of the prefix cache.
+
+The KV manager is its only caller. Blocks that a sequence owns here wait to be brought back; all others are an LRU cache
+of what the device's pools evicted. It makes a plan's moves, and must not know of queues, tokens or tensors.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.kvcache.pool import BlockPool
+from quire.protocol.cache import CacheLayout
+
+Named = tuple[int, bytes | None]  # a device's block, and the name of its content where it has one
+
+
+class _Arrival(NamedTuple):
+    """A host block that the plan being made brings back; it is owned until that plan is complete."""
+
+    sequence_id: int
+    group: int
+    host: int
+    device: int
+
+
+class HostTier:
+    """Host blocks by KV group, and the moves of the plan being made.
+
+    A host block that plan k writes may be read from plan k on, as plans are carried out in order, outward moves first.
+    A block that plan k reads is not handed out again before plan k + 1. What plans in flight are still to write counts
+    as unproven: should they be forgotten, it is forgotten with them.
+
+    Attributes:
+        pools: by group.
+        block_bytes: by group.
+        num_out, num_in, num_hits: blocks moved to the host and back, and those of the latter found by their name.
+        num_evicted: blocks of the device's prefix cache that fell into this one.
+        bytes_out, bytes_in: what moved.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.pools = [BlockPool(count) for count in layout.num_host_blocks]
+        self.block_bytes = layout.block_bytes or [0] * len(self.pools)
+        self.num_out = self.num_in = self.num_hits = self.num_evicted = 0
+        self.bytes_out = self.bytes_in = 0
+        self._out: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
+        self._arrivals: list[_Arrival] = []
+        self._unproven: deque[list[tuple[int, int]]] = deque()  # (group, host block), by plan in flight
+
+    # A plan is made.
+
+    def hold(self, blocks: Sequence[Sequence[Named]]) -> list[list[int]] | None:
+        """Own a copy of some device blocks, by group; those whose content is here already are not copied again.
+
+        Returns:
+            The host blocks; None, with nothing changed, where there are too few.
+        """
+        known: list[list[int | None]] = []
+        for pool, wanted in zip(self.pools, blocks, strict=True):
+            known.append([None if name is None else pool.find(name) for _, name in wanted])
+            for block in known[-1]:
+                if block is not None:
+                    pool.acquire(block)
+        if any(pool.num_free < found.count(None) for pool, found in zip(self.pools, known, strict=True)):
+            for group, found in enumerate(known):
+                self.release(group, [block for block in found if block is not None])
+            return None
+        return [
+            [self._write(group, *entry) if block is None else block for entry, block in zip(wanted, found, strict=True)]
+            for group, (wanted, found) in enumerate(zip(blocks, known, strict=True))
+        ]
+
+    def keep(self, group: int, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Cache what was evicted from the device in this plan, as far as nothing that is owned stands in the way."""
+        pool = self.pools[group]
+        for block, name in evicted:
+            found = pool.find(name)
+            if found is not None:
+                pool.acquire(found)  # it was used just now
+                pool.release(found)
+            elif pool.num_free:
+                pool.release(self._write(group, block, name))
+                self.num_evicted += 1
+
+    def acquire(self, group: int, block: int, is_hit: bool) -> None:
+        """Own a block once more; `is_hit`: it was found by its name."""
+        self.pools[group].acquire(block)
+        self.num_hits += is_hit
+
+    def bring_in(self, sequence_id: int, group: int, host: int, device: int) -> None:
+        """Copy an owned host block to a sequence's own; its owner gives it up with the plan."""
+        self._arrivals.append(_Arrival(sequence_id, group, host, device))
+
+    def brings(self, sequence_id: int) -> bool:
+        """Whether blocks of a sequence are to come with the plan being made."""
+        return any(arrival.sequence_id == sequence_id for arrival in self._arrivals)
+
+    def drop(self, sequence_id: int) -> None:
+        """A sequence gives its blocks back before they came."""
+        if not self._arrivals:
+            return
+        for arrival in [arrival for arrival in self._arrivals if arrival.sequence_id == sequence_id]:
+            self._arrivals.remove(arrival)
+            self.release(arrival.group, [arrival.host])
+
+    def release(self, group: int, blocks: Sequence[int]) -> None:
+        """Drop an owner of each block, last to first."""
+        for block in reversed(blocks):
+            self.pools[group].release(block)
+
+    def end_plan(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """The plan is complete: its moves to the host, as (group, device, host), and back, as (group, host, device)."""
+        out = [(group, device, host) for (group, host), device in self._out.items()]
+        in_ = [(arrival.group, arrival.host, arrival.device) for arrival in self._arrivals]
+        self._unproven.append(list(self._out))
+        self._out = {}
+        for arrival in reversed(self._arrivals):
+            self.pools[arrival.group].release(arrival.host)
+        self._arrivals = []
+        self.num_out += len(out)
+        self.num_in += len(in_)
+        self.bytes_out += sum(self.block_bytes[group] for group, _, _ in out)
+        self.bytes_in += sum(self.block_bytes[group] for group, _, _ in in_)
+        return out, in_
+
+    # Plans have been carried out, or never will be.
+
+    def plan_done(self) -> None:
+        """The oldest plan's result came: what it wrote is there."""
+        self._unproven.popleft()
+
+    def cancel(self) -> None:
+        """Plans in flight, and the one being made, are forgotten, and no sequence owns a block any more."""
+        for written in [*self._unproven, list(self._out)]:
+            for group, block in written:
+                self.pools[group].forget(block)
+        self._unproven.clear()
+        self._out = {}
+        for arrival in self._arrivals:
+            self.pools[arrival.group].release(arrival.host)
+        self._arrivals = []
+
+    def forget_all(self) -> None:
+        """Forget every prefix; what sequences own stays theirs."""
+        for pool in self.pools:
+            pool.forget_all()
+
+    def check_integrity(self, owned: Sequence[Sequence[int]]) -> None:
+        """Raise AssertionError unless these are the owners of each group's blocks, between two plans."""
+        assert not self._arrivals, "blocks are brought in for nobody"
+        for pool, blocks in zip(self.pools, owned, strict=True):
+            pool.check_integrity()
+            counts = [0] * pool.num_blocks
+            for block in blocks:
+                counts[block] += 1
+            assert counts == pool.ref_counts, "host blocks are owned by nobody, or freed twice"
+
+    def _write(self, group: int, block: int, name: bytes | None) -> int:
+        pool = self.pools[group]
+        (host,) = pool.allocate(1)
+        if name is not None:
+            pool.register(host, name)
+        self._out[group, host] = block
+        return host
