@@ -15,6 +15,7 @@ from quire.kvcache.residency import ResidencyTimes
 from quire.kvcache.swap import SwapSpace, first_from_host
 from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
 from quire.protocol.cache import CacheLayout
+from quire.protocol.stats import TierStats
 from quire.protocol.step import Moves
 
 
@@ -108,16 +109,14 @@ class KVManager:
         table.clear(len(self._groups))
         return table
 
-    def match_prefix(self, table: BlockTable, only_swapped: bool = False) -> PrefixMatch:
+    def match_prefix(self, table: BlockTable) -> PrefixMatch:
         """The longest cached prefix in full blocks, never reaching the last token: that one must be computed.
 
-        What was swapped out of the sequence counts where it is longer, and alone if `only_swapped`. The blocks are not
-        taken, so the match holds until other blocks are.
+        What was swapped out of the sequence counts where it is longer. The blocks are not taken, so the match holds
+        until other blocks are.
         """
-        if only_swapped or not self._caching:
-            if table.swapped is None or self._space is None:
-                return NO_MATCH
-            return self._space.match(table, table.swapped.num_tokens)
+        if not self._caching:
+            return self.match_swapped(table)
         limit = (table.num_tokens - 1) // self.block_size
         num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
         awaits = self._last_on_its_way(table, num_found, limit)
@@ -139,6 +138,12 @@ class KVManager:
         """Have a match's `awaits` told in `settled` as soon as nobody computes it any more."""
         assert name in self._computing, "nobody computes what is to be watched"
         self._watched.add(name)
+
+    def match_swapped(self, table: BlockTable) -> PrefixMatch:
+        """As `match_prefix`, of what was swapped out of the sequence alone."""
+        if table.swapped is None or self._space is None:
+            return NO_MATCH
+        return self._space.match(table, table.swapped.num_tokens)
 
     def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> int:
         """Blocks missing to admit a sequence whose first step computes so many tokens; zero or less when it fits.
@@ -278,6 +283,10 @@ class KVManager:
         """What it takes to copy a table's blocks to the host and back; 0.0: not known."""
         return self._space.seconds(table) if self._space is not None else 0.0
 
+    def tier_stats(self, num_swaps: int) -> TierStats | None:
+        """The figures of the second memory, where there is one, with the number of sequences swapped out."""
+        return self._space.stats(num_swaps) if self._space is not None else None
+
     def swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """Have the blocks of a table's computed tokens copied to the host, before `free`; False if that can't be.
 
@@ -286,6 +295,10 @@ class KVManager:
         if self._space is None or self._copies.concern(table.sequence_id):
             return False
         return self._space.swap_out(table, num_computed_tokens)
+
+    def swapped_ids(self) -> set[int]:
+        """The sequences for which the host holds blocks."""
+        return self._space.swapped_ids() if self._space is not None else set()
 
     def drop_swapped(self, table: BlockTable) -> None:
         """Give up what the host holds of a sequence."""

@@ -11,6 +11,7 @@ from quire.kvcache.groups import KVGroup
 from quire.kvcache.host import HostTier
 from quire.kvcache.table import BlockTable, PrefixMatch, Swapped
 from quire.protocol.cache import CacheLayout
+from quire.protocol.stats import TierStats
 
 Move = tuple[int, int, int]
 
@@ -69,6 +70,10 @@ class SwapSpace:
         self._swapped[table.sequence_id] = table
         return True
 
+    def swapped_ids(self) -> set[int]:
+        """As `KVManager.swapped_ids`."""
+        return set(self._swapped)
+
     def drop_swapped(self, table: BlockTable) -> None:
         """Give up what the host holds of a sequence."""
         if table.swapped is None:
@@ -119,6 +124,20 @@ class SwapSpace:
                 self.tier.bring_in(table.sequence_id, number, host_block, block)
             block_ids.append(block)
         return block_ids
+
+    def stats(self, num_swaps: int) -> TierStats:
+        """The figures of this moment; the number of sequences swapped out is the caller's."""
+        tier = self.tier
+        return TierStats(
+            host_cache_usage_perc=max(1.0 - pool.num_free / pool.num_blocks for pool in tier.pools),
+            num_swaps_total=num_swaps,
+            swapped_out_blocks_total=tier.num_out,
+            swapped_in_blocks_total=tier.num_in,
+            swapped_out_bytes_total=tier.bytes_out,
+            swapped_in_bytes_total=tier.bytes_in,
+            host_evictions_total=tier.num_evicted,
+            host_hits_total=tier.num_hits,
+        )
 
     # When a plan is complete, or forgotten.
 

@@ -14,6 +14,19 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     total: float  # of the values
 
 
+class TierStats(msgspec.Struct, frozen=True):
+    """The KV cache's host memory and disk: gauges at a moment, and counters since the start."""
+
+    host_cache_usage_perc: float  # share of the host blocks that swapped sequences own, 0 to 1, of the fullest group
+    num_swaps_total: int  # preemptions whose blocks went to the host
+    swapped_out_blocks_total: int  # blocks copied to the host, evicted prefixes included
+    swapped_in_blocks_total: int  # and back
+    swapped_out_bytes_total: int
+    swapped_in_bytes_total: int
+    host_evictions_total: int  # blocks that the device's prefix cache evicted to the host
+    host_hits_total: int  # blocks of prefixes found on the host
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
@@ -27,6 +40,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_evictions_total: int = 0  # blocks whose cached content made room
     # How long contents of blocks stay, as `residency_histograms` has them; [] until something was counted.
     kv_block_residency: list[Counts] = []
+    tiers: TierStats | None = None  # where there is a second memory
 
 
 class SequenceSnapshot(msgspec.Struct):

@@ -9,13 +9,14 @@ from typing import Any
 
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
-from quire.kvcache.table import NO_MATCH, NOTHING_APPENDED, PrefixMatch
+from quire.kvcache.table import NOTHING_APPENDED, PrefixMatch
 from quire.protocol.step import Fork, StepPlan
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.policies.base import Load, Policy, Prompt
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.scheduler.swapping import Swapping
 from quire.scheduler.waiting import WaitingQueue
 
 
@@ -30,6 +31,7 @@ class Planner:
         preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once; more may run still, where it was lowered.
         num_preemptions: sequences preempted since the start.
+        swapping: decides which of them go to the host.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found, at requests' first admission.
 
     Raises:
@@ -40,6 +42,7 @@ class Planner:
         self.running = SequenceQueue()
         self.preparing: dict[int, Sequence] = {}
         self.num_preemptions = 0
+        self.swapping = Swapping(kv)
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._config = config
@@ -72,11 +75,10 @@ class Planner:
             self._admit_waiting(builder)
             if not builder.scheduled:
                 self._continue_running(builder)
+        if not (builder.scheduled or (may_be_empty and (self._removed or self._ended or self._forks))):
+            return None  # moves to the host wait for the next plan
         moves = self._kv.end_plan()
-        if not builder.scheduled:
-            assert not moves.copies, "blocks are copied for nobody"
-            if not (may_be_empty and (self._removed or self._ended or self._forks)):
-                return None
+        assert builder.scheduled or not (moves.copies or moves.in_), "blocks are copied for nobody"
         for request in builder.new_requests:  # an id that is used again: the new request takes the old one's place
             self._ended.pop(request.request_id, None)
         plan = builder.plan(step_id, self._removed, list(self._ended), list(self._forks.values()), moves)
@@ -149,6 +151,7 @@ class Planner:
 
     def drop(self, sequence: Sequence) -> None:
         """Take out a sequence that has ended."""
+        self._kv.drop_swapped(sequence.table)
         if sequence.status is SequenceStatus.RUNNING:
             self._withdraw(sequence)
         elif sequence.status is SequenceStatus.WAITING:
@@ -185,7 +188,7 @@ class Planner:
             sequence.forget_row()
             sequence.settle()
             sequence.group.announced = False
-        self._kv.end_plan()  # its copies went with their tables
+        self._kv.cancel()
         self._kv.settled.clear()
         self._removed, self._ended, self._forks, self._prefixes = [], {}, {}, {}
         self._reason = None
@@ -290,7 +293,7 @@ class Planner:
         if len(self.running) >= self.max_running and not self._outranked_by(sequence):
             return "capacity"
         group, table = sequence.group, sequence.table
-        match = NO_MATCH if group.owes_prompt_logprobs else self._kv.match_prefix(table)
+        match = self._kv.match_swapped(table) if group.owes_prompt_logprobs else self._kv.match_prefix(table)
         if match.awaits is not None:
             self._await_prefix(sequence, match.awaits)
             return None
@@ -342,7 +345,8 @@ class Planner:
             return 0
         while len(running) >= self.max_running or kv.shortage(table, match, num_new_tokens) > 0:
             if outranked:
-                self._preempt(outranked.pop(), builder)
+                # What is found on the host is not owned yet, and nothing may take its place there.
+                self._preempt(outranked.pop(), builder, may_swap=match.is_swapped or not match.num_from_host)
             elif running.items or num_new_tokens == 1:
                 return 0
             else:
@@ -369,8 +373,13 @@ class Planner:
         group = sequence.group
         return (*self.policy.seat(group.request, group.key), sequence.index)
 
-    def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Take a running sequence's blocks; all its tokens, outputs included, will be computed again."""
+    def _preempt(self, sequence: Sequence, builder: PlanBuilder, may_swap: bool = True) -> None:
+        """Take a running sequence's blocks, whose content goes to the host if that is cheaper.
+
+        Otherwise all its tokens, outputs included, will be computed again.
+        """
+        if self._kv.can_swap and may_swap:
+            self.swapping.try_swap(sequence)
         builder.drop(sequence)
         self._withdraw(sequence)
         self.num_preemptions += 1

@@ -121,10 +121,14 @@ class Scheduler:
         step_id, planned_at = self._in_flight[0]
         assert plan.step_id == result.step_id == step_id, "update() with another step's plan or result"
         self._in_flight.popleft()
+        # With several in flight, it began when the one before it was done.
+        seconds = now - max(planned_at, self._last_update)
         if self._planner.watches_steps and plan.scheduled:
-            # With several in flight, it began when the one before it was done.
-            self._planner.policy.on_step(plan.num_tokens, now - max(planned_at, self._last_update))
+            self._planner.policy.on_step(plan.num_tokens, seconds)
+        if self.kv.can_swap:
+            self._planner.swapping.learn(plan, seconds)
         self._last_update = self.kv.times.now = now
+        self.kv.plan_done()
         return self._outcomes.take(plan, result)
 
     def cancel(self) -> None:
@@ -161,6 +165,7 @@ class Scheduler:
             waiting_reasons=waiting_reasons(planner),
             prefix_cache_evictions_total=self.kv.num_evicted,
             kv_block_residency=self.kv.times.counts(),
+            tiers=self.kv.tier_stats(planner.swapping.num_swaps),
         )
 
     def first_sequences(self, count: int) -> list[Sequence]:

@@ -1,6 +1,7 @@
 """Fixtures for tests that drive a whole engine: tiny random models of every family, and the two real ones."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from quire.ops.native.library import TORCH, levels, library
+
+sys.path.insert(0, str(Path(__file__).parent))  # for what test_exactness.py has to share
 
 BASE = {
     "vocab_size": 199,

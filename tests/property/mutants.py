@@ -12,8 +12,10 @@ import pytest
 from quire.executor.simulated import SimulatedExecutor
 from quire.kvcache import manager, prefix
 from quire.kvcache.groups import KVGroup
+from quire.kvcache.host import HostTier
 from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
+from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
 from quire.scheduler.continuation import Independent
 from quire.scheduler.outcomes import Outcomes
@@ -203,3 +205,38 @@ def random_numbers_of_the_neighbour(
 ) -> int:
     """What is drawn depends on how many others are in the batch."""
     return right(executor, row, sample + (len(executor.rows) > 5), allowed)
+
+
+# The host's blocks.
+
+
+@plant(KVManager, "drop_swapped")
+def a_swapped_sequence_that_ends_keeps_its_place(right: Callable[..., None], kv: KVManager, table: BlockTable) -> None:
+    """What an aborted sequence has on the host stays there."""
+    if any(table.block_ids):
+        right(kv, table)
+
+
+@plant(HostTier, "cancel")
+def what_was_never_copied_is_believed(right: Callable[..., None], tier: HostTier) -> None:
+    """After Ctrl-C the host is still thought to hold what plans in flight were to write."""
+    tier._unproven.clear()
+    tier._out = {}
+    right(tier)
+
+
+@plant(SwapSpace, "swap_out")
+def a_swap_counts_a_token_too_many(right: Callable[..., bool], space: SwapSpace, table: BlockTable, num: int) -> bool:
+    """The position that is only planned counts as computed."""
+    return right(space, table, num + (num % 4 == 1 and num + 1 < table.num_tokens))
+
+
+@plant(HostTier, "bring_in")
+def a_block_is_brought_to_its_neighbours_place(
+    right: Callable[..., None], tier: HostTier, sequence_id: int, group: int, host: int, device: int
+) -> None:
+    """The wrong one of two host blocks is copied back."""
+    other = tier._arrivals[-1].host if tier._arrivals else host
+    right(tier, sequence_id, group, host, device)
+    if other != host:
+        tier._arrivals[-1] = tier._arrivals[-1]._replace(host=other)

@@ -37,6 +37,7 @@ class Scenario:
     kind: Kind | None = None
     windows: Windows = (None,)
     policy: str | None = None
+    hosts: int | None = None  # host blocks, in quarters of the device's
 
     def command(self) -> str:
         """What runs it again."""
@@ -47,6 +48,8 @@ class Scenario:
             words.append(f"--windows {','.join(str(window or 0) for window in self.windows)}")
         if self.policy is not None:
             words.append(f"--policy {self.policy}")
+        if self.hosts is not None:
+            words.append(f"--hosts {self.hosts}")
         return f"python tests/property/simulation.py {' '.join(words)}"
 
 
@@ -128,7 +131,11 @@ def fail() -> None:
 
 
 def make_world(
-    rng: random.Random, kind: Kind | None = None, windows: Windows = (None,), policy: str | None = None
+    rng: random.Random,
+    kind: Kind | None = None,
+    windows: Windows = (None,),
+    policy: str | None = None,
+    hosts: int | None = None,
 ) -> World:
     """A world of random, narrow limits: preemption, chunking and eviction happen all the time."""
     limit = rng.choice((24, 40)) if windows == (None,) else rng.choice((150, 200))
@@ -145,6 +152,8 @@ def make_world(
     # From less than the longest request needs, so that some are refused, to room for about five.
     num_blocks = max(1, limit * rng.choice((9, 12, 20, 30, 50)) // 10 // block_size)
     caching = rng.random() < 0.8
+    drawn = rng.choice((0, 1, 4, 20))
+    hosts = drawn if hosts is None else hosts
     if kind is None:
         kind = Kind(rng.choice((1, 2)), *rng.choice(((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))))
     counts: list[int] = []
@@ -159,6 +168,8 @@ def make_world(
         groups=[CacheGroup([number], window) for number, window in enumerate(windows)],
         num_blocks=counts,
         max_model_len=limit,
+        num_host_blocks=[] if not hosts else [count * hosts // 4 + 1 for count in counts],
+        block_bytes=[1 for _ in counts],
     )
     return World(config, layout, caching, kind)
 
@@ -176,7 +187,7 @@ def run(scenario: Scenario) -> World:
     step = 0
     try:
         rng = random.Random(scenario.seed)
-        world = make_world(rng, scenario.kind, scenario.windows, scenario.policy)
+        world = make_world(rng, scenario.kind, scenario.windows, scenario.policy, scenario.hosts)
         load = Load(rng, world)
         rate = 0.3
         for step in range(scenario.num_steps):
@@ -209,6 +220,7 @@ def parse_scenarios(words: list[str] | None = None) -> list[Scenario]:
     parser.add_argument("--kind", help="plans in flight, drafts at once and their accuracy, as 2,4,0.5")
     parser.add_argument("--windows", default="0", help="each KV group's window, 0 for none, as 0,20")
     parser.add_argument("--policy", choices=list(POLICIES), help="one policy only")
+    parser.add_argument("--hosts", type=int, help="host blocks, in quarters of the device's; 0: none")
     args = parser.parse_args(words)
     kind = None
     if args.kind is not None:
@@ -216,7 +228,7 @@ def parse_scenarios(words: list[str] | None = None) -> list[Scenario]:
         kind = Kind(int(flight), int(drafts), float(accuracy))
     windows = tuple(int(window) or None for window in args.windows.split(","))
     seeds = range(args.first, args.first + args.seeds)
-    return [Scenario(seed, args.steps, kind, windows, args.policy) for seed in seeds]
+    return [Scenario(seed, args.steps, kind, windows, args.policy, args.hosts) for seed in seeds]
 
 
 def main() -> None:
@@ -227,7 +239,8 @@ def main() -> None:
         stats = world.scheduler.stats()
         print(
             f"{world.config.policy} {world.kind} {dict(world.ends)} preemptions {stats.num_preemptions_total} "
-            f"copies {world.num_copies} forks {world.num_forks} accepted {world.num_accepted} "
+            f"out {world.num_out} in {world.num_in} copies {world.num_copies} forks {world.num_forks} "
+            f"accepted {world.num_accepted} "
             f"hits {stats.prefix_cache_hits_total}/{stats.prefix_cache_queries_total} trace {world.trace:08x}",
             flush=True,
         )

@@ -118,7 +118,7 @@ class World:
         self.expectations: dict[str, Expectation] = {}
         self.model = FakeModel(VOCAB, kind.max_drafts, kind.accuracy, self._fails)
         self.clock = 0.0
-        self.num_copies = self.num_forks = self.num_accepted = 0
+        self.num_copies = self.num_forks = self.num_accepted = self.num_out = self.num_in = 0
         self.ends: Counter[str] = Counter()
         self.trace = 0
         self._named: list[dict[bytes, tuple[int, ...]]] = [{} for _ in layout.groups]  # a hash's content, by KV group
@@ -252,6 +252,8 @@ class World:
     def _count(self) -> None:
         """Add up what executors did."""
         self.num_copies += self.executor.num_copies
+        self.num_out += self.executor.num_out
+        self.num_in += self.executor.num_in
         self.num_forks += self.executor.num_forks
         self.num_accepted += self.executor.num_accepted
 
