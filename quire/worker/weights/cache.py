@@ -21,7 +21,7 @@ from quire.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
+FORMAT = 3  # raised when csrc/pack.h changes what is in a tile, or this file the manifest
 MIN_BYTES = 64 * 2**20  # smaller checkpoints are packed faster than they are worth a file
 DEFAULT_LIMIT = 64 * 2**30
 _SAMPLES = 256  # places all over a file of the checkpoint that are read to tell it from others
@@ -29,6 +29,7 @@ _SAMPLE = 4096  # bytes read at each
 _STALE_SECONDS = 24 * 3600  # an unfinished file of a process that seems to live, but is of another machine
 _TRAILER = 16
 _MAX_MANIFEST = 256 * 2**20
+_MAX_STAMPS = 8  # copies of a checkpoint that share a file
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,29 @@ def same_stamp(one: Any, other: list[list[Any]]) -> bool:
         if times[0] != times[1] and not whole:
             return False
     return True
+
+
+def known_stamp(manifest: dict[str, Any], stamp: list[list[Any]]) -> bool:
+    """Whether a file was packed from the checkpoint of this stamp, or from another with the very same weights."""
+    stamps = manifest.get("stamps")
+    return isinstance(stamps, list) and any(same_stamp(one, stamp) for one in stamps)
+
+
+def shared_stamps(place: StorePlace, tensors: list[dict[str, Any]]) -> list[Any]:
+    """The stamp of `place`, and those of the file that is there where it holds the very same tensors.
+
+    So two copies of a checkpoint, of other times, don't pack each other's anew for ever.
+    """
+    stamps: list[Any] = [place.stamp]
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        file = os.open(place.path, os.O_RDONLY)
+        try:
+            manifest, _ = read_manifest(file)
+        finally:
+            os.close(file)
+        if manifest.get("tensors") == tensors:
+            stamps += manifest.get("stamps", [])
+    return stamps[:_MAX_STAMPS]
 
 
 def read_manifest(file: int) -> tuple[dict[str, Any], int]:

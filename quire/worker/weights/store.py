@@ -115,7 +115,7 @@ class WeightStore:
             entries = manifest.get("tensors")
             if not isinstance(entries, list):
                 raise ValueError("it lists no tensors")
-            if not cache.same_stamp(manifest.get("stamp"), place.stamp):
+            if not cache.known_stamp(manifest, place.stamp):
                 logger.info("%s has changed on disk: packing its weights anew", place.model)
                 return False
             self._entries = entries
@@ -157,7 +157,8 @@ class WeightStore:
         for entry, tensor in zip(self._entries, self._tensors, strict=True):
             entry["checksum"] = checksum(tensor)
             _write_all(file, memoryview(cast(Any, tensor.numpy())), entry["offset"])
-        about = {name: getattr(place, name) for name in ("model", "weights", "directory", "content", "stamp")}
+        about = {name: getattr(place, name) for name in ("model", "weights", "directory", "content")}
+        about["stamps"] = cache.shared_stamps(place, self._entries)
         _write_all(file, memoryview(cache.manifest_bytes(about | {"tensors": self._entries})), self._size)
 
 

@@ -386,6 +386,37 @@ def test_a_checkpoint_that_changed_is_packed_anew(tmp_path: Path, caplog: pytest
     assert place.path.exists()
 
 
+def pack(place: StorePlace, value: int = 1) -> None:
+    """As a start does that doesn't find its weights."""
+    store = WeightStore(place)
+    assert not store.filled
+    for tensor in allocate(store):
+        tensor.fill_(value)
+    store.finish()
+    store.settle()
+
+
+def test_copies_of_a_checkpoint_share_a_file(tmp_path: Path) -> None:
+    """Their files are of other times: each is packed once, not whenever the other was."""
+    path = tmp_path / "store.bin"
+    first, second, changed = (StorePlace(path, stamp=[["a", 5, time]]) for time in (1_100_000_001, 9_000_000_002, 7))
+    pack(first)
+    pack(second)
+    assert WeightStore(first).filled
+    assert WeightStore(second).filled
+    pack(changed, value=2)  # under the same name, as none of the bytes that are sampled changed
+    assert WeightStore(changed).filled
+    pack(first)  # would find other weights
+    assert not WeightStore(second).filled
+
+
+def test_so_many_copies_share_a_file(tmp_path: Path) -> None:
+    places = [StorePlace(tmp_path / "store.bin", stamp=[["a", 5, 10**9 * n + 1]]) for n in range(12)]
+    for place in places:
+        pack(place)
+    assert [WeightStore(place).filled for place in places] == [False] * 4 + [True] * 8
+
+
 def test_a_use_is_remembered(tmp_path: Path) -> None:
     """For whoever clears the cache by age."""
     path = tmp_path / "store.bin"
