@@ -33,6 +33,26 @@ PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bias": ([5, 6], {"logit_bias": {4097: 1.0}}),
 }
 
+# Conversations, and what goes with them; `tokenize` gives those that no prompt can be made of.
+SAYS_HELLO = [{"role": "user", "content": "Hello"}]
+CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "text_too_long": ([{"role": "user", "content": "word " * 200}], {}),
+    "text_not_worth_encoding": ([{"role": "user", "content": "word " * 100_000}], {}),
+    "unknown_to_the_model": ([{"role": "user", "content": "Hello <|extra|> there"}], {}),
+    "too_many_kept": (SAYS_HELLO, {"truncate_prompt_tokens": 500}),
+    "none_kept": (SAYS_HELLO, {"truncate_prompt_tokens": 0}),
+    "stop_token": (SAYS_HELLO, {"stop_token_ids": [4096]}),
+    "bias": (SAYS_HELLO, {"logit_bias": {4097: 1.0}}),
+}
+UNWRITABLE: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "a_picture": ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}),
+    "no_text": ([{"role": "user", "content": [{"type": "text"}]}], {}),
+    "refused_by_the_template": (SAYS_HELLO, {"chat_template": "{{ raise_exception('no such role') }}"}),
+    "too_much_for_the_template": (SAYS_HELLO, {"chat_template": "{{ 1 / 0 }}"}),
+    "no_template": (SAYS_HELLO, {"chat_template": "{% if %}"}),
+    "nothing_to_go_on_with": (SAYS_HELLO, {"add_generation_prompt": True, "continue_final_message": True}),
+}
+
 
 class Doors:
     """The three, over models with a context of 128 tokens and a tokenizer of one token too many."""
@@ -56,8 +76,24 @@ class Doors:
         return str(caught.value), caught.value.param, caught.value.code
 
     def http(self, prompt: Any, options: dict[str, Any]) -> tuple[str, str | None, str | None]:
-        answer = self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1} | options)
-        assert answer.status_code == 400
+        return self._refusal("/v1/completions", {"prompt": prompt, "max_tokens": 1} | options)
+
+    def offline_chat(self, messages: Any, params: SamplingParams, **options: Any) -> tuple[str, str | None, str | None]:
+        with pytest.raises(InvalidRequestError) as caught:
+            self.llm.chat(messages, params, use_tqdm=False, **options)
+        # Over HTTP there is no field of this name: the prompt was made of these.
+        param = "messages" if caught.value.param == "prompt" else caught.value.param
+        return str(caught.value), param, caught.value.code
+
+    def http_chat(self, messages: Any, options: dict[str, Any]) -> tuple[str, str | None, str | None]:
+        return self._refusal("/v1/chat/completions", {"messages": messages, "max_tokens": 1} | options)
+
+    def http_tokenize(self, messages: Any, options: dict[str, Any]) -> tuple[str, str | None, str | None]:
+        return self._refusal("/tokenize", {"messages": messages} | options)
+
+    def _refusal(self, path: str, body: dict[str, Any]) -> tuple[str, str | None, str | None]:
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         return error["message"], error["param"], error["code"]
 
@@ -71,7 +107,8 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     tokenizer.save(str(home / "tokenizer.json"))
     options: dict[str, Any] = {"model": "demo", "tokenizer": str(home), "max_model_len": 128, "num_kv_blocks": 32}
     async_llm = AsyncLLM.from_engine_args(EngineArgs(**options), options=AsyncOptions(engine="thread"))
-    with TestClient(build_app(ServerState(async_llm, ServerArgs(), ["demo"]))) as client:
+    server_args = ServerArgs(trust_request_chat_template=True)
+    with TestClient(build_app(ServerState(async_llm, server_args, ["demo"]))) as client:
         yield Doors(LLM(**options), async_llm, client)
     async_llm.shutdown()
 
@@ -82,6 +119,20 @@ def test_one_text_for_all(doors: Doors, name: str) -> None:
     expected = doors.offline(prompt, options)
     assert doors.asynchronous(prompt, options) == expected
     assert doors.http(prompt, options) == expected
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_one_text_for_all_chats(doors: Doors, name: str) -> None:
+    messages, options = CHATS[name]
+    assert doors.http_chat(messages, options) == doors.offline_chat(messages, SamplingParams(max_tokens=1, **options))
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_one_text_where_no_prompt_can_be_made(doors: Doors, name: str) -> None:
+    messages, options = UNWRITABLE[name]
+    expected = doors.offline_chat(messages, SamplingParams(max_tokens=1), **options)
+    assert doors.http_chat(messages, options) == expected
+    assert doors.http_tokenize(messages, options) == expected
 
 
 def test_good_prompts_pass(doors: Doors) -> None:
