@@ -30,6 +30,7 @@ class KVGroup:
         pool: the group's blocks.
         window: tokens that a query sees, itself included; None: all before it.
         block_size: tokens in a block.
+        num_pinned: blocks that no sequence can have, see `Pins`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class KVGroup:
         self.pool = BlockPool(num_blocks, Residency(times) if times is not None else None)
         self.window = window
         self.block_size = block_size
+        self.num_pinned = 0
 
     def first_visible(self, num_computed_tokens: int) -> int:
         """Index of the first block to be kept by a sequence with so many computed tokens."""
@@ -58,13 +60,13 @@ class KVGroup:
         """Tokens of the longest sequence that can run here by itself."""
         if self.window is not None and self.max_pending() > 0:
             return NEVER
-        return self.pool.num_blocks * self.block_size
+        return (self.pool.num_blocks - self.num_pinned) * self.block_size
 
     def max_pending(self) -> int:
         """Tokens that a long sequence may be ahead of its computed ones, here by itself; zero or less: it can't be."""
         if self.window is None:
             return NEVER
-        return self.pool.num_blocks * self.block_size - window_reach(self.window, self.block_size)
+        return (self.pool.num_blocks - self.num_pinned) * self.block_size - window_reach(self.window, self.block_size)
 
     def drop_left_behind(self, block_ids: list[int], first_block: int, num_computed_tokens: int) -> int:
         """Free what no query to come can touch, the oldest first; returns the first index that is still held."""

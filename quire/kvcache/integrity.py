@@ -3,16 +3,21 @@
 from collections.abc import Callable, Sequence
 
 from quire.kvcache.groups import KVGroup
+from quire.kvcache.pins import Pins
 from quire.kvcache.table import BlockTable
 
 
 def check_books(
-    groups: Sequence[KVGroup], tables: Sequence[BlockTable], name: Callable[[bytes, list[int]], bytes]
+    groups: Sequence[KVGroup], tables: Sequence[BlockTable], pins: Pins, name: Callable[[bytes, list[int]], bytes]
 ) -> None:
     """Raise AssertionError unless counts, hashes and tables agree; `name` hashes a block over its parent's name."""
     for number, group in enumerate(groups):
         group.pool.check_integrity()
         counts = [0] * group.pool.num_blocks
+        for block, count in pins.owners(number).items():
+            counts[block] = count
+            assert group.pool.is_registered(block), f"block {block} is pinned, and nobody can find it"
+        assert group.num_pinned == len(pins.owners(number)), "pinned blocks are miscounted"
         for table in tables:
             for index, block in enumerate(table.block_ids[number]):
                 where = f"block {block} of sequence {table.sequence_id}"

@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 from quire.kvcache.copies import BlockCopy, PlannedCopies
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.integrity import check_books
+from quire.kvcache.pins import Pins
 from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
 from quire.kvcache.residency import ResidencyTimes
 from quire.kvcache.swap import SwapSpace, first_from_host
@@ -30,6 +31,7 @@ class KVManager:
         block_size: tokens in a block.
         num_blocks: by group.
         windows: by group, in tokens; None: full attention.
+        pins: prefixes that are never evicted.
         times: how long contents stay in their blocks; its `now` is to be set once a step.
         settled: blocks that were watched, and were computed or given up since; whoever watches takes them out.
 
@@ -57,6 +59,8 @@ class KVManager:
         self._watched: set[bytes] = set()  # those of them that somebody awaits
         self.settled: list[bytes] = []
         self._copies = PlannedCopies(self._groups)  # of the plan being made
+        longest = min(layout.max_model_len, self.max_tokens_ever())
+        self.pins = Pins(self._groups, self._hash if enable_prefix_caching else None, longest)
         self._space: SwapSpace | None = None
         if layout.num_host_blocks:
             self._space = SwapSpace(layout, self._groups, self._hash_of if enable_prefix_caching else None)
@@ -329,9 +333,10 @@ class KVManager:
     # All at once.
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, with nothing done, while sequences hold blocks."""
+        """Forget every cached prefix, pinned ones too; False, with nothing done, while sequences hold blocks."""
         if self._tables:
             return False
+        self.pins.remove_all()
         for group in self._groups:
             group.pool.forget_all()
         if self._space is not None:
@@ -341,7 +346,7 @@ class KVManager:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count and hash is what the live tables imply. O(num_blocks + tokens)."""
         self._copies.check_none()
-        check_books(self._groups, list(self._tables.values()), self._hash)
+        check_books(self._groups, list(self._tables.values()), self.pins, self._hash)
         if self._space is not None:
             self._space.check_integrity()
         computing = {name for table in self._tables.values() for name in table.hashes[table.num_committed :]}

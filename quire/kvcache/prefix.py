@@ -27,11 +27,19 @@ class BlockHasher:
     """Hashes blocks of `block_size` tokens; each block is hashed over its parent's hash and its own tokens."""
 
     def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self._pack = struct.Struct(f"<{block_size}i").pack
 
     def __call__(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         """SHA-256 of parent (32 bytes) and the token ids as little-endian int32."""
         return sha256(parent + self._pack(*token_ids)).digest()
+
+    def names(self, root: bytes, token_ids: Sequence[int]) -> list[bytes]:
+        """The names of all full blocks of a prompt."""
+        names, size = [root], self.block_size
+        for start in range(0, len(token_ids) // size * size, size):
+            names.append(self(names[-1], token_ids[start : start + size]))
+        return names[1:]
 
 
 def longest_prefix(

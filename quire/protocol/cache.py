@@ -44,6 +44,14 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     copy_bytes_per_second: float = 0.0  # as the worker measured it; 0.0: unknown
 
 
+class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a prompt whose blocks stay in the KV cache until it is unpinned."""
+
+    name: str
+    num_tokens: int  # whole blocks of the prompt
+    num_blocks: int  # of all KV groups; other pins may have some of them, too
+
+
 def group_layers(layers: list[LayerCache]) -> list[CacheGroup]:
     """Cache groups of a model's layers: full attention first, then each window, by first appearance."""
     windows = dict.fromkeys(layer.window for layer in layers)

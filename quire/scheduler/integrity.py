@@ -35,7 +35,8 @@ def check_scheduler(planner: Planner, outcomes: Outcomes, kv: KVManager, num_in_
     for group in outcomes.groups.values():
         assert group.unfinished, f"request {group.request.request_id} has ended and is still known"
         assert all(group.needs(index) for index in group.sequences), "a sequence goes on that nobody needs"
-    assert running or kv.num_free_blocks == kv.num_blocks, "idle, but blocks are held"
+    held = [count - free for count, free in zip(kv.num_blocks, kv.num_free_blocks, strict=True)]
+    assert running or held == kv.pins.num_blocks, "idle, but blocks are held"
 
 
 def _check_sequence(s: Sequence, block_size: int, num_in_flight: int) -> None:

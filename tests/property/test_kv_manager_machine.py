@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
 from quire.kvcache.table import BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
@@ -40,11 +41,12 @@ class KVManagerMachine(RuleBasedStateMachine):
         blocks=st.lists(st.integers(2, 40), min_size=3, max_size=3) | st.just([AMPLE] * 3),
         block_size=st.sampled_from([1, 4, 16, 24]),
         caching=st.booleans(),
+        longest=st.sampled_from([10, 10_000]),
     )
-    def start(self, windows: list[int | None], blocks: list[int], block_size: int, caching: bool) -> None:
+    def start(self, windows: list[int | None], blocks: list[int], block_size: int, caching: bool, longest: int) -> None:
         groups = [CacheGroup([number], window) for number, window in enumerate(windows)]
         counts = blocks[: len(groups)]
-        layout = CacheLayout(block_size=block_size, groups=groups, num_blocks=counts, max_model_len=10_000)
+        layout = CacheLayout(block_size=block_size, groups=groups, num_blocks=counts, max_model_len=longest)
         self.kv = KVManager(layout, caching)
         self.windows = windows
         self.size = block_size
@@ -54,6 +56,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         self.live: list[Twin] = []
         self.committed: set[Prefix] = set()  # ends of full blocks ever offered to the cache since the last reset
         self.num_opened = 0
+        self.pinned: dict[str, tuple[list[int], str | None]] = {}
 
     @rule(
         target=twins,
@@ -137,7 +140,8 @@ class KVManagerMachine(RuleBasedStateMachine):
             self.kv.free(twin.table)
             twin.num_computed = 0
         assert self.kv.end_plan().copies == []
-        assert self.kv.num_free_blocks == self.kv.num_blocks
+        idle = [count - pinned for count, pinned in zip(self.kv.num_blocks, self.kv.pins.num_blocks, strict=True)]
+        assert self.kv.num_free_blocks == idle
         for twin in list(self.live):
             match = self.kv.match_prefix(twin.table)
             if self.kv.shortage(twin.table, match, 1) <= 0:
@@ -160,6 +164,23 @@ class KVManagerMachine(RuleBasedStateMachine):
         assert done == (not self.live)
         if done:
             self.committed.clear()
+            self.pinned.clear()
+
+    @rule(twin=twins, name=st.sampled_from("abc"))
+    def pin(self, twin: Twin, name: str) -> None:
+        tokens, fits_before = twin.table.tokens(0, twin.table.num_tokens), self.kv.max_tokens_ever()
+        try:
+            prefix = self.kv.pins.add(name, tokens, twin.salt)
+        except InvalidRequestError:
+            assert self.kv.max_tokens_ever() == fits_before
+            return
+        assert name not in self.pinned
+        assert prefix.num_tokens == len(tokens) // self.size * self.size
+        self.pinned[name] = (tokens[: prefix.num_tokens], twin.salt)
+
+    @rule(name=st.sampled_from("abc"))
+    def unpin(self, name: str) -> None:
+        assert self.kv.pins.remove(name) == (self.pinned.pop(name, None) is not None)
 
     @invariant()
     def consistent(self) -> None:
@@ -168,7 +189,10 @@ class KVManagerMachine(RuleBasedStateMachine):
         self.kv.check_integrity()
         for group, num_blocks in enumerate(self.kv.num_blocks):
             held = {block for twin in self.live for block in self._held(twin.table, group)}
-            assert self.kv.num_free_blocks[group] == num_blocks - len(held)
+            assert self.kv.num_free_blocks[group] == num_blocks - len(held | self.kv.pins.owners(group).keys())
+        for tokens, salt in self.pinned.values():
+            reader = self.kv.open(-1, [*tokens, 0], [], salt)
+            assert self.kv.match_prefix(reader).num_tokens == len(tokens), "a pinned prefix was evicted"
         shares = [1 - free / count for free, count in zip(self.kv.num_free_blocks, self.kv.num_blocks, strict=True)]
         assert self.kv.usage == max(shares)
         for twin in self.live:
