@@ -81,6 +81,26 @@ class RequestOutput:
         return _short_repr(self)
 
 
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the outputs of a beam search."""
+
+    tokens: list[int]  # the prompt's, and then the output's
+    logprobs: list[dict[int, Logprob]]  # one dict (token id -> Logprob) per output token
+    lora_request: Any = None
+    cum_logprob: float = 0.0  # sum over the output tokens
+    text: str | None = None  # of all tokens; None without a tokenizer
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search found for one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 def _elapsed(start: float, end: float | None) -> float | None:
     return None if end is None else end - start
 

@@ -78,14 +78,32 @@ _FLOAT_RULES: dict[str, tuple[float, float, bool, str]] = {
     "temperature": (0.0, 2.0, True, "in [0, 2]"),
     "top_p": (0.0, 1.0, False, "in (0, 1]"),
     "min_p": (0.0, 1.0, True, "in [0, 1]"),
+    "length_penalty": (-10.0, 10.0, True, "in [-10, 10]"),
 }
 _BOOLS = (
     "include_stop_str_in_output",
     "ignore_eos",
+    "use_beam_search",
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+_NO_DRAWS = "a beam search draws nothing, and ranks by the model's own log-probabilities"
+# field -> (its value when use_beam_search is set, why)
+_OF_BEAMS: dict[str, tuple[Any, str]] = {
+    "temperature": (0.0, _NO_DRAWS),
+    "top_p": (1.0, _NO_DRAWS),
+    "top_k": (0, _NO_DRAWS),
+    "min_p": (0.0, _NO_DRAWS),
+    "seed": (None, _NO_DRAWS),
+    "presence_penalty": (0.0, _NO_DRAWS),
+    "frequency_penalty": (0.0, _NO_DRAWS),
+    "repetition_penalty": (1.0, _NO_DRAWS),
+    "logit_bias": (None, _NO_DRAWS),
+    "logits_processors": (None, _NO_DRAWS),
+    "stop": ([], "beams end by tokens, so use stop_token_ids"),
+    "prompt_logprobs": (None, "send the prompt once more without, to have them"),
+}
 _GENERATION_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -139,6 +157,11 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
     )
     structured_outputs: Any = None  # refused: not yet supported
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    use_beam_search: bool = False  # keep the best_of (or n) likeliest beginnings, return the n best; temperature 0
+    length_penalty: float = 1.0  # [-10, 10]; beams are ranked by cumulative logprob / output tokens ** length_penalty
+    # When a beam search with best_of ended outputs ends: at once (True), when the beams at their present length are no
+    # better (False), or when they can't get better ("never").
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         for field in ("logprobs", "prompt_logprobs"):  # vLLM's callers write True for one alternative
@@ -161,6 +184,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
             )
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _broken("output_kind", self.output_kind, "a RequestOutputKind")
+        self._check_beams()
         self._normalise()
         self._check_together()
 
@@ -244,6 +268,22 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
                     raise _broken("logits_processors", processor, "a list of callables")
             self.logits_processors = processors
 
+    def _check_beams(self) -> None:
+        early, length = self.early_stopping, self.length_penalty
+        if early != "never" and type(early) is not bool:
+            raise _broken("early_stopping", early, 'True, False or "never"')
+        if not self.use_beam_search:
+            for field, value, default in (("length_penalty", length, 1.0), ("early_stopping", early, False)):
+                if value != default:
+                    raise _broken(field, value, f"{default} without use_beam_search; set that, or leave this out")
+            return
+        for field, (default, reason) in _OF_BEAMS.items():
+            value = getattr(self, field)
+            off = value == default or (field in ("top_k", "seed") and value == -1)
+            off |= field in ("logit_bias", "logits_processors") and not value
+            if not off and not (field == "temperature" and value < GREEDY_TEMPERATURE):
+                raise _broken(field, value, f"{default} with use_beam_search ({reason})")
+
     def _normalise(self) -> None:
         if self.seed == -1:
             self.seed = None
@@ -262,17 +302,47 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
         if self.best_of is not None and self.best_of < self.n:
             raise _broken("best_of", self.best_of, f"at least n = {self.n}")
         num_drawn = self.best_of or self.n
-        if num_drawn > 1 and self.temperature == 0.0:
+        if num_drawn > 1 and self.temperature == 0.0 and not self.use_beam_search:
             field = "n" if self.n > 1 else "best_of"
             raise _broken(
                 field,
                 num_drawn,
-                "1 for greedy sampling (temperature 0), where every sequence would be the same; raise temperature",
+                "1 for greedy sampling (temperature 0), where every sequence would be the same; raise temperature (or "
+                "set use_beam_search)",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _broken("min_tokens", self.min_tokens, f"in [0, max_tokens = {self.max_tokens}]")
         if self.stop and not self.detokenize:
             raise _broken("stop", self.stop, "empty when detokenize is False, as there is no text to find it in")
+
+
+class BeamSearchParams(msgspec.Struct, metaclass=_NamesUnknownKeywords):
+    """What `LLM.beam_search` is asked for. Fields, defaults and names are vLLM's, early_stopping is transformers'.
+
+    Raises:
+        InvalidRequestError: (a ValueError) a field breaks its rule; names field, value and range.
+        UnknownParameterError: (a ValueError and a TypeError) no such field; names the nearest.
+    """
+
+    beam_width: int  # beams kept, and outputs returned
+    max_tokens: int  # output tokens at most
+    ignore_eos: bool = False
+    temperature: float = 0.0  # 0 is the only one there is
+    length_penalty: float = 1.0  # as in SamplingParams
+    include_stop_str_in_output: bool = False  # of an output's text: the token that ended it, too
+    early_stopping: bool | str = False  # as in SamplingParams
+
+    def __post_init__(self) -> None:
+        width = _int(self.beam_width)
+        if width is None or not 1 <= width <= MAX_NUM_SEQUENCES:
+            raise _broken("beam_width", self.beam_width, f"an integer in [1, {MAX_NUM_SEQUENCES}]")
+        self.beam_width = width
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as parameters of a request."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "beam_width"}
+        return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, **fields)
 
 
 def _broken(field: str, value: object, rule: str) -> InvalidRequestError:

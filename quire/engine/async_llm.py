@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ from quire.protocol.core import (
 )
 from quire.protocol.stats import EngineSnapshot, EngineStats
 from quire.protocol.step import FailureKind
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.utils.logs import quoted
 
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
@@ -207,6 +208,20 @@ class AsyncLLM:
                 yield output
         finally:
             self._close(internal)
+
+    async def beam_search(
+        self,
+        prompt: PromptType | PreparedPrompt,
+        request_id: str | None,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Search for the likeliest continuations of a prompt, and yield them once, whole. Raises as `generate` does."""
+        asked = params.sampling_params()
+        asked.output_kind = RequestOutputKind.FINAL_ONLY
+        async with aclosing(self.generate(prompt, asked, request_id, lora_request=lora_request)) as outputs:
+            async for output in outputs:
+                yield output
 
     def check_room(self, num_requests: int = 1) -> None:
         """Check that the queue can take so many more requests: `generate` does for one, who has several asks before.

@@ -111,7 +111,8 @@ class InputProcessor:
         if not params.ignore_eos:
             stop_token_ids |= set(eos_token_ids)
         room = self._model.max_model_len - len(prompt.token_ids)
-        if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
+        ranked = params.best_of is not None and params.best_of > params.n and not params.use_beam_search
+        if ranked and params.logprobs is None:
             drawn = copy.copy(params)
             drawn.logprobs = 0
         request = NewRequest(

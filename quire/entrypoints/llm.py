@@ -15,9 +15,9 @@ from quire.config.model import ModelConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.inputs import PromptType, TextPrompt, TokensPrompt
-from quire.outputs import RequestOutput
+from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.stats import EngineStats
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
 
 _NOT_YET = frozenset(
-    ("embed", "encode", "classify", "score", "reward", "beam_search", "collective_rpc", "sleep", "wake_up")
+    ("embed", "encode", "classify", "score", "reward", "collective_rpc", "sleep", "wake_up")
 )  # methods of vLLM's LLM
 
 
@@ -180,6 +180,57 @@ class LLM:
         params = self._params_for(sampling_params, len(texts))
         # A template writes its own special tokens.
         return self._run(self._add_all(texts, params, [0] * len(texts), add_special_tokens=False), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of one prompt or many, as transformers' beam search finds them.
+
+        Args:
+            prompts: as for `generate`.
+            params: how many beams, how long, how ranked.
+            concurrency_limit: prompts searched at once; all of them if None.
+
+        Returns:
+            For each prompt its `beam_width` best sequences, the best first.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter breaks a rule, the beams can never run at once, or the
+                parameters leave too few tokens to choose from.
+        """
+        if lora_request is not None:
+            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}.", "params")
+        many = _as_list(prompts)
+        size = len(many) if concurrency_limit is None else concurrency_limit
+        if size < 1 and many:
+            raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}.", "concurrency_limit")
+        one = params.sampling_params()
+        outputs: list[RequestOutput] = []
+        for start in range(0, len(many), max(1, size)):
+            part = many[start : start + size]
+            outputs += self._run(self._add_all(part, [one] * len(part), [0] * len(part)), use_tqdm)
+        return [self._beams_of(output, params) for output in outputs]
+
+    def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        tokenizer = self.llm_engine.tokenizer
+        sequences: list[BeamSearchSequence] = []
+        for part in output.outputs:
+            if part.finish_reason == "error":
+                raise InvalidRequestError(str(part.stop_reason), "params")
+            tokens = output.prompt_token_ids + part.token_ids
+            shown = tokens[:-1] if part.finish_reason == "stop" and not params.include_stop_str_in_output else tokens
+            text = None if tokenizer is None else tokenizer.decode(shown, skip_special_tokens=False)
+            found = BeamSearchSequence(tokens, part.logprobs or [], None, part.cumulative_logprob or 0.0, text)
+            found.finish_reason, found.stop_reason = part.finish_reason, part.stop_reason
+            sequences.append(found)
+        return BeamSearchOutput(sequences)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""

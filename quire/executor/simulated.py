@@ -68,10 +68,12 @@ class FakeModel:
             token_id = (token_id + 1) % self.vocab_size
         return token_id
 
-    def rank(self, fingerprint: int) -> list[int]:
-        """The best candidates after some tokens, all different."""
-        first = (fingerprint >> 31) % self.vocab_size
-        return [(first + i * 7) % self.vocab_size for i in range(min(NUM_CANDIDATES, self.vocab_size))]
+    def rank(self, fingerprint: int, num: int) -> TokenLogprobs:
+        """The best candidates after some tokens, all different, and at least `NUM_CANDIDATES` of them."""
+        num = min(max(num, NUM_CANDIDATES), self.vocab_size)
+        first, step = (fingerprint >> 31) % self.vocab_size, 1 + (fingerprint >> 19) % 8
+        token_ids = [(first + i * 7) % self.vocab_size for i in range(num)]
+        return TokenLogprobs(token_ids, [-(i + 1) * step / 8 for i in range(num)], list(range(1, num + 1)))
 
     def propose(self, fingerprint: int, seed: int, sequence_index: int, position: int) -> list[int]:
         """Drafts of the tokens from an output position on, as many as the moment's chance wills."""
@@ -288,8 +290,7 @@ class SimulatedExecutor(Executor):
             row.append(0)  # for the next plan, which may be under way with this sequence in it
             return SequenceResult(failure=Failure(FailureKind.INTERNAL, "injected"))
         if item.sampling is Sampling.RANK:
-            token_ids = self.model.rank(row.fingerprints[-1])
-            candidates = TokenLogprobs(token_ids, [-float(i) for i in range(len(token_ids))], list(range(1, 5)))
+            candidates = self.model.rank(row.fingerprints[-1], item.num_samples)
             return SequenceResult(candidates=candidates, prompt_logprobs=prompt_logprobs)
         drafts, row.drafts = row.drafts, []
         token_ids = [self._draw(row, i, masks.get((place, 0), -1)) for i in range(item.num_samples)]

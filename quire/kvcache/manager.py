@@ -8,7 +8,7 @@ import sys
 
 from quire.errors import ConfigError
 from quire.kvcache.copies import BlockCopy, PlannedCopies
-from quire.kvcache.groups import KVGroup
+from quire.kvcache.groups import KVGroup, window_reach
 from quire.kvcache.integrity import check_books
 from quire.kvcache.pins import Pins
 from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
@@ -97,6 +97,21 @@ class KVManager:
     def max_tokens_ever(self) -> int:
         """Tokens of the longest sequence that can run by itself; sys.maxsize where windows alone are kept."""
         return min(group.max_tokens() for group in self._groups)
+
+    def num_blocks_together(self, num_shared: int, num_tokens: int, num_sequences: int) -> tuple[int, int]:
+        """Blocks that sequences of so many tokens need at most, which share the first ones, and those that there are.
+
+        Of the group that lacks most.
+        """
+        num_full, num_each = num_shared // self.block_size, self.num_blocks_for(num_tokens)
+        found: list[tuple[int, int]] = []
+        for group in self._groups:
+            num_held = num_each - num_full
+            if group.window is not None:  # none is shared for long; one block more for the step's token
+                num_full = 0
+                num_held = min(num_each, self.num_blocks_for(window_reach(group.window, self.block_size)) + 1)
+            found.append((num_full + num_sequences * num_held, group.pool.num_blocks))
+        return max(found, key=lambda numbers: numbers[0] - numbers[1])
 
     # Sequences come.
 

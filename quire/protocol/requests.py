@@ -23,8 +23,18 @@ class SamplingTask(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are drawn from the prompt (best_of, or n)."""
-        return self.params.best_of or self.params.n
+        """How many outputs the engine brings: sequences drawn from the prompt (best_of, or n); the n best of beams."""
+        return self.params.n if self.params.use_beam_search else self.params.best_of or self.params.n
+
+    @property
+    def num_beams(self) -> int:
+        """How many sequences a beam search keeps; 0: tokens are drawn."""
+        return (self.params.best_of or self.params.n) if self.params.use_beam_search else 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of a beam: if all that can end the sequence are among them, there are enough to go on with."""
+        return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
 
 
 class PoolingTask(msgspec.Struct, frozen=True, kw_only=True, tag="pooling"):

@@ -130,7 +130,8 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     # DRAW: the accepted drafts and the token after them (1 .. num_drafts + 1), or `num_samples` draws of one position.
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None  # one per token, where asked for
+    # One per token, where asked for. RANK: of the best candidate, for the likeliest that follow it.
+    logprobs: list[TokenLogprobs] | None = None
     draft_token_ids: list[int] = []  # proposed for the next step; the row has them
     candidates: TokenLogprobs | None = None  # RANK: the best tokens after processing, best first
     pooled: list[float] | None = None  # of a PoolingTask whose prompt is computed

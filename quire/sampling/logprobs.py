@@ -39,11 +39,17 @@ def row_logprobs(logits: Floats, token_ids: Sequence[int], k: int) -> list[Token
     return entries
 
 
-def listed_logprobs(logits: Floats, token_ids: Ids) -> TokenLogprobs:
-    """Of exactly `token_ids`, in their order, under one row, [V]; values and ranks as `row_logprobs`."""
+def listed_logprobs(logits: Floats, token_ids: Ids, are_leading: bool = False) -> TokenLogprobs:
+    """Of exactly `token_ids`, in their order, under one row, [V]; values and ranks as `row_logprobs`.
+
+    `are_leading`: they are the row's `leading_ids`, so that there is nothing to count.
+    """
     logits, normaliser = _normalised(logits)
     values = logits[token_ids]
-    ranks = [int(np.count_nonzero(logits > value)) + 1 for value in values]
+    if are_leading:
+        ranks: list[int] = (np.searchsorted(-values, -values) + 1).tolist()
+    else:
+        ranks = [int(np.count_nonzero(logits > value)) + 1 for value in values]
     return TokenLogprobs(token_ids.tolist(), _rounded(values, normaliser), ranks)
 
 

@@ -113,7 +113,7 @@ def rank(logits: Tensor, state: SamplingState, num: int, mask: Mask | None = Non
         _largest(processed)
     except RowError as error:
         return error.failure
-    return listed_logprobs(raw, leading_ids(processed, num))
+    return listed_logprobs(raw, leading_ids(processed, num), are_leading=processed is raw)
 
 
 def _sample(logits: Tensor, draws: Draws, target: Target | None) -> SamplerOutput:

@@ -1,8 +1,8 @@
 """Continuations: what the results of a request's sequences mean, and which sequences go on from them.
 
 The scheduler asks a request's continuation what to do at a sequence's last position and, where that is more than one
-draw, what became of it. Independent samples are here; beams are one more class of this shape. It knows tokens and
-logprobs, and nothing of queues, blocks or plans.
+draw, what became of it. Independent samples are here; `quire.scheduler.beams` is another of this shape. It knows tokens
+and logprobs, and nothing of queues, blocks or plans.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,30 @@ class Branch:
     index: int  # of the sequence in its request
     token_id: int  # its next token
     logprobs: TokenLogprobs | None = None
+    parent: int = -1  # whose tokens it shares; -1: the sequence that `advance` was asked about
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A whole output, told at once when its request ends."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]  # one per token
+    finish_reason: str
+    stop_reason: int | None
 
 
 class Continuation(Protocol):
-    """How the sequences of one request go on. A sequence is known by its index, 0 .. num_sequences - 1.
+    """How the sequences of one request go on. A sequence is known by its index.
 
     A request begins with its root, index 0; every other index has to come from `advance` while its parent lives.
+
+    Attributes:
+        tells_tokens: sequences' tokens are told as they come, and 0 .. num_sequences - 1 are their indices; otherwise
+            nothing is told before the `endings`.
     """
+
+    tells_tokens: bool
 
     def sampling(self, index: int) -> tuple[Sampling, int]:
         """What is done at a sequence's last position, and the number of samples; asked again after each `advance`.
@@ -34,8 +51,16 @@ class Continuation(Protocol):
         """
         ...
 
-    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch]:
-        """What goes on from a sequence's result; without a branch of its own index it ends without a word."""
+    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch] | None:
+        """What goes on from a sequence's result; without a branch of its own index it ends without a word.
+
+        None: that depends on siblings whose results are still to come, and it sits out until then. The answer to the
+        last of them is for all that sit out; no branch at all means that the request is over.
+        """
+        ...
+
+    def endings(self) -> list[Ending]:
+        """The request's outputs, the best first; asked once `advance` has returned no branch."""
         ...
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
@@ -54,6 +79,8 @@ class Continuation(Protocol):
 class Independent:
     """`num_sequences` samples that share nothing but the prompt: drawn together at its end, then each by itself."""
 
+    tells_tokens = True
+
     def __init__(self, task: SamplingTask) -> None:
         self._num_sequences = task.num_sequences
         self._forked = task.num_sequences == 1
@@ -67,6 +94,10 @@ class Independent:
         self._forked = True
         logprobs = result.logprobs or [None] * self._num_sequences
         return [Branch(i, token_id, logprobs[i]) for i, token_id in enumerate(result.token_ids)]
+
+    def endings(self) -> list[Ending]:
+        """None: each sequence's tokens are told as they come."""
+        return []
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
         """The root computes the prompt for all."""

@@ -44,7 +44,7 @@ def _check_sequence(s: Sequence, block_size: int, num_in_flight: int) -> None:
     assert s.num_tokens == s.table.num_tokens, f"{where} counts its tokens wrong"
     own_key = s.own_key if s.status is not SequenceStatus.RUNNING else (*s.key[:-2], s.group.order, s.index)
     assert s.key == own_key, f"{where} has another key than its request"
-    assert 0 <= s.num_computed_tokens < s.num_tokens, f"{where} computed more than it has"
+    assert 0 <= s.num_computed_tokens < s.num_tokens + s.sits_out, f"{where} computed more than it has"
     assert 0 <= s.num_in_flight <= num_in_flight, f"{where} is in more plans than there are"
     if not s.num_in_flight:
         assert (s.num_expected, s.num_scheduled) == (s.num_tokens, s.num_computed_tokens), f"{where} expects too much"
@@ -56,3 +56,4 @@ def _check_sequence(s: Sequence, block_size: int, num_in_flight: int) -> None:
         assert not any(held), f"{where} waits with blocks"
         assert s.num_computed_tokens == s.announced == s.num_drafts == 0, f"{where} waits with a row"
         assert s.num_in_flight == 0 or s.awaits == "result", f"{where} waits, but a result is to come"
+        assert not s.sits_out or s.awaits == "siblings", f"{where} can't go on, and is in the queue"

@@ -8,6 +8,7 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import (
     Failure,
+    FailureKind,
     Fork,
     PromptLogprobs,
     Sampling,
@@ -96,7 +97,9 @@ class Outcomes:
                     outputs.append(_output(sequence, [], prompt_logprobs=prompt_logprobs))
         if served:
             for output in outputs[num_failed:]:
-                self._planner.note_served(served[output.request_id], len(output.new_token_ids))
+                group = served[output.request_id]
+                if group.continuation.tells_tokens:
+                    self._planner.note_served(group, len(output.new_token_ids))
         return outputs
 
     def _groups_of(self, plan: StepPlan) -> dict[str, SequenceGroup]:
@@ -182,14 +185,21 @@ class Outcomes:
     def _branch(
         self, parent: Sequence, sampling: Sampling, found: SequenceResult, prompt_logprobs: PromptLogprobs | None
     ) -> list[SequenceOutput]:
-        """Several sequences may go on from one, each with an output of its own."""
+        """Several sequences may go on from one, each with an output of its own; of beams, all at once or none yet."""
         group, outputs = parent.group, []
+        branches = group.continuation.advance(parent.index, len(parent.output_token_ids), found)
+        if branches is None:
+            self._planner.sit_out(parent)
+            return [] if prompt_logprobs is None else [_output(parent, [], prompt_logprobs=prompt_logprobs)]
+        if not group.continuation.tells_tokens:
+            return self._choose(group, branches)
         own: Branch | None = None
-        for branch in group.continuation.advance(parent.index, len(parent.output_token_ids), found):
+        for branch in branches:
             if branch.index == parent.index:
                 own = branch
             elif branch.index in group.unfinished:
-                outputs.append(self._begin(parent, branch))
+                child, end = self._begin(parent, branch)
+                outputs.append(_output(child, child.output_token_ids.copy(), branch, None, end))
         if own is not None:
             _, reason, stop_reason = self._extend(parent, [own.token_id])
             if sampling is _RANK and parent.status is _RUNNING:
@@ -206,15 +216,69 @@ class Outcomes:
             self._settle(parent, 0)
         return outputs
 
-    def _begin(self, parent: Sequence, branch: Branch) -> SequenceOutput:
-        """A new sequence goes on from another's computed tokens.
+    def _choose(self, group: SequenceGroup, branches: list[Branch]) -> list[SequenceOutput]:
+        """All beams of a request go on, or its outputs are complete.
+
+        Those that nothing goes on from end first, so that others can have their places.
+        """
+        if not branches:
+            return self._tell_endings(group)
+        children: dict[int, list[Branch]] = {}
+        for branch in branches:
+            children.setdefault(branch.parent, []).append(branch)
+        for beam in list(group.sequences.values()):
+            beam.sits_out = False
+            if beam.index not in children:
+                self._drop(beam)
+        for parent in [group.sequences[index] for index in children]:
+            own = -1
+            for branch in children[parent.index]:
+                if branch.index == parent.index:
+                    own = branch.token_id
+                else:
+                    self._begin(parent, branch)
+            assert own >= 0, "a beam that others go on from has no place of its own"
+            self._extend(parent, [own])
+            if parent.status is _RUNNING:
+                parent.chosen_token_id = own
+            parent.ask_continuation()
+            self._settle(parent, 0)
+        if self._planner.watches_service:
+            self._planner.note_served(group, len(branches))
+        return []
+
+    def _tell_endings(self, group: SequenceGroup) -> list[SequenceOutput]:
+        """A request is over: its outputs, whole; an error in place of those that there are not."""
+        outputs: list[SequenceOutput] = []
+        endings = group.continuation.endings()
+        for index, ending in enumerate(endings):
+            if index in group.unfinished:
+                group.unfinished.remove(index)
+                outputs.append(
+                    SequenceOutput(
+                        request_id=group.request_id,
+                        sequence_index=index,
+                        new_token_ids=ending.token_ids,
+                        logprobs=ending.logprobs,
+                        finish_reason=ending.finish_reason,
+                        stop_reason=ending.stop_reason,
+                        num_cached_tokens=group.num_cached_tokens or 0,
+                    )
+                )
+        message = (
+            f"n = {group.task.num_sequences} outputs were asked for, and the beam search found {len(endings)}, as the "
+            "request's parameters leave too few tokens to choose from; lower n, or allow more tokens."
+        )
+        return outputs + self.end_request(group, "error", Failure(FailureKind.BAD_REQUEST, message))
+
+    def _begin(self, parent: Sequence, branch: Branch) -> tuple[Sequence, tuple[str | None, int | None]]:
+        """A new sequence goes on from another's computed tokens; returns it, and its finish_reason and stop_reason.
 
         It shares the parent's blocks where there is a place to run in; otherwise it waits without any.
         """
         group, planner = parent.group, self._planner
         child = self.make_sequence(group, branch.index, parent.output_token_ids.copy())
         _, reason, stop_reason = self._extend(child, [branch.token_id])
-        output = _output(child, child.output_token_ids.copy(), branch, None, (reason, stop_reason))
         if reason is not None:
             group.unfinished.discard(child.index)
             self._drop(child)
@@ -228,7 +292,7 @@ class Outcomes:
             planner.start_fork(child, fork)
         else:
             child.settle()
-        return output
+        return child, (reason, stop_reason)
 
     def _extend(self, sequence: Sequence, token_ids: list[int]) -> tuple[int, str | None, int | None]:
         """Append tokens up to one that ends the sequence.

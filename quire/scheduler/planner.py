@@ -75,6 +75,8 @@ class Planner:
             self._admit_waiting(builder)
             if not builder.scheduled:
                 self._continue_running(builder)
+        if not builder.scheduled and may_be_empty and len(self.waiting):
+            self._unseat(builder)
         if not (builder.scheduled or (may_be_empty and (self._removed or self._ended or self._forks))):
             return None  # moves to the host wait for the next plan
         moves = self._kv.end_plan()
@@ -164,6 +166,14 @@ class Planner:
         """Workers may forget a request that they know."""
         self._ended[request_id] = None
 
+    def sit_out(self, sequence: Sequence) -> None:
+        """A sequence's next token depends on siblings; it keeps its blocks while nobody who can go on needs them."""
+        sequence.sits_out = True
+        sequence.settle()
+        if sequence.status is SequenceStatus.PREPARING:
+            self._leave_preparing(sequence)
+            self._prepare(sequence, "siblings")
+
     def make_ready(self, sequence: Sequence) -> None:
         """A preparing sequence could run now."""
         self._leave_preparing(sequence)
@@ -179,11 +189,11 @@ class Planner:
         """Workers know nothing any more: whatever runs waits again, and everyone will be announced."""
         for sequence in [*self.running]:
             self._withdraw(sequence)
-            sequence.status = SequenceStatus.WAITING
-            self.waiting.add(sequence)
+            self._prepare(sequence, "siblings")
         for sequence in [*self.preparing.values()]:
-            self.make_ready(sequence)
-        for sequence in self.waiting:
+            if not sequence.sits_out:
+                self.make_ready(sequence)
+        for sequence in [*self.waiting, *self.preparing.values()]:
             sequence.num_in_flight = 0
             sequence.forget_row()
             sequence.settle()
@@ -361,6 +371,15 @@ class Planner:
             first -= 1
         return running[first:]
 
+    def _unseat(self, builder: PlanBuilder) -> None:
+        """Nobody who runs can go on: those that sit out make room for those that wait, the last in order first."""
+        sitting = [sequence for sequence in self.running if sequence.sits_out]
+        while sitting and not builder.scheduled and len(self.waiting):
+            self._preempt(sitting.pop(), builder)
+            self._wake_readers()
+            self._reason = None
+            self._admit_waiting(builder)
+
     # Changing places.
 
     def _start(self, sequence: Sequence) -> None:
@@ -385,6 +404,9 @@ class Planner:
         self.num_preemptions += 1
         if sequence.num_in_flight:
             self._prepare(sequence, "result")
+            return
+        if sequence.sits_out:
+            self._prepare(sequence, "siblings")
             return
         sequence.settle()
         sequence.status = SequenceStatus.WAITING

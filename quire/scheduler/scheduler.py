@@ -15,9 +15,10 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import SequenceOutput, StepPlan, StepResult
-from quire.scheduler.continuation import Continuation, Independent
+from quire.scheduler.beams import continuation_of
+from quire.scheduler.continuation import Continuation
 from quire.scheduler.integrity import check_scheduler
-from quire.scheduler.limits import check_request_fits
+from quire.scheduler.limits import check_request_fits, check_width
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.reasons import waiting_reasons, why
@@ -46,7 +47,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv_manager: KVManager,
-        make_continuation: Callable[[SamplingTask], Continuation] = Independent,
+        make_continuation: Callable[[SamplingTask], Continuation] = continuation_of,
     ) -> None:
         self.config = config
         self.kv = kv_manager
@@ -70,6 +71,7 @@ class Scheduler:
         if request.request_id in self._outcomes.groups:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use; choose another.", "request_id")
         task = check_request_fits(request, self.config, self.kv)
+        check_width(task, self.config)
         self._planner.policy.check(request, now, self._planner.load)
         group = self._outcomes.open(request, self._make_continuation(task), self._num_added)
         self._num_added += 1

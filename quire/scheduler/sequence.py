@@ -32,7 +32,7 @@ class SequenceGroup:
         key: the policy's sort key; smaller runs earlier.
         limit: tokens of a sequence, prompt and output, at which it ends.
         continuation: what the sequences' results mean.
-        unfinished: indices 0 .. num_sequences - 1 that have not ended yet.
+        unfinished: outputs, 0 .. num_sequences - 1, that have not ended yet.
         sequences: the live sequences by index; only the root, index 0, until others come from it.
         announced: whether the workers know the request.
         num_cached_tokens: prompt tokens found in the prefix cache at first; None before the first admission.
@@ -96,15 +96,16 @@ class Sequence:
 
     Attributes:
         sequence_id: unique in the engine's life.
-        index: 0 .. num_sequences - 1 within its request.
+        index: within its request, as its continuation counts.
         key: sort key in its queue; unique. Of one that runs, the seat that the policy gave it; else `own_key`.
         num_tokens: prompt and output tokens.
-        num_computed_tokens: tokens whose keys and values are in the blocks; always less than num_tokens.
+        num_computed_tokens: tokens whose keys and values are in the blocks; less than num_tokens, or sits_out.
         num_in_flight: plans in flight that schedule it.
         limit: tokens at which it ends, its group's.
         next_step: what a plan says of it when it computes one token and draws one: most of what is ever planned.
         sampling, num_samples: what is done at its last position; draws_one: that is one draw.
         num_drafts: draft tokens that its row has for the next step.
+        sits_out: its result has come, and what it goes on with depends on siblings' that have not.
         proposes: whether drafts came with its last result, so that the next step waits for the next ones.
         chosen_token_id: its last token, where the row does not have it yet; -1 where it does.
         announced: whether the worker holds a row for it, or will after forks that are planned already.
@@ -132,6 +133,7 @@ class Sequence:
         "proposes",
         "sampling",
         "sequence_id",
+        "sits_out",
         "status",
         "table",
     )
@@ -150,6 +152,7 @@ class Sequence:
         self.num_in_flight = 0
         self.num_drafts = 0
         self.proposes = False
+        self.sits_out = False
         self.chosen_token_id = -1
         self.status = SequenceStatus.WAITING
         self.awaits = ""

@@ -230,10 +230,11 @@ class ModelRunner:
             lane = lanes.pop(place)
             mask = lane.masks[0] if lane.masks else None
             found = self.device.rank(logits[lane.first_row], lane.state, lane.num_samples, mask)
-            failed = isinstance(found, Failure)
-            results[place] = _with_prompt(
-                results[place], SequenceResult(failure=found) if failed else SequenceResult(candidates=found)
-            )
+            if isinstance(found, Failure):
+                result = SequenceResult(failure=found)
+            else:
+                result = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
+            results[place] = _with_prompt(results[place], result)
         self.device.draw(logits, list(lanes.values()))
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
@@ -246,6 +247,13 @@ class ModelRunner:
             else:
                 result = SequenceResult(lane.token_ids, lane.logprobs, drafts.get(place, []))
                 results[place] = result if results[place] is _NOTHING else _with_prompt(results[place], result)
+
+    def _likeliest(self, logits: Tensor, lane: Lane, candidates: TokenLogprobs) -> list[TokenLogprobs] | None:
+        """The best candidate, and as many of the likeliest tokens as the request wants to see."""
+        if not lane.state.num_logprobs:
+            return None
+        row = logits[lane.first_row : lane.first_row + 1]
+        return self.device.prompt_logprobs(row, candidates.token_ids[:1], lane.state.num_logprobs)
 
     def _propose(
         self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane], hidden: Tensor

@@ -6,12 +6,13 @@ token too many, too few or of somebody else. It knows requests and the fake mode
 
 from dataclasses import dataclass, field
 
-from groves import Grove, grow_alone
+from groves import Grove, grow_alone, search_alone
 
 from quire.executor.simulated import FakeModel, extend, root_fingerprint
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import SequenceOutput
-from quire.scheduler.continuation import Continuation, Independent
+from quire.scheduler.beams import continuation_of
+from quire.scheduler.continuation import Continuation
 
 EOS_TOKEN, USER_STOP_TOKEN = 3, 17
 STOP_TOKENS = frozenset({EOS_TOKEN, USER_STOP_TOKEN})
@@ -24,12 +25,12 @@ def stop_string_found(output_token_ids: list[int]) -> bool:
 
 def is_grove(task: SamplingTask) -> bool:
     """Whether a request's sequences grow out of each other; most of those with several do not."""
-    return task.num_sequences > 1 and task.seed % 3 == 0
+    return task.num_sequences > 1 and task.seed % 3 == 0 and not task.num_beams
 
 
 def make_continuation(task: SamplingTask) -> Continuation:
     """What a request's results mean."""
-    return Grove(task) if is_grove(task) else Independent(task)
+    return Grove(task) if is_grove(task) else continuation_of(task)
 
 
 @dataclass
@@ -91,9 +92,9 @@ class Expectation:
 
     def alone(self, model: FakeModel, index: int) -> tuple[list[int], str]:
         """A sequence's whole output, and why it ends, when its request runs alone and without a fault."""
-        if is_grove(self.task):
+        if is_grove(self.task) or self.task.num_beams:
             if not self.grown:
-                self.grown = grow_alone(self.request, model)
+                self.grown = (grow_alone if is_grove(self.task) else search_alone)(self.request, model)
             found, why = self.grown[index]
         else:
             found, why = self._drawn_alone(model, index)

@@ -1,17 +1,20 @@
 """A continuation for tests: sequences that branch off each other at any time, from ranked candidates.
 
-As beams will, it never lets a token be drawn: each step ranks candidates, and it chooses. Where each sequence begins,
+As beams, it never lets a token be drawn: each step ranks candidates, and it chooses. Where each sequence begins,
 and on which token, depends on its request alone, so that the order of steps can't matter.
 """
 
 from quire.executor.simulated import FakeModel, extend, root_fingerprint
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
-from quire.scheduler.continuation import Branch
+from quire.scheduler.beams import Beams
+from quire.scheduler.continuation import Branch, Ending
 
 
 class Grove:
     """Sequence c > 0 branches off an earlier one, after a few tokens or, at the latest, where that one ends."""
+
+    tells_tokens = True
 
     def __init__(self, task: SamplingTask) -> None:
         self._task = task
@@ -25,6 +28,9 @@ class Grove:
         branches: list[Branch] = []
         self._grow(index, num_output_tokens, result.candidates.token_ids, branches)
         return branches
+
+    def endings(self) -> list[Ending]:
+        return []
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
         return any(self._bearer(child) == index for child in self._unborn & unfinished)
@@ -60,6 +66,25 @@ class Grove:
         return index
 
 
+def search_alone(request: NewRequest, model: FakeModel) -> dict[int, tuple[list[int], str]]:
+    """The best outputs of a beam search, and why each ends, when its request runs alone."""
+    assert isinstance(request.task, SamplingTask)
+    beams = Beams(request.task)
+    live: dict[int, list[int]] = {0: []}
+    while True:
+        branches: list[Branch] | None = None
+        for index, outputs in live.items():
+            fingerprint = root_fingerprint(request.cache_salt)
+            for token_id in [*request.prompt_token_ids, *outputs]:
+                fingerprint = extend(fingerprint, token_id)
+            found = SequenceResult(candidates=model.rank(fingerprint, beams.sampling(index)[1]))
+            branches = beams.advance(index, len(outputs), found)
+        assert branches is not None, "all candidates are there, and nothing is chosen"
+        if not branches:
+            return {i: (end.token_ids, end.finish_reason) for i, end in enumerate(beams.endings())}
+        live = {branch.index: [*live[branch.parent], branch.token_id] for branch in branches}
+
+
 def grow_alone(request: NewRequest, model: FakeModel) -> dict[int, tuple[list[int], str]]:
     """Every sequence's outputs, and why it ends, when a request's grove grows alone."""
     assert isinstance(request.task, SamplingTask)
@@ -69,7 +94,7 @@ def grow_alone(request: NewRequest, model: FakeModel) -> dict[int, tuple[list[in
         fingerprint = root_fingerprint(request.cache_salt)
         for token_id in [*request.prompt_token_ids, *outputs]:
             fingerprint = extend(fingerprint, token_id)
-        candidates = TokenLogprobs(model.rank(fingerprint), [], [])
+        candidates = model.rank(fingerprint, grove.sampling(index)[1])
         for branch in grove.advance(index, len(outputs), SequenceResult(candidates=candidates)):
             found = [*outputs, branch.token_id]
             why = grove.ends(branch.token_id, len(found))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from expectation import EOS_TOKEN, STOP_TOKENS, USER_STOP_TOKEN
 from world import VOCAB, Disturbance, Kind, World
 
@@ -78,6 +79,8 @@ class Load:
             logprobs=rng.choice((None, None, 0)),
             prompt_logprobs=0 if rng.random() < 0.1 else None,
         )
+        if n > 1 and rng.random() < 0.35:
+            params = self.beams(params)
         self.num_made += 1
         return NewRequest(
             request_id=str(self.num_made if rng.random() < 0.99 else self.num_made - 1),  # an id in use, perhaps
@@ -96,13 +99,28 @@ class Load:
             client=rng.choice((None, "a", "b", "c")),
         )
 
+    def beams(self, params: SamplingParams) -> SamplingParams:
+        """A beam search of as many beams, or a few more, in place of draws."""
+        rng = self.rng
+        return msgspec.structs.replace(
+            params,
+            best_of=params.n + rng.choice((0, 0, 2)),
+            use_beam_search=True,
+            temperature=0.0,
+            prompt_logprobs=None,
+            length_penalty=rng.choice((0.0, 1.0, 1.0, 2.0)),
+            early_stopping=rng.choice((False, True, "never")),
+        )
+
     def arrive(self) -> None:
         """Add one request."""
         request = self.request()
         faults = {}
-        if self.rng.random() < 0.04 and isinstance(request.task, SamplingTask):
+        assert isinstance(request.task, SamplingTask)
+        if self.rng.random() < 0.04:
             faults = {self.rng.randrange(request.task.num_sequences): self.rng.randrange(6)}
-        self.world.add(request, self.rng.random() < 0.3, faults)
+        has_stop_string = self.rng.random() < 0.3 and not request.task.num_beams
+        self.world.add(request, has_stop_string, faults)
 
     def victim(self) -> str:
         """A request to abort: mostly one that lives, sometimes one that is unknown."""

@@ -14,7 +14,7 @@ SCENARIOS = [
     Scenario(3, NUM_STEPS, Kind(2, 4, 0.5)),
     Scenario(5, NUM_STEPS, windows=(None, 20)),
     Scenario(6, NUM_STEPS, Kind(2)),
-    Scenario(23, NUM_STEPS, hosts=4),
+    Scenario(4, NUM_STEPS, hosts=4),
 ]
 
 

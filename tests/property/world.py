@@ -220,10 +220,10 @@ class World:
         # Invariant 6: nobody is served before one that comes first and could be, and the very first always gets on.
         for sequence_id in announced:
             check_order(planner, live[sequence_id])
-        if config.enable_chunked_prefill and planner.running.items:
-            first = planner.running.items[0]
-            sits_out = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
-            assert first.sequence_id in scheduled or sits_out, "the first in order does not get on"
+        first = next((s for s in planner.running if not s.sits_out), None)
+        if config.enable_chunked_prefill and first is not None:
+            awaits_result = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
+            assert first.sequence_id in scheduled or awaits_result, "the first in order does not get on"
         # Invariant 5: all who wait can say why.
         reasons = self.scheduler.stats().waiting_reasons
         assert sum(reasons.values()) == self.scheduler.num_waiting
@@ -270,6 +270,8 @@ class World:
         if reason is None:
             return
         self.ends[reason] += 1
+        if expectation.task.num_beams and reason in ("stop", "length"):
+            self.ends["beam"] += 1
         expectation.end(output, reason, self.model)
         if not expectation.missing:  # invariant 3: it has ended once; any further news of it would be a KeyError
             del self.expectations[output.request_id]

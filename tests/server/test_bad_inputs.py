@@ -353,7 +353,8 @@ CASES = [
     Case(TOGETHER, "request_id of two lines", completion(request_id="a\nb"), 400, "request_id"),
     Case(TOGETHER, "stream a text", completion(stream="yes"), 400, "stream"),
     Case(TOGETHER, "suffix", completion(suffix="the end"), 400, "suffix"),
-    Case(TOGETHER, "beam search", completion(use_beam_search=True), 400, "use_beam_search"),
+    Case(TOGETHER, "beams drawn", completion(use_beam_search=True, temperature=1), 400, "temperature"),
+    Case(TOGETHER, "beams streamed", completion(use_beam_search=True, stream=True), 400, "use_beam_search"),
     Case(TOGETHER, "tool_choice", chat(tool_choice="auto"), 400, "tool_choice"),
     Case(
         TOGETHER, "tools", chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", message="none"

@@ -450,6 +450,25 @@ def test_cached_tokens(server: RunningServer) -> None:
     assert [cached(cache_salt="mine"), cached(cache_salt="mine") >= 32, cached(cache_salt="yours")] == [0, True, 0]
 
 
+def test_beams(server: RunningServer) -> None:
+    """The n best of best_of beams, in their order; nothing is streamed."""
+    asked = {"use_beam_search": True, "best_of": 4, "max_tokens": 12}
+    answer = server.complete("Once upon a time", n=3, logprobs=1, return_token_ids=True, **asked)
+    choices = answer["choices"]
+    scores = [sum(c["logprobs"]["token_logprobs"]) / len(c["token_ids"]) for c in choices]
+    assert scores == sorted(scores, reverse=True)
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len(set(texts_of(answer))) == 3
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+    greedy = server.complete("Once upon a time", max_tokens=12, temperature=0, logprobs=0)
+    best = sum(choices[0]["logprobs"]["token_logprobs"])
+    assert best >= sum(greedy["choices"][0]["logprobs"]["token_logprobs"])
+    chat = server.post(CHAT, {"messages": USER, **asked})
+    assert chat.status == 200
+    refused = server.post(COMPLETIONS, {"prompt": "x", "stream": True, **asked})
+    assert (refused.status, refused.json()["error"]["param"]) == (400, "use_beam_search")
+
+
 # Every parameter has an effect, or is refused by name.
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 12}
@@ -494,8 +513,7 @@ EFFECTS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "max_completion_tokens": (CHAT, {"messages": USER, "max_tokens": 5}, 2),
 }
 REFUSED: dict[str, tuple[str, Any]] = {
-    "use_beam_search": (COMPLETIONS, True),
-    "length_penalty": (COMPLETIONS, 0.5),
+    "length_penalty": (COMPLETIONS, 0.5),  # without use_beam_search
     "suffix": (COMPLETIONS, "x"),
     "priority": (COMPLETIONS, 1),
     "structured_outputs": (COMPLETIONS, {"regex": "x"}),
@@ -509,7 +527,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "chat_template": (CHAT, "x"),
 }
 # Those that have tests of their own; of no effect with a tokenizer whose tokens carry their own spaces.
-ELSEWHERE = {"cache_salt", "chat_template_kwargs", "priority", "spaces_between_special_tokens"}
+ELSEWHERE = {"use_beam_search", "cache_salt", "chat_template_kwargs", "priority", "spaces_between_special_tokens"}
 
 
 def said(answer: dict[str, Any]) -> Any:

@@ -273,7 +273,7 @@ def test_refused_parameters(client: openai.OpenAI) -> None:
         {"stop": [""]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"extra_body": {"use_beam_search": True}},
+        {"extra_body": {"early_stopping": True}},
     ]
     for fields in refused:
         name = next(iter(fields.get("extra_body", fields)))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingType
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
 
 NAN, INF = math.nan, math.inf
 
@@ -44,6 +44,9 @@ VALID = [
     *(("truncate_prompt_tokens", v) for v in (None, -1, 1)),
     *(("logits_processors", v) for v in (None, [], [noop])),
     *(("output_kind", v) for v in RequestOutputKind),
+    ("use_beam_search", False),  # True: see below
+    *(("length_penalty", v) for v in (1, 1.0)),
+    ("early_stopping", False),
 ]
 
 INVALID = [
@@ -73,6 +76,9 @@ INVALID = [
     *(("truncate_prompt_tokens", v) for v in (-2, 1.0, True)),
     *(("logits_processors", v) for v in ([3], noop, ["noop"])),
     *(("output_kind", v) for v in (0, "DELTA", None, True)),
+    *(("use_beam_search", v) for v in (1, None, "yes")),
+    *(("length_penalty", v) for v in (-10.001, 10.001, NAN, INF, None, True, "1", 2.0)),
+    *(("early_stopping", v) for v in (1, 0, None, "always", True, "never")),
 ]
 
 
@@ -93,6 +99,66 @@ def test_values_beyond_the_rule_are_refused_by_name(field: str, value: object) -
 def test_every_field_has_both_edges_tested() -> None:
     fields = set(SamplingParams.__struct_fields__) - {"structured_outputs"}
     assert fields == {field for field, _ in VALID} == {field for field, _ in INVALID}
+
+
+BEAMS = {"use_beam_search": True, "temperature": 0, "best_of": 4, "n": 2}
+NO_BEAMS = [
+    *(("temperature", v) for v in (0.01, 1.0)),
+    *(("top_p", v) for v in (0.5, 0.999)),
+    ("top_k", 5),
+    ("min_p", 0.1),
+    *(("seed", v) for v in (0, 7)),
+    *((f, v) for f in ("presence_penalty", "frequency_penalty") for v in (-1.0, 0.5)),
+    ("repetition_penalty", 1.1),
+    ("logit_bias", {5: 1.0}),
+    ("logits_processors", [noop]),
+    ("stop", ["a"]),
+    *(("prompt_logprobs", v) for v in (0, 3)),
+    *(("length_penalty", v) for v in (-10.001, 10.001, NAN)),
+    *(("early_stopping", v) for v in (1, 0, None, "always")),
+    *(("best_of", v) for v in (0, 1, 16385)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), NO_BEAMS)
+def test_what_beams_do_not_go_with_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must be .*; it is ") as caught:
+        SamplingParams(**(BEAMS | {field: value}))
+    assert isinstance(caught.value, InvalidRequestError)
+    assert caught.value.param == field
+
+
+def test_what_beams_go_with() -> None:
+    params = SamplingParams(
+        **BEAMS, length_penalty=-10, early_stopping="never", logprobs=3, min_tokens=2, allowed_token_ids=[5], top_k=-1
+    )
+    assert params.clone() == params
+    assert SamplingParams(**BEAMS, early_stopping=True, logit_bias={}, seed=-1, length_penalty=10).top_k == 0
+    assert SamplingParams(use_beam_search=True, temperature=1e-6).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("beam_width", v) for v in (0, -1, 16385, 2.0, True, None, "2")),
+        *(("max_tokens", v) for v in (0, 1.5)),
+        ("temperature", 0.7),
+        ("ignore_eos", 1),
+        ("length_penalty", 11.0),
+        ("early_stopping", "often"),
+    ],
+)
+def test_beam_search_params_refuse_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^{field} must be .*; it is "):
+        BeamSearchParams(**({"beam_width": 2, "max_tokens": 5} | {field: value}))
+
+
+def test_beam_search_params_are_sampling_params() -> None:
+    asked = BeamSearchParams(4, 9, length_penalty=0.5, early_stopping=True).sampling_params()
+    assert (asked.n, asked.best_of, asked.max_tokens, asked.temperature) == (4, None, 9, 0.0)
+    assert (asked.use_beam_search, asked.length_penalty, asked.early_stopping) == (True, 0.5, True)
+    with pytest.raises(TypeError, match="beam_width"):
+        BeamSearchParams(beam_with=4, max_tokens=9)
 
 
 def test_the_message_holds_value_and_range() -> None:

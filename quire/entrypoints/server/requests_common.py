@@ -5,7 +5,7 @@ float for an integer. Rules between fields, and those that depend on the model, 
 engine.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -73,8 +73,6 @@ def _check_printable(value: str) -> str:
 
 _STRUCTURED = refuse("structured outputs are not supported yet; leave it out")
 _TEXT_ONLY = refuse("structured outputs are not supported yet; only the type 'text' is", _TEXT_FORMAT)
-_BEAM_SEARCH = refuse("beam search is not supported yet; leave it out, or see best_of", False)
-_LENGTH_PENALTY = refuse("beam search, which it is for, is not supported yet; leave it out", 1.0)
 _ELSEWHERE = refuse("not supported by this server; leave it out")
 
 
@@ -117,6 +115,15 @@ class GenerationRequest(BaseModel):
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="Draw so many and return the n likeliest; not in a stream."
     )
+    use_beam_search: bool | None = Field(
+        None, description="Keep best_of (or n) beams and return the n best; temperature is 0 then, and nothing streams."
+    )
+    length_penalty: float | None = Field(
+        None, ge=-10, le=10, description="Beams are ranked by their logprob / tokens ** length_penalty; 1 by default."
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        None, description="When a beam search may end: at enough ended beams, or (never) when none can get better."
+    )
     top_k: int | None = Field(None, ge=-1, le=_INT64_MAX, description="0 and -1: all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
@@ -157,8 +164,6 @@ class GenerationRequest(BaseModel):
     prompt_cache_options: dict[str, Any] | None = None
 
     # Refused.
-    use_beam_search: Annotated[None, _BEAM_SEARCH] = None
-    length_penalty: Annotated[None, _LENGTH_PENALTY] = None
     response_format: Annotated[None, _TEXT_ONLY] = None
     structured_outputs: Annotated[None, _STRUCTURED] = None
     structural_tag: Annotated[None, _STRUCTURED] = None

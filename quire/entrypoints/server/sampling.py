@@ -79,9 +79,12 @@ def _params(
             "priority needs a server started with --scheduling-policy priority; leave it out.", "priority"
         )
     same = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    defaults = llm.get_default_sampling_params()
+    if body.use_beam_search:  # what the model has besides a length is about drawing
+        defaults = SamplingParams(temperature=0.0, max_tokens=defaults.max_tokens)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     with _named(http_names):
-        return msgspec.structs.replace(llm.get_default_sampling_params(), output_kind=kind, **(given | same))
+        return msgspec.structs.replace(defaults, output_kind=kind, **(given | same))
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
@@ -137,6 +140,11 @@ def _check_stream(body: GenerationRequest) -> None:
         raise InvalidRequestError("stream_options needs stream: true.", "stream_options")
     if not body.stream:
         return
+    if body.use_beam_search:
+        raise InvalidRequestError(
+            "use_beam_search can't be streamed, as what is best is known at the end only; set stream: false.",
+            "use_beam_search",
+        )
     if body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidRequestError(
             f"best_of {body.best_of} can't be streamed, as what is best is known at the end only; set stream: false.",

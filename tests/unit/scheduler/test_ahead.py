@@ -8,7 +8,7 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
-from quire.scheduler.continuation import Branch, Independent
+from quire.scheduler.continuation import Branch, Ending, Independent
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.state import SchedulerState
 
@@ -161,6 +161,8 @@ def test_blocks_of_accepted_drafts_are_found_by_their_tokens(driver) -> None:
 class Pair:
     """Two sequences: the second goes on from the first's second token, with the second candidate."""
 
+    tells_tokens = True
+
     def __init__(self, task: SamplingTask) -> None:
         self.has_second = False
 
@@ -174,6 +176,9 @@ class Pair:
             return [Branch(index, best)]
         self.has_second = True
         return [Branch(0, best), Branch(1, second)]
+
+    def endings(self) -> list[Ending]:
+        return []
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
         return index == 0 and not self.has_second and 1 in unfinished

@@ -87,7 +87,20 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"echo": 1}, "echo"),
     ({"user": 5}, "user"),
     ({"model": 5}, "model"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
+    ({"use_beam_search": True, "stream": True}, "use_beam_search"),
+    ({"use_beam_search": True, "temperature": 1}, "temperature"),
+    ({"use_beam_search": True, "top_p": 0.9}, "top_p"),
+    ({"use_beam_search": True, "seed": 1}, "seed"),
+    ({"use_beam_search": True, "stop": "x"}, "stop"),
+    ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty"),
+    ({"use_beam_search": True, "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
+    ({"use_beam_search": True, "n": 0}, "n"),
+    ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
+    ({"use_beam_search": True, "early_stopping": "often"}, "early_stopping"),
+    ({"early_stopping": True}, "early_stopping"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
@@ -226,6 +239,7 @@ HARMLESS: dict[str, Any] = {
     "suffix": "",
     "use_beam_search": False,
     "length_penalty": 1.0,
+    "early_stopping": False,
     "response_format": {"type": "text"},
     "tool_choice": "none",
     "tools": [],
@@ -310,8 +324,9 @@ def test_deep_messages(client: TestClient) -> None:
 
 
 _BEYOND_OPENAI = """
-top_k min_p repetition_penalty best_of use_beam_search length_penalty stop_token_ids include_stop_str_in_output
-ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens prompt_logprobs
+top_k min_p repetition_penalty best_of use_beam_search length_penalty early_stopping stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens prompt_logprobs
 allowed_token_ids bad_words echo add_special_tokens priority request_id return_token_ids return_tokens_as_token_ids
 cache_salt
 """

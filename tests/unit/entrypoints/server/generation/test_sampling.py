@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.sampling import chat_params, completion_params
+from quire.errors import InvalidRequestError
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ SAME: dict[str, list[Any]] = {
     "truncate_prompt_tokens": [3, -1],
     "prompt_logprobs": [0, 20],
 }
+BEAMS = {"use_beam_search": [True], "length_penalty": [-2, 0.5], "early_stopping": [True, False, "never"]}
 
 
 def completion(server: Any, **body: Any) -> SamplingParams:
@@ -57,11 +59,24 @@ def test_passed_on(server: Any, read: Callable[..., SamplingParams], field: str)
         assert getattr(read(server, **{field: value}), field) == value
 
 
+@pytest.mark.parametrize("read", [completion, chat])
+@pytest.mark.parametrize("field", BEAMS)
+def test_beams_are_passed_on(server: Any, read: Callable[..., SamplingParams], field: str) -> None:
+    """With temperature 0 unless the body says otherwise, which is refused, and none of the model's own parameters."""
+    for value in BEAMS[field]:
+        params = read(server, **({"use_beam_search": True, "best_of": 3, "n": 2} | {field: value}))
+        assert getattr(params, field) == value
+        assert (params.n, params.best_of, params.temperature, params.top_k, params.seed) == (2, 3, 0.0, 0, None)
+    assert read(server, use_beam_search=False).use_beam_search is False
+    with pytest.raises(InvalidRequestError, match="temperature must be 0.0 with use_beam_search .*; it is 0.5"):
+        read(server, use_beam_search=True, temperature=0.5)
+
+
 def test_nothing_is_forgotten() -> None:
     """A field of SamplingParams is read from requests, made of others, or refused."""
     made = {"logprobs", "output_kind", "detokenize"}
     refused = {"structured_outputs", "logits_processors"}
-    assert set(SamplingParams.__struct_fields__) == set(SAME) | {"logit_bias"} | made | refused
+    assert set(SamplingParams.__struct_fields__) == set(SAME) | set(BEAMS) | {"logit_bias"} | made | refused
     assert refused < set(CompletionRequest.model_fields)
 
 

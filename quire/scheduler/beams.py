@@ -1,0 +1,210 @@
+"""Beam search: the sequences of a request are its best beginnings so far, and go on in lockstep.
+
+A continuation of the scheduler's. Each step ranks candidates for every beam; once those of all beams are there, the
+best beginnings of all are chosen together. What ends, and when the search does, are as in transformers' beam search. It
+knows tokens and log-probabilities, and nothing of blocks, queues or plans.
+"""
+
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
+from typing import Any, NamedTuple
+
+from quire.protocol.requests import SamplingTask
+from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
+from quire.scheduler.continuation import Branch, Continuation, Ending, Independent
+
+
+class Node(NamedTuple):
+    """A beginning: one token after another beginning. Those that share tokens share nodes."""
+
+    parent: "Node | None"  # None: the prompt alone
+    entry: TokenLogprobs  # of the token, which comes first in it
+    score: float  # sum of the tokens' log-probabilities
+    length: int  # output tokens
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Of all output tokens, first to last."""
+        found, node = [], self
+        while node is not None:
+            found.append(node.entry)
+            node = node.parent
+        return found[::-1]
+
+
+class Hypothesis(NamedTuple):
+    """A beginning that has ended."""
+
+    score: float  # length penalty included
+    node: Node
+    finish_reason: str
+    stop_reason: int | None
+
+
+class _Candidate(NamedTuple):
+    """A token that one of the beams may go on with."""
+
+    score: float  # of the beam and the token
+    rank: int  # of the beam
+    place: int  # among the beam's candidates
+
+
+class Beams:
+    """A request's beams, at most `task.num_beams`; fewer where there are not so many candidates.
+
+    Which beginnings are kept depends on the request alone: equal scores go by the beams' rank, then by the candidates'.
+    """
+
+    tells_tokens = False
+
+    def __init__(self, task: SamplingTask) -> None:
+        params = task.params
+        self._width = task.num_beams
+        self._max_tokens = task.max_tokens
+        self._stop_token_ids = task.stop_token_ids
+        self._eos_token_id = task.eos_token_id
+        self._min_tokens = params.min_tokens
+        self._length_penalty = params.length_penalty
+        self._early_stopping = params.early_stopping
+        self._num_candidates = task.num_candidates
+        self._beams: list[tuple[int, Node | None]] = [(0, None)]  # (index, its tokens), the best first
+        self._hypotheses: list[Hypothesis] = []  # the best first, at most `width`
+        self._found: dict[int, SequenceResult] = {}  # of the beams that sit out
+
+    def sampling(self, index: int) -> tuple[Sampling, int]:
+        """So many candidates that enough of them go on, whichever stop."""
+        return Sampling.RANK, self._num_candidates
+
+    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch] | None:
+        """The beams' next tokens, once the candidates of all of them are known."""
+        assert result.candidates is not None, "a beam's candidates were not ranked"
+        self._found[index] = result
+        if len(self._found) < len(self._beams):
+            return None
+        length = num_output_tokens + 1
+        running: list[_Candidate] = []
+        ended: list[Hypothesis] = []
+        for place, candidate in enumerate(islice(self._candidates(), self._num_candidates)):
+            token_id = self._token(candidate)
+            stops = token_id in self._stop_token_ids and length >= self._min_tokens
+            if not stops and length < self._max_tokens:
+                if len(running) < self._width:
+                    running.append(candidate)
+            elif place < self._width:  # what comes after them is there to go on only
+                ended.append(self._end(candidate, stops))
+        best = sorted([*self._hypotheses, *ended], key=lambda hypothesis: -hypothesis.score)
+        self._hypotheses = best[: self._width]
+        branches = [] if self._is_over(running, length) else self._branches(running)
+        self._found = {}
+        return branches
+
+    def endings(self) -> list[Ending]:
+        """The best hypotheses."""
+        found: list[Ending] = []
+        for hypothesis in self._hypotheses:
+            entries = hypothesis.node.entries()
+            token_ids = [entry.token_ids[0] for entry in entries]
+            found.append(Ending(token_ids, entries, hypothesis.finish_reason, hypothesis.stop_reason))
+        return found
+
+    def carries(self, index: int, unfinished: set[int]) -> bool:
+        """Any output may come of any beam."""
+        return bool(unfinished)
+
+    def state(self) -> dict[str, Any]:
+        """The beams and the hypotheses; candidates are ranked again."""
+        return {
+            "beams": [[index, _packed(node)] for index, node in self._beams],
+            "hypotheses": [[h.score, _packed(h.node), h.finish_reason, h.stop_reason] for h in self._hypotheses],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from there."""
+        self._beams = [(index, _unpacked(entries)) for index, entries in state["beams"]]
+        self._hypotheses = []
+        for score, entries, finish_reason, stop_reason in state["hypotheses"]:
+            node = _unpacked(entries)
+            assert node is not None, "a hypothesis without tokens"
+            self._hypotheses.append(Hypothesis(score, node, finish_reason, stop_reason))
+        self._found = {}
+
+    # The choice.
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        """Those of all beams, the best first."""
+        ranked: list[list[_Candidate]] = []
+        for rank, (index, node) in enumerate(self._beams):
+            score, found = node.score if node else 0.0, self._found[index].candidates
+            assert found is not None
+            ranked.append([_Candidate(score + logprob, rank, i) for i, logprob in enumerate(found.logprobs)])
+        return merge(*ranked, key=lambda candidate: (-candidate.score, candidate.rank, candidate.place))
+
+    def _token(self, candidate: _Candidate) -> int:
+        found = self._found[self._beams[candidate.rank][0]].candidates
+        assert found is not None
+        return found.token_ids[candidate.place]
+
+    def _node(self, candidate: _Candidate) -> Node:
+        index, parent = self._beams[candidate.rank]
+        result, place = self._found[index], candidate.place
+        found = result.candidates
+        assert found is not None
+        entry = TokenLogprobs([found.token_ids[place]], [found.logprobs[place]], [found.ranks[place]])
+        for top in result.logprobs or ():  # the likeliest of all, where asked for
+            entry.token_ids.extend(top.token_ids[1:])
+            entry.logprobs.extend(top.logprobs[1:])
+            entry.ranks.extend(top.ranks[1:])
+        return Node(parent, entry, candidate.score, parent.length + 1 if parent else 1)
+
+    def _end(self, candidate: _Candidate, stops: bool) -> Hypothesis:
+        node = self._node(candidate)
+        token_id = node.entry.token_ids[0]
+        score = node.score / node.length**self._length_penalty
+        stop_reason = token_id if stops and token_id != self._eos_token_id else None
+        return Hypothesis(score, node, "stop" if stops else "length", stop_reason)
+
+    def _is_over(self, running: list[_Candidate], length: int) -> bool:
+        """Whether nothing better can come, or nothing more at all."""
+        if not running:
+            return True
+        if len(self._hypotheses) < self._width:
+            return False
+        if self._early_stopping is True:
+            return True
+        # The length at which the best beam may score best, or (False) the one that it has.
+        reach = self._max_tokens if self._early_stopping == "never" and self._length_penalty > 0.0 else length
+        return running[0].score / reach**self._length_penalty <= self._hypotheses[-1].score
+
+    def _branches(self, running: list[_Candidate]) -> list[Branch]:
+        """The chosen ones take the places of beams: a beam's best child its own, the others those that came free."""
+        parents = {candidate.rank for candidate in running}
+        kept = {self._beams[rank][0] for rank in parents}
+        free = iter([index for index in range(self._width) if index not in kept])
+        branches: list[Branch] = []
+        beams: list[tuple[int, Node | None]] = []
+        for candidate in running:
+            parent = self._beams[candidate.rank][0]
+            index = next(free) if candidate.rank not in parents else parent
+            parents.discard(candidate.rank)
+            node = self._node(candidate)
+            beams.append((index, node))
+            branches.append(Branch(index, node.entry.token_ids[0], None, parent))
+        self._beams = beams
+        return branches
+
+
+def continuation_of(task: SamplingTask) -> Continuation:
+    """What a request's results mean."""
+    return Beams(task) if task.num_beams else Independent(task)
+
+
+def _packed(node: Node | None) -> list[list[list[Any]]]:
+    return [[entry.token_ids, entry.logprobs, entry.ranks] for entry in node.entries()] if node else []
+
+
+def _unpacked(entries: list[list[list[Any]]]) -> Node | None:
+    node: Node | None = None
+    for token_ids, logprobs, ranks in entries:
+        score = (node.score if node else 0.0) + logprobs[0]
+        node = Node(node, TokenLogprobs(token_ids, logprobs, ranks), score, node.length + 1 if node else 1)
+    return node
