@@ -20,6 +20,7 @@ from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
@@ -138,8 +139,26 @@ class LLMEngine:
         return self._outputs.request_ids()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
+        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
         return self.core.scheduler.reset_prefix_cache()
+
+    def pin_prefix(self, name: str, prompt: PreparedPrompt) -> PinnedPrefix:
+        """Keep the full blocks of a prompt that was just computed, until it is unpinned.
+
+        Raises:
+            InvalidRequestError: it is not cached, the name is in use, or it would be too much.
+        """
+        with self.core.interrupts:
+            return self.core.scheduler.kv.pins.add(name, prompt.token_ids, prompt.cache_salt)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted; False where there is none of this name."""
+        with self.core.interrupts:
+            return self.core.scheduler.kv.pins.remove(name)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """All of them, in the order in which they were pinned."""
+        return self.core.scheduler.kv.pins.listed()
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the worker's model, where that is in this process."""

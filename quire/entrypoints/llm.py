@@ -16,6 +16,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.inputs import PromptType, TextPrompt, TokensPrompt
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.conversation import Conversation
@@ -233,8 +234,32 @@ class LLM:
         return BeamSearchOutput(sequences)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
         return self.llm_engine.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
+        """Compute a prompt and keep its blocks in the KV cache, whatever else comes, until `unpin_prefix`.
+
+        Args:
+            prompt: as of `generate`; only whole KV blocks of its beginning are kept, for requests of its cache_salt.
+            name: to unpin it by; a number by default.
+
+        Raises:
+            InvalidRequestError: the prompt breaks a rule or is shorter than a block, the name is in use, too much is
+                pinned already, or the longest request could not run any more.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        prepared = self.llm_engine.prepare(prompt, params)
+        self._run(self._add_all([prompt], [params], [0]), use_tqdm=False)
+        return self.llm_engine.pin_prefix(name or f"prefix-{next(self._request_ids)}", prepared)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted like all others; False where there is none of this name."""
+        return self.llm_engine.unpin_prefix(name)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """The pinned prefixes, in the order in which they were pinned."""
+        return self.llm_engine.pinned_prefixes()
 
     def get_metrics(self) -> EngineStats:
         """The engine's counters and gauges."""

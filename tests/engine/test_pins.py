@@ -1,0 +1,62 @@
+"""Pinned prefixes through the whole engine: there when they are needed, and no matter for any answer."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import InvalidRequestError
+
+SYSTEM = list(range(100, 150))
+BLOCK = 16
+
+
+def make(**options) -> LLM:
+    options = {"num_kv_blocks": 40, "max_model_len": 256, "block_size": BLOCK, **options}
+    return LLM("demo", show_progress=False, **options)
+
+
+def generate(llm: LLM, *prompts: list[int], max_tokens: int = 4):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+def test_a_pinned_prefix_is_there_when_it_is_needed() -> None:
+    llm = make()
+    question = [*SYSTEM, 7, 8, 9]
+    (alone,) = generate(llm, question)
+    pinned = llm.pin_prefix({"prompt_token_ids": SYSTEM}, name="system")
+    assert (pinned.name, pinned.num_tokens, pinned.num_blocks) == ("system", 48, 3)
+    assert llm.pinned_prefixes() == [pinned]
+    # So many that they evict all else, and preempt each other.
+    generate(llm, *[[1_000 + number] * 100 for number in range(6)], max_tokens=120)
+    assert llm.get_metrics().num_preemptions_total > 0
+    (again,) = generate(llm, question)
+    assert (alone.num_cached_tokens, again.num_cached_tokens) == (0, 48)
+    assert again.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert again.outputs[0].logprobs == alone.outputs[0].logprobs
+    assert llm.unpin_prefix("system")
+    assert not llm.unpin_prefix("system")
+    generate(llm, *[[2_000 + number] * 200 for number in range(4)])
+    (later,) = generate(llm, question)
+    assert later.num_cached_tokens == 0
+    llm.llm_engine.check_integrity()
+
+
+def test_what_cannot_be_pinned_leaves_nothing_pinned() -> None:
+    llm = make()
+    with pytest.raises(InvalidRequestError, match="less than a KV block"):
+        llm.pin_prefix({"prompt_token_ids": [5] * 10})
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        llm.pin_prefix({"prompt_token_ids": []})
+    llm.pin_prefix({"prompt_token_ids": SYSTEM, "cache_salt": "mine"}, name="a")
+    assert generate(llm, [*SYSTEM, 1])[0].num_cached_tokens == 0, "another salt"
+    with pytest.raises(InvalidRequestError, match="'a' is pinned already"):
+        llm.pin_prefix({"prompt_token_ids": SYSTEM}, name="a")
+    llm.pin_prefix({"prompt_token_ids": [6] * 200}, name="b")
+    with pytest.raises(InvalidRequestError, match="of 40 KV blocks would be pinned, and at most 20 may be"):
+        llm.pin_prefix({"prompt_token_ids": [8] * 200})
+    assert [prefix.name for prefix in llm.pinned_prefixes()] == ["a", "b"]
+    assert llm.reset_prefix_cache()
+    assert llm.pinned_prefixes() == []
+    llm.llm_engine.check_integrity()
+    with pytest.raises(InvalidRequestError, match="enable_prefix_caching"):
+        make(enable_prefix_caching=False).pin_prefix({"prompt_token_ids": SYSTEM})
