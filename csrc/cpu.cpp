@@ -38,6 +38,9 @@ std::vector<const Kernels*> supported_levels() {
     if (avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && amx_granted())
         found.push_back(&kAmxKernels);
 #endif
+#if defined(QUIRE_HAVE_AVX512_BF16)
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kAvx512Bf16Kernels);
+#endif
     if (avx512) found.push_back(&kAvx512Kernels);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Kernels);
 #endif

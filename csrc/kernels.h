@@ -136,6 +136,7 @@ struct Kernels {
 extern const Kernels kPortableKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512Bf16Kernels;
 extern const Kernels kAmxKernels;
 
 }  // namespace quire

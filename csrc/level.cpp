@@ -9,6 +9,8 @@ namespace quire {
 
 #if defined(__AMX_BF16__)
 const Kernels kAmxKernels = QUIRE_KERNELS("amx", amx);
+#elif defined(__AVX512BF16__)
+const Kernels kAvx512Bf16Kernels = QUIRE_KERNELS("avx512_bf16", avx512_bf16);
 #elif defined(__AVX512F__)
 const Kernels kAvx512Kernels = QUIRE_KERNELS("avx512", avx512);
 #elif defined(__AVX2__)

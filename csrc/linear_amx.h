@@ -4,69 +4,26 @@
 #pragma once
 
 #include "amx.h"
+#include "expand.h"
 #include "linear.h"
 
 namespace quire::QUIRE_NS {
 
-// i8: the bf16 of a magnitude m < 128 by its low and high byte; the sign bit is the code's own. Made by the compiler: no
-// code of this level may run before the CPU is known to have it.
-struct I8Tables {
-    alignas(64) uint8_t low[128], high[128];
-    constexpr I8Tables() : low(), high() {
-        for (unsigned m = 1; m < 128; m++) {
-            unsigned exponent = 0;
-            while (m >> (exponent + 1)) exponent++;
-            unsigned value = (127 + exponent) << 7 | ((m << (7 - exponent)) & 127);
-            low[m] = uint8_t(value);
-            high[m] = uint8_t(value >> 8);
-        }
-    }
-};
-constexpr I8Tables kI8Tables;
-
 inline void expand_i8_tile(const uint8_t* tile, bf16* out) {
-    const __m512i low0 = _mm512_load_si512(kI8Tables.low), low1 = _mm512_load_si512(kI8Tables.low + 64);
-    const __m512i high0 = _mm512_load_si512(kI8Tables.high), high1 = _mm512_load_si512(kI8Tables.high + 64);
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
     for (int i = 0; i < 8; i++) {
-        __m512i codes = _mm512_loadu_si512(tile + i * 64);
-        __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
-        __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
-        high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
-        _mm512_store_si512(out + i * 64, _mm512_unpacklo_epi8(low, high));
-        _mm512_store_si512(out + i * 64 + 32, _mm512_unpackhi_epi8(low, high));
+        __m512i even, odd;
+        expand_i8(_mm512_loadu_si512(tile + i * 64), even, odd);
+        _mm512_store_si512(out + i * 64, even);
+        _mm512_store_si512(out + i * 64 + 32, odd);
     }
-}
-
-// i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches.
-alignas(64) inline bf16 i4_values[65536][16];
-
-inline void fill_i4_values() {
-    static const bool filled = [] {
-        const FlushDenormals flushed;
-        const vf steps = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-        for (unsigned scale = 0; scale < 65536; scale++) store(i4_values[scale], steps * to_float(bf16(scale)));
-        return true;
-    }();
-    (void)filled;
 }
 
 inline void expand_i4_tile(const uint8_t* tile, bf16* out) {
-    // Words are shifted right by a product's upper half: all shifts would wait for one unit, which look-ups need too.
-    // `plain`, as GCC would make these anew for each use.
-    const __m512i by4 = plain(_mm512_set1_epi16(1 << 12)), by8 = plain(_mm512_set1_epi16(1 << 8)),
-                  by12 = plain(_mm512_set1_epi16(1 << 4));
+    const I4Shifts shifted;
     const bf16* scales = reinterpret_cast<const bf16*>(tile);
     for (int i = 0; i < 4; i++) {
         const __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);
-        const __m512i codes[] = {words, _mm512_mulhi_epu16(words, by4), _mm512_mulhi_epu16(words, by8),
-                                 _mm512_mulhi_epu16(words, by12)};
-        for (int j = 0; j < 4; j++) {
-            // A look-up of words reads five bits of its index. The values are there twice: the fifth bit may be any.
-            const bf16* values = i4_values[scales[4 * i + j]];
-            __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(values)));
-            _mm512_store_si512(out + (4 * i + j) * 32, _mm512_permutexvar_epi16(codes[j], table));
-        }
+        for (int j = 0; j < 4; j++) _mm512_store_si512(out + (4 * i + j) * 32, expand_i4(scales[4 * i + j], shifted(words, j)));
     }
 }
 

@@ -5,6 +5,8 @@
 #include "operation.h"
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
+#elif defined(__AVX512BF16__)
+#include "linear_dot.h"
 #endif
 
 namespace quire::QUIRE_NS {
@@ -20,6 +22,8 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
                           o.x.type, o.out.type, s.epilogue};
 #if defined(__AMX_BF16__)
     linear_amx(args, context);
+#elif defined(__AVX512BF16__)
+    linear_dot(args, context);
 #else
     linear(args, context);
 #endif

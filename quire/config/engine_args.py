@@ -41,8 +41,9 @@ class EngineArgs:
     quantization: Literal["int8", "int4"] | None = option(
         None, "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row)."
     )
-    kernels: Literal["auto", "amx", "avx512", "avx2", "portable", "torch"] = option(
-        "auto", "CPU kernels: auto (the best), amx, avx512, avx2, portable, or torch for none of the compiled ones."
+    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"] = option(
+        "auto",
+        "CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, portable, or torch: none of the compiled ones.",
     )
     weight_cache: bool = option(
         True, "Keep packed weights on disk, so that the next start maps them instead of packing again."

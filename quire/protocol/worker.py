@@ -11,7 +11,7 @@ import msgspec
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker found and loaded."""
 
-    kernels: str  # the level in use: "amx", "avx512", "avx2", "portable", or "torch" for no compiled kernels
+    kernels: str  # the level in use, as "amx", "avx512_bf16", "avx2"; "torch" for no compiled kernels
     kernels_reason: Literal["asked", "best", "unserved"]  # "unserved": compiled ones don't serve this model here
     num_threads: int
     is_small_model: bool  # so small that one thread is used although there are more

@@ -1,0 +1,86 @@
+// i8 and i4 weights as bf16, row by row of a tile, for the levels that multiply bf16.
+//
+// i8 comes without its row's scale, which waits for the end of the product; i4 rounded to bf16 with it: every level has
+// the same weights.
+#pragma once
+
+#include <immintrin.h>
+
+#include "pack.h"
+
+namespace quire::QUIRE_NS {
+
+// bf16 of the magnitudes 0..127: as words of 64 and, where bytes can be looked up (VBMI), by low and high byte. The sign bit
+// is the code's own. Made by the compiler: no code of a level may run before the CPU is known to have it.
+struct I8Tables {
+    alignas(64) uint16_t words[128];
+    alignas(64) uint8_t low[128], high[128];
+    constexpr I8Tables() : words(), low(), high() {
+        for (unsigned m = 1; m < 128; m++) {
+            unsigned exponent = 0;
+            while (m >> (exponent + 1)) exponent++;
+            unsigned value = (127 + exponent) << 7 | ((m << (7 - exponent)) & 127);
+            words[m] = uint16_t(value);
+            low[m] = uint8_t(value);
+            high[m] = uint8_t(value >> 8);
+        }
+    }
+};
+constexpr I8Tables kI8Tables;
+
+// 64 codes of a tile -> the two rows of 32 that they are.
+inline void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
+#if defined(__AVX512VBMI__)
+    const __m512i low0 = _mm512_load_si512(kI8Tables.low), low1 = _mm512_load_si512(kI8Tables.low + 64);
+    const __m512i high0 = _mm512_load_si512(kI8Tables.high), high1 = _mm512_load_si512(kI8Tables.high + 64);
+    const __m512i sign = _mm512_set1_epi8(char(0x80));
+    const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
+    high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
+    even = _mm512_unpacklo_epi8(low, high);
+    odd = _mm512_unpackhi_epi8(low, high);
+#else
+    auto expanded = [](__m512i words) {
+        const uint16_t* table = kI8Tables.words;
+        // A look-up reads six bits of its index; the seventh says which of two it is.
+        const __m512i small = _mm512_permutex2var_epi16(_mm512_load_si512(table), words, _mm512_load_si512(table + 32));
+        const __m512i large = _mm512_permutex2var_epi16(_mm512_load_si512(table + 64), words, _mm512_load_si512(table + 96));
+        const __m512i value = _mm512_mask_mov_epi16(small, _mm512_test_epi16_mask(words, _mm512_set1_epi16(64)), large);
+        const __m512i sign = _mm512_set1_epi16(short(0x8000));
+        return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(words, 8), sign, 0xf8);  // value | (shifted & sign)
+    };
+    even = expanded(_mm512_unpacklo_epi8(codes, _mm512_setzero_si512()));
+    odd = expanded(_mm512_unpackhi_epi8(codes, _mm512_setzero_si512()));
+#endif
+}
+
+// i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches.
+alignas(64) inline bf16 i4_values[65536][16];
+
+inline void fill_i4_values() {
+    static const bool filled = [] {
+        const FlushDenormals flushed;
+        const vf steps = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+        for (unsigned scale = 0; scale < 65536; scale++) store(i4_values[scale], steps * to_float(bf16(scale)));
+        return true;
+    }();
+    (void)filled;
+}
+
+// The words that hold four rows, shifted so that row `j` of them is lowest. Words are shifted right by a product's upper
+// half: all shifts would wait for one unit, which look-ups need too. `plain`, as GCC would make the factors anew for each use.
+struct I4Shifts {
+    __m512i by4 = plain(_mm512_set1_epi16(1 << 12)), by8 = plain(_mm512_set1_epi16(1 << 8)), by12 = plain(_mm512_set1_epi16(1 << 4));
+
+    __m512i operator()(__m512i words, int j) const {
+        return j == 0 ? words : _mm512_mulhi_epu16(words, j == 1 ? by4 : j == 2 ? by8 : by12);
+    }
+};
+
+// A row's 32 values by its scale and its codes, the lowest four bits of each word.
+inline __m512i expand_i4(bf16 scale, __m512i codes) {
+    // A look-up of words reads five bits of its index. The values are there twice: the fifth bit may be any.
+    return _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(i4_values[scale]))));
+}
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,261 @@
+// Linear layers of bf16 activations by dot products of pairs (AVX512_BF16).
+//
+// A vector of weights is eight columns of four features: lane 4i + j sums the pairs of k number j, j + 4, j + 8, ... of
+// feature i, one after the other, and a feature's four lanes are added at the end. That happens to each row of x however
+// many there are, so its bits are its own. Few rows meet weights as they come from memory, turned in registers; for
+// many rows a block is turned once and kept in L2.
+#pragma once
+
+#include <type_traits>
+
+#include "expand.h"
+#include "linear.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while few rows are multiplied
+constexpr int kStreamRows = 4;         // up to so many rows the weights are turned on their way
+constexpr int kPanelTileRows = 6;      // rows whose sums of a block stay in registers
+constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 256 << 10;  // of x and of weights that share L2
+constexpr int64_t kMostRows = 96, kMostBlocks = 8;
+
+// Rows 4i + 2 * pair and the one after it of a tile, i = 0..3.
+template <Type kType>
+inline void load_rows(const uint8_t* tile, int pair, __m512i (&even)[4], __m512i (&odd)[4]) {
+    if constexpr (kType == Type::bf16) {
+        for (int i = 0; i < 4; i++) {
+            even[i] = _mm512_loadu_si512(tile + (4 * i + 2 * pair) * 64);
+            odd[i] = _mm512_loadu_si512(tile + (4 * i + 2 * pair + 1) * 64);
+        }
+    } else if constexpr (kType == Type::i8) {
+        for (int i = 0; i < 4; i++) expand_i8(_mm512_loadu_si512(tile + (2 * i + pair) * 64), even[i], odd[i]);
+    } else {
+        const I4Shifts shifted;
+        bf16 scales[16];
+        std::memcpy(scales, tile, sizeof scales);
+        for (int i = 0; i < 4; i++) {
+            const __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);
+            even[i] = expand_i4(scales[4 * i + 2 * pair], shifted(words, 2 * pair));
+            odd[i] = expand_i4(scales[4 * i + 2 * pair + 1], shifted(words, 2 * pair + 1));
+        }
+    }
+}
+
+// Four rows -> for each piece of 8 columns, the rows' pieces side by side.
+inline void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
+    const __m512i a = _mm512_shuffle_i64x2(rows[0], rows[1], 0x44), b = _mm512_shuffle_i64x2(rows[0], rows[1], 0xee);
+    const __m512i c = _mm512_shuffle_i64x2(rows[2], rows[3], 0x44), d = _mm512_shuffle_i64x2(rows[2], rows[3], 0xee);
+    out[0] = _mm512_shuffle_i64x2(a, c, 0x88);
+    out[1] = _mm512_shuffle_i64x2(a, c, 0xdd);
+    out[2] = _mm512_shuffle_i64x2(b, d, 0x88);
+    out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
+}
+
+inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
+inline __m512i eight_of_x(const bf16* x) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
+
+// sums[g] has features 4i + g in lanes 4i..4i+3 -> the 16 features.
+inline void store_features(const __m512 (&sums)[4], float* out) {
+    auto halves = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    const __m512 a = halves(sums[0], sums[1]), b = halves(sums[2], sums[3]);
+    _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee)));
+}
+
+// A block of weights on its way from memory times kRows rows of x -> sums[row][16].
+template <Type kType, int kRows>
+inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, int64_t x_stride, float* sums) {
+    __m512 acc[kRows][4];
+    for (auto& row : acc)
+        for (__m512& sum : row) sum = _mm512_setzero_ps();
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
+        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int pair = 0; pair < 2; pair++) {
+            __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
+            load_rows<kType>(tile, pair, even, odd);
+            turn(even, even_pieces);
+            turn(odd, odd_pieces);
+            for (int m = 0; m < kRows; m++)
+                for (int c = 0; c < 4; c++) {
+                    const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
+                    acc[m][2 * pair] = add_dot(acc[m][2 * pair], even_pieces[c], eight);
+                    acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd_pieces[c], eight);
+                }
+        }
+    }
+    for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
+}
+
+// A block of weights, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
+template <Type kType>
+inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
+        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+        for (int pair = 0; pair < 2; pair++) {
+            __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
+            load_rows<kType>(tile, pair, even, odd);
+            turn(even, even_pieces);
+            turn(odd, odd_pieces);
+            for (int c = 0; c < 4; c++) {
+                _mm512_store_si512(out + c * 256 + pair * 128, even_pieces[c]);
+                _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd_pieces[c]);
+            }
+        }
+    }
+}
+
+// Memory to fetch into L2 while something else is multiplied: `step` bytes with every tile.
+struct Fetch {
+    const uint8_t* from;
+    int64_t step;
+};
+
+// A turned block times kRows rows of x -> sums[row][16].
+template <int kRows>
+inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, float* sums) {
+    __m512 acc[kRows][4];
+    for (auto& row : acc)
+        for (__m512& sum : row) sum = _mm512_setzero_ps();
+    for (int64_t t = 0; t < num_tiles; t++) {
+        for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
+        fetch.from += fetch.step;
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++, block += 256, x += 8) {
+            __m512i weights[4];
+            for (int g = 0; g < 4; g++) weights[g] = _mm512_load_si512(block + g * 64);
+            for (int m = 0; m < kRows; m++) {
+                const __m512i eight = eight_of_x(x + m * x_stride);
+                for (int g = 0; g < 4; g++) acc[m][g] = add_dot(acc[m][g], weights[g], eight);
+            }
+        }
+    }
+    for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
+}
+
+// Calls body(integral constant) for a number of rows in [1, kMost].
+template <int kMost, class Body>
+inline void with_rows(int64_t num_rows, const Body& body) {
+    if constexpr (kMost > 1) {
+        if (num_rows < kMost) return with_rows<kMost - 1>(num_rows, body);
+    }
+    body(std::integral_constant<int, kMost>());
+}
+
+// x as the kernels read it, zeros up to a multiple of 32 columns: where it lies, or a copy.
+struct DotRows {
+    const bf16* x;
+    int64_t stride;
+
+    DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), stride(a.x_stride) {
+        const int64_t cols = a.weight.cols, padded = a.weight.num_tiles() * 32;
+        if (cols == padded && a.out != a.x) return;
+        bf16* copy = context.shared.get<bf16>(a.num_rows * padded);
+        context.pool.run(divide_up(a.num_rows, 32), [&](int64_t task, int) {
+            for (int64_t row = task * 32; row < a.num_rows && row < task * 32 + 32; row++) {
+                std::memcpy(copy + row * padded, static_cast<const bf16*>(a.x) + row * a.x_stride, cols * sizeof(bf16));
+                std::memset(copy + row * padded + cols, 0, (padded - cols) * sizeof(bf16));
+            }
+        });
+        x = copy, stride = padded;
+    }
+};
+
+// The blocks of a product: one at a time or, gated, the gate's with its factor's.
+struct DotBlocks {
+    const LinearArgs& a;
+    int parts;       // of a block of the result
+    int64_t count;   // of blocks of the result
+    int64_t bytes;   // of a block of weights
+
+    explicit DotBlocks(const LinearArgs& args)
+        : a(args), parts(is_gated(a.epilogue) ? 2 : 1), count(a.weight.num_blocks() / parts), bytes(a.weight.num_tiles() * a.weight.tile_bytes()) {}
+    const uint8_t* weights(int64_t block, int part) const { return a.weight.tile(block + part * count, 0); }
+    void finish(int64_t block, const float* gate, const float* up, int64_t first_row, int64_t num_rows) const {
+        QUIRE_NS::finish(a, {gate, parts == 2 ? up : nullptr, 16, 16, block * 16, (block + count) * 16, first_row, num_rows});
+    }
+};
+
+template <Type kType>
+inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& context) {
+    const LinearArgs& a = blocks.a;
+    const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
+    context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int) {
+        alignas(64) float sums[2][kStreamRows * 16];
+        for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
+            for (int part = 0; part < blocks.parts; part++)
+                with_rows<kStreamRows>(a.num_rows, [&](auto count) {
+                    stream_block<kType, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x,
+                                               rows.stride, sums[part]);
+                });
+            blocks.finish(block, sums[0], sums[1], 0, a.num_rows);
+        }
+    });
+}
+
+// Blocks [begin, end) of the result, all rows. `next` is what this thread is likely to do next: it is fetched meanwhile.
+struct BlockRange {
+    int64_t begin, end, next;
+};
+
+template <Type kType>
+inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, uint8_t* turned) {
+    const LinearArgs& a = blocks.a;
+    const int64_t tiles = a.weight.num_tiles(), turned_bytes = tiles * 1024;
+    auto place = [&](int64_t block, int part) { return turned + ((block - range.begin) * blocks.parts + part) * turned_bytes; };
+    for (int64_t block = range.begin; block < range.end; block++)
+        for (int part = 0; part < blocks.parts; part++)
+            turn_block<kType>(blocks.weights(block, part), tiles, a.weight.tile_bytes(), place(block, part));
+    // As many rows as stay in L2 with the blocks.
+    int64_t panel = kRowsBytes / (rows.stride * 2) / kPanelTileRows * kPanelTileRows;
+    panel = panel < kPanelTileRows ? kPanelTileRows : panel > kMostRows ? kMostRows : panel;
+    const int64_t passes = divide_up(a.num_rows < panel ? a.num_rows : panel, kPanelTileRows);
+    const int64_t step = round_up(divide_up(a.weight.tile_bytes(), passes), 64);
+    alignas(64) float sums[2][kMostRows * 16];
+    for (int64_t first = 0; first < a.num_rows; first += panel) {
+        const int64_t count = a.num_rows - first < panel ? a.num_rows - first : panel;
+        for (int64_t block = range.begin; block < range.end; block++) {
+            const int64_t next = range.next + block - range.begin;
+            for (int part = 0; part < blocks.parts; part++) {
+                int64_t fetched = first == 0 && next < blocks.count ? 0 : blocks.bytes;
+                for (int64_t row = 0; row < count; row += kPanelTileRows) {
+                    const Fetch fetch{blocks.weights(block, part), 0};
+                    Fetch ahead = fetched < blocks.bytes ? Fetch{blocks.weights(next, part) + fetched, step} : fetch;
+                    fetched += tiles * step;
+                    with_rows<kPanelTileRows>(count - row < kPanelTileRows ? count - row : kPanelTileRows, [&](auto n) {
+                        multiply_block<n>(place(block, part), tiles, rows.x + (first + row) * rows.stride, rows.stride, ahead,
+                                          sums[part] + row * 16);
+                    });
+                }
+            }
+            blocks.finish(block, sums[0], sums[1], first, count);
+        }
+    }
+}
+
+template <Type kType>
+inline void linear_dot_of(const LinearArgs& a, Context& context) {
+    const DotRows rows(a, context);
+    const DotBlocks blocks(a);
+    if (a.num_rows <= kStreamRows) return stream_rows<kType>(blocks, rows, context);
+    const int64_t turned_bytes = a.weight.num_tiles() * 1024 * blocks.parts, threads = context.pool.size();
+    int64_t group = kBlocksBytes / turned_bytes, fair = blocks.count / (4 * threads);  // no thread waits long for another
+    group = group < fair ? group : fair;
+    group = group < 1 ? 1 : group > kMostBlocks ? kMostBlocks : group;
+    context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
+        const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
+        uint8_t* turned = context.thread_scratch[thread].get<uint8_t>(group * turned_bytes);
+        multiply_blocks<kType>(blocks, rows, {begin, end, begin + threads * group}, turned);
+    });
+}
+
+inline void linear_dot(const LinearArgs& a, Context& context) {
+    if (a.type != Type::bf16 || a.weight.type == Type::f32) return linear(a, context);
+    if (a.num_rows == 0) return;
+    switch (a.weight.type) {
+        case Type::i8: return linear_dot_of<Type::i8>(a, context);
+        case Type::i4: fill_i4_values(); return linear_dot_of<Type::i4>(a, context);
+        default: return linear_dot_of<Type::bf16>(a, context);
+    }
+}
+
+}  // namespace quire::QUIRE_NS
