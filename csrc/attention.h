@@ -263,6 +263,36 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
     }
 }
 
+// Partials by row; scores are in units of which exp_of(x) is the weight.
+template <class Exp>
+QUIRE_ONE_COPY void merge_rows(Partial into, Partial from, int64_t num_rows, int64_t dim, const Exp& exp_of) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float highest = into.highest[r] > from.highest[r] ? into.highest[r] : from.highest[r];
+        const vf keep = exp_of(splat(into.highest[r] - highest)), take = exp_of(splat(from.highest[r] - highest));
+        // Each product is rounded by itself: of two to add, the compiler could fuse either one.
+        auto sum = [](auto x, auto keep, auto y, auto take) { return plain(x * keep) + plain(y * take); };
+        for (int64_t i = r * dim; i < (r + 1) * dim; i += kLanes)
+            store(into.weighted + i, sum(load(into.weighted + i), keep, load(from.weighted + i), take));
+        into.total[r] = sum(into.total[r], keep[0], from.total[r], take[0]);
+        into.highest[r] = highest;
+    }
+}
+
+// `unit`: of a sink, to be a score.
+template <class T, class Exp>
+void write_rows(const AttentionArgs& a, RowRange range, Partial partial, float unit, const Exp& exp_of) {
+    const Sight sight(a, range);
+    const int64_t dim = a.cache_shape.padded_dim();
+    for (int64_t r = 0; r < range.end - range.begin; r++) {
+        T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
+        const WithSink sum(a.sinks, sight.query_head(range.begin + r), unit, partial.highest[r], partial.total[r],
+                           [&](float x) { return exp_of(splat(x))[0]; });
+        const float factor = sum.keep / sum.total;
+        for_vectors(a.cache_shape.head_dim,
+                    [&](int64_t i, int n) { store_n(out + i, load_n(partial.weighted + r * dim + i, n) * factor, n); });
+    }
+}
+
 template <class T, class Cached>
 struct RowKernel {
     const AttentionArgs& a;
@@ -292,31 +322,11 @@ struct RowKernel {
         }
     }
 
-    QUIRE_ONE_COPY void merge(Partial into, Partial from, int64_t num_rows) const {
-        const int64_t dim = a.cache_shape.padded_dim();
-        for (int64_t r = 0; r < num_rows; r++) {
-            const float highest = into.highest[r] > from.highest[r] ? into.highest[r] : from.highest[r];
-            const vf keep = exp(splat(into.highest[r] - highest)), take = exp(splat(from.highest[r] - highest));
-            // Each product is rounded by itself: of two to add, the compiler could fuse either one.
-            auto sum = [](auto x, auto keep, auto y, auto take) { return plain(x * keep) + plain(y * take); };
-            for (int64_t i = r * dim; i < (r + 1) * dim; i += kLanes)
-                store(into.weighted + i, sum(load(into.weighted + i), keep, load(from.weighted + i), take));
-            into.total[r] = sum(into.total[r], keep[0], from.total[r], take[0]);
-            into.highest[r] = highest;
-        }
+    void merge(Partial into, Partial from, int64_t num_rows) const {
+        merge_rows(into, from, num_rows, a.cache_shape.padded_dim(), [](vf x) { return exp(x); });
     }
-
     void write(RowRange range, Partial partial, int) const {
-        const Sight sight(a, range);
-        const int64_t dim = a.cache_shape.padded_dim();
-        for (int64_t r = 0; r < range.end - range.begin; r++) {
-            T* out = static_cast<T*>(a.out) + sight.query_offset(range.begin + r, a.out_stride);
-            const WithSink sum(a.sinks, sight.query_head(range.begin + r), 1.0f, partial.highest[r], partial.total[r],
-                               [](float x) { return exp(splat(x))[0]; });
-            const float factor = sum.keep / sum.total;
-            for_vectors(a.cache_shape.head_dim,
-                        [&](int64_t i, int n) { store_n(out + i, load_n(partial.weighted + r * dim + i, n) * factor, n); });
-        }
+        write_rows<T>(a, range, partial, 1.0f, [](vf x) { return exp(x); });
     }
 };
 

@@ -5,6 +5,8 @@
 #include "operation.h"
 #if defined(__AMX_BF16__)
 #include "attention_amx.h"
+#elif defined(__AVX512BF16__)
+#include "attention_dot.h"
 #endif
 
 namespace quire::QUIRE_NS {
@@ -21,6 +23,8 @@ inline void attention(const AttentionSpec& s, const Operands& o, Context& contex
                              s.heads.cache(o), s.scale, s.softcap, s.sinks, s.window, s.heads.step(o), o.out.type};
 #if defined(__AMX_BF16__)
     attention_amx(args, context);
+#elif defined(__AVX512BF16__)
+    attention_dot(args, context);
 #else
     attention(args, context);
 #endif

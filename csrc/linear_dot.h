@@ -6,8 +6,6 @@
 // many rows a block is turned once and kept in L2.
 #pragma once
 
-#include <type_traits>
-
 #include "expand.h"
 #include "linear.h"
 
@@ -130,15 +128,6 @@ inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* 
         }
     }
     for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
-}
-
-// Calls body(integral constant) for a number of rows in [1, kMost].
-template <int kMost, class Body>
-inline void with_rows(int64_t num_rows, const Body& body) {
-    if constexpr (kMost > 1) {
-        if (num_rows < kMost) return with_rows<kMost - 1>(num_rows, body);
-    }
-    body(std::integral_constant<int, kMost>());
 }
 
 // x as the kernels read it, zeros up to a multiple of 32 columns: where it lies, or a copy.

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -124,6 +125,15 @@ inline void store_n(T* p, vf x, int n) {
         store(p, x);
     else
         store_part(p, x, n);
+}
+
+// Calls body with a number in [1, kMost] as a constant, for kernels whose sums stay in registers.
+template <int kMost, class Body>
+inline void with_rows(int64_t num_rows, const Body& body) {
+    if constexpr (kMost > 1) {
+        if (num_rows < kMost) return with_rows<kMost - 1>(num_rows, body);
+    }
+    body(std::integral_constant<int, kMost>());
 }
 
 // Sum and maximum of the lanes, halves onto halves: the same order always.

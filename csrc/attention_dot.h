@@ -1,0 +1,207 @@
+// Paged attention of bf16 queries by dot products of pairs (AVX512_BF16), by the plan of attention.h.
+//
+// A chunk's keys are gathered as pairs of features, its values as pairs of keys, so that one kernel does both products:
+// the scores of 64 keys, and the weighted sums of 64 features, each in a lane of its own and over the pairs in order.
+#pragma once
+
+#include "attention_parts.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int kDotRows = 6;           // rows whose sums of 64 columns stay in registers
+constexpr int64_t kDotTaskRows = 96;  // of a task, which share each gathered chunk
+
+// Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
+struct DotScratch {
+    uint32_t *keys, *values;           // [D / 2][64] and [32][D]
+    float *key_scales, *value_scales;  // [64], of an i8 cache
+    float* scores;                     // [kDotRows][64]
+    uint32_t* weights;                 // [kDotRows][32]
+    uint32_t* queries;                 // [row][D / 2]
+
+    DotScratch(Scratch& scratch, int64_t dim, int64_t num_rows) {
+        keys = scratch.get<uint32_t>(2 * kChunk / 2 * dim + 2 * kChunk + kDotRows * (kChunk + kChunk / 2) + num_rows * dim / 2);
+        values = keys + kChunk / 2 * dim;
+        key_scales = reinterpret_cast<float*>(values + kChunk / 2 * dim);
+        value_scales = key_scales + kChunk;
+        scores = value_scales + kChunk;
+        weights = reinterpret_cast<uint32_t*>(scores + kDotRows * kChunk);
+        queries = weights + kDotRows * kChunk / 2;
+    }
+};
+
+// Up to 16 elements as bf16, in the lower halves of words.
+inline __m512i load_halves(const bf16* p, __mmask16 there) { return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, p)); }
+inline __m512i load_halves(const int8_t* p, __mmask16 there) {  // small integers are exact in bf16
+    return _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, p)))), 16);
+}
+inline __mmask16 first_lanes(int64_t n) { return n < 16 ? __mmask16((1u << n) - 1) : __mmask16(0xffff); }
+
+// Up to `count` elements of two arrays in turn, as pairs.
+template <class Cached>
+inline void zip(const Cached* even, const Cached* odd, int64_t count, uint32_t* out) {
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 there = first_lanes(count - i);
+        const __m512i upper = _mm512_slli_epi32(load_halves(odd + i, there), 16);
+        _mm512_mask_storeu_epi32(out + i, there, _mm512_or_si512(load_halves(even + i, there), upper));
+    }
+}
+
+// One half of pairs; the other one stays.
+template <class Cached>
+inline void put_half(const Cached* from, int64_t count, bool upper, uint32_t* out) {
+    for (int64_t i = 0; i < count; i += 16) {
+        const __m512i half = load_halves(from + i, 0xffff), old = _mm512_loadu_si512(out + i);
+        const __m512i low_half = _mm512_set1_epi32(0xffff);
+        _mm512_storeu_si512(out + i, upper ? _mm512_or_si512(_mm512_and_si512(old, low_half), _mm512_slli_epi32(half, 16))
+                                           : _mm512_or_si512(_mm512_andnot_si512(low_half, old), half));
+    }
+}
+
+// Keys and values [low, high) of a chunk, zeros elsewhere.
+template <class Cached>
+void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, const NextChunk& next, const DotScratch& s) {
+    const CacheShape& shape = sight.a.cache_shape;
+    const int64_t dim = shape.padded_dim(), size = shape.block_size;
+    if (low > chunk || high < chunk + kChunk) {
+        std::memset(s.keys, 0, kChunk * dim * 2);
+        std::memset(s.values, 0, kChunk * dim * 2);
+        std::memset(s.key_scales, 0, kChunk * 4);
+        std::memset(s.value_scales, 0, kChunk * 4);
+    }
+    sight.for_blocks(low, high, [&](int64_t position, int64_t offset, int64_t count) {
+        const Cached* k = reinterpret_cast<const Cached*>(sight.head(position, false));
+        const Cached* v = reinterpret_cast<const Cached*>(sight.head(position, true));
+        const int64_t at = position - chunk;
+        for (int64_t d = 0; d < dim; d += 2)
+            zip(k + d * size + offset, k + (d + 1) * size + offset, count, s.keys + d / 2 * kChunk + at);
+        for (int64_t i = 0; i < count; i++) {
+            next.fetch(at + i);
+            const Cached* from = v + (offset + i) * dim;
+            uint32_t* to = s.values + (at + i) / 2 * dim;
+            if ((at + i) % 2 == 0 && i + 1 < count)
+                next.fetch(at + ++i), zip(from, from + dim, dim, to);
+            else
+                put_half(from, dim, (at + i) % 2, to);
+        }
+        if (sizeof(Cached) == 1) {
+            std::memcpy(s.key_scales + at, reinterpret_cast<const float*>(k + size * dim) + offset, count * 4);
+            std::memcpy(s.value_scales + at, reinterpret_cast<const float*>(v + size * dim) + offset, count * 4);
+        }
+    });
+}
+
+// out[row][16 * kVectors] = out * keep[row] + the products of pairs; without `keep`, the products alone.
+template <int kRows, int kVectors>
+inline void dot_pairs(const uint32_t* x, int64_t x_stride, const uint32_t* y, int64_t y_stride, int64_t num_pairs, const float* keep,
+                      float* out, int64_t out_stride) {
+    __m512 acc[kRows][kVectors];
+    for (int r = 0; r < kRows; r++)
+        for (int j = 0; j < kVectors; j++)
+            acc[r][j] = keep ? _mm512_mul_ps(_mm512_loadu_ps(out + r * out_stride + j * 16), _mm512_set1_ps(keep[r])) : _mm512_setzero_ps();
+    for (int64_t p = 0; p < num_pairs; p++, y += y_stride) {
+        __m512bh columns[kVectors];
+        for (int j = 0; j < kVectors; j++) columns[j] = (__m512bh)_mm512_loadu_si512(y + j * 16);
+        for (int r = 0; r < kRows; r++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(x[r * x_stride + p]));
+            for (int j = 0; j < kVectors; j++) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], columns[j], pair);
+        }
+    }
+    for (int r = 0; r < kRows; r++)
+        for (int j = 0; j < kVectors; j++) _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]);
+}
+
+// The softmax of a row's scores: updates its maximum and total, leaves its weights, and returns what its sums shrink by.
+// `seen` has a bit for each key.
+template <bool kScaled, bool kCapped>
+QUIRE_ONE_COPY float weigh_row(const DotScratch& s, int64_t r, uint64_t seen, ScoreFactors factors, float& highest, float& total) {
+    const __m512 scale = _mm512_set1_ps(factors.outer), before = _mm512_set1_ps(highest);
+    __m512 raw[4], most = before;
+    for (int j = 0; j < 4; j++) {
+        raw[j] = _mm512_loadu_ps(s.scores + r * kChunk + j * 16);
+        if (kScaled) raw[j] = _mm512_mul_ps(raw[j], _mm512_loadu_ps(s.key_scales + j * 16));
+        if (kCapped) raw[j] = tanh_of(raw[j], factors.inner);
+        most = _mm512_mask_max_ps(most, __mmask16(seen >> 16 * j), most, _mm512_mul_ps(raw[j], scale));
+    }
+    const __m512 now = _mm512_set1_ps(_mm512_reduce_max_ps(most)), base = _mm512_sub_ps(_mm512_setzero_ps(), now);
+    __m512 sum = _mm512_setzero_ps();
+    for (int j = 0; j < 4; j++) {
+        const __mmask16 there = __mmask16(seen >> 16 * j);
+        __m512 weight = _mm512_maskz_mov_ps(there, exp2_of(_mm512_fmadd_ps(raw[j], scale, base)));
+        sum = _mm512_add_ps(sum, weight);
+        if (kScaled) weight = _mm512_maskz_mul_ps(there, weight, _mm512_loadu_ps(s.value_scales + j * 16));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.weights + r * kChunk / 2 + j * 8), (__m256i)_mm512_cvtneps_pbh(weight));
+    }
+    const float decay = _mm512_cvtss_f32(exp2_of(_mm512_sub_ps(before, now)));
+    highest = _mm512_cvtss_f32(now);
+    total = plain(total * decay) + _mm512_reduce_add_ps(sum);
+    return decay;
+}
+
+template <class Cached, bool kCapped>
+struct DotKernel {
+    const AttentionArgs& a;
+    Context& context;
+
+    // Up to kDotRows rows, from `row` of the range on, meet a gathered chunk.
+    template <int kRows>
+    void attend(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, ScoreFactors factors, Partial partial) const {
+        const int64_t dim = a.cache_shape.padded_dim();
+        dot_pairs<kRows, 4>(s.queries + row * dim / 2, dim / 2, s.keys, kChunk, dim / 2, nullptr, s.scores, kChunk);
+        float decay[kRows];
+        for (int64_t r = 0; r < kRows; r++) {
+            const int64_t at = sight.range.begin + row + r;
+            const int64_t first = sight.lowest_key(at) - chunk, last = sight.position(at) - chunk;
+            uint64_t seen = first >= kChunk || last < 0 ? 0 : ~uint64_t(0) >> (last < kChunk ? kChunk - 1 - last : 0);
+            if (first > 0 && seen) seen = seen >> first << first;
+            decay[r] = weigh_row<sizeof(Cached) == 1, kCapped>(s, r, seen, factors, partial.highest[row + r], partial.total[row + r]);
+        }
+        float* weighted = partial.weighted + row * dim;
+        int64_t d = 0;
+        for (; d + 64 <= dim; d += 64)
+            dot_pairs<kRows, 4>(s.weights, kChunk / 2, s.values + d, dim, kChunk / 2, decay, weighted + d, dim);
+        if (d < dim) dot_pairs<kRows, 2>(s.weights, kChunk / 2, s.values + d, dim, kChunk / 2, decay, weighted + d, dim);
+    }
+
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+        const Sight sight(a, range);
+        const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
+        const DotScratch s(context.thread_scratch[thread], dim, num_rows);
+        for (int64_t r = 0; r < num_rows; r++) {
+            const bf16* query = static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r, a.query_stride);
+            std::memset(s.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
+            std::memcpy(s.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
+            std::memset(partial.weighted + r * dim, 0, dim * sizeof(float));
+            partial.highest[r] = kLowest, partial.total[r] = 0;
+        }
+        const ScoreFactors factors(a);
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
+            const int64_t begin = low > chunk ? low : chunk, end = high < chunk + kChunk ? high : chunk + kChunk;
+            gather_pairs<Cached>(sight, chunk, begin, end, next_chunk<Cached>(sight, chunk + kChunk, high), s);
+            for (int64_t row = 0; row < num_rows; row += kDotRows) {
+                const int64_t count = num_rows - row < kDotRows ? num_rows - row : kDotRows;
+                if (sight.lowest_key(range.begin + row) >= chunk + kChunk || sight.position(range.begin + row + count - 1) < chunk) continue;
+                with_rows<kDotRows>(count, [&](auto n) { attend<n>(sight, s, row, chunk, factors, partial); });
+            }
+        }
+    }
+
+    void merge(Partial into, Partial from, int64_t num_rows) const {
+        merge_rows(into, from, num_rows, a.cache_shape.padded_dim(), [](vf x) { return vf(exp2_of(__m512(x))); });
+    }
+    void write(RowRange range, Partial partial, int) const {
+        write_rows<bf16>(a, range, partial, ScoreFactors::kLog2e, [](vf x) { return vf(exp2_of(__m512(x))); });
+    }
+};
+
+inline void attention_dot(const AttentionArgs& a, Context& context) {
+    if (a.type != Type::bf16) return attention(a, context);
+    auto run = [&](auto kernel) { run_attention(a, context, kDotTaskRows, kernel); };
+    const bool i8 = a.cache_shape.type == Type::i8;
+    if (a.softcap > 0)
+        i8 ? run(DotKernel<int8_t, true>{a, context}) : run(DotKernel<bf16, true>{a, context});
+    else
+        i8 ? run(DotKernel<int8_t, false>{a, context}) : run(DotKernel<bf16, false>{a, context});
+}
+
+}  // namespace quire::QUIRE_NS
