@@ -2,7 +2,7 @@
 
 The twin keeps each sequence's tokens apart from all others'. A physical memory of (group, block, slot) is written
 through the manager's tables, and must read back as the twin's tokens at every moment, as far as each group's window
-shows them, whatever was forked, evicted, found or given back.
+shows them, whatever was forked, evicted, found, given back, or swapped to the host's memory and brought in again.
 """
 
 import hypothesis.strategies as st
@@ -13,6 +13,7 @@ from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
 from quire.kvcache.table import BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
+from quire.protocol.step import Moves
 
 Prefix = tuple[str | None, bytes, int]  # salt, a digest of all tokens up to here, and how many: what a slot holds
 KEY_TILE = 64
@@ -40,20 +41,36 @@ class KVManagerMachine(RuleBasedStateMachine):
         windows=st.lists(st.sampled_from([None, 2, 8, 70, 100]), min_size=1, max_size=3, unique=True),
         blocks=st.lists(st.integers(2, 40), min_size=3, max_size=3) | st.just([AMPLE] * 3),
         block_size=st.sampled_from([1, 4, 16, 24]),
+        hosts=st.sampled_from([0, 2, 30]),
         caching=st.booleans(),
         longest=st.sampled_from([10, 10_000]),
     )
-    def start(self, windows: list[int | None], blocks: list[int], block_size: int, caching: bool, longest: int) -> None:
-        groups = [CacheGroup([number], window) for number, window in enumerate(windows)]
-        counts = blocks[: len(groups)]
-        layout = CacheLayout(block_size=block_size, groups=groups, num_blocks=counts, max_model_len=longest)
+    def start(
+        self,
+        windows: list[int | None],
+        blocks: list[int],
+        block_size: int,
+        hosts: int,
+        caching: bool,
+        longest: int,
+    ) -> None:
+        counts = blocks[: len(windows)]
+        layout = CacheLayout(
+            block_size=block_size,
+            groups=[CacheGroup([number], window) for number, window in enumerate(windows)],
+            num_blocks=counts,
+            max_model_len=longest,
+            num_host_blocks=[hosts for _ in windows] if hosts else [],
+        )
         self.kv = KVManager(layout, caching)
         self.windows = windows
         self.size = block_size
         self.caching = caching
         self.is_ample = blocks[0] == AMPLE
         self.memory: list[dict[tuple[int, int], Prefix]] = [{} for _ in windows]
+        self.host: list[dict[tuple[int, int], Prefix]] = [{} for _ in windows]
         self.live: list[Twin] = []
+        self.swapped: list[Twin] = []
         self.committed: set[Prefix] = set()  # ends of full blocks ever offered to the cache since the last reset
         self.num_opened = 0
         self.pinned: dict[str, tuple[list[int], str | None]] = {}
@@ -79,7 +96,8 @@ class KVManagerMachine(RuleBasedStateMachine):
             first = self._first_visible(group, num_hit)
             assert len(found) == num_hit // self.size
             assert not any(found[: first // self.size])
-            assert self._read(group, found, first, num_hit) == twin.content(first, num_hit), "another's keys and values"
+            seen = self._read(group, found, first, num_hit)
+            assert seen == twin.content(first, num_hit), "another's keys and values"
         if self.is_ample and self.caching:  # nothing was ever evicted: the match must be complete
             ends = twin.content(0, len(tokens) - 1)[self.size - 1 :: self.size]
             known = [end in self.committed for end in ends]
@@ -89,6 +107,7 @@ class KVManagerMachine(RuleBasedStateMachine):
             assert not self.is_ample
             return multiple()
         self.kv.allocate(table, match, num_new)
+        self._carry_out(self.kv.end_plan())
         self.live.append(twin)
         self._compute(twin, num_new)
         return twin
@@ -139,7 +158,8 @@ class KVManagerMachine(RuleBasedStateMachine):
         for twin in self.live:
             self.kv.free(twin.table)
             twin.num_computed = 0
-        assert self.kv.end_plan().copies == []
+        self.kv.cancel()
+        self.swapped.clear()
         idle = [count - pinned for count, pinned in zip(self.kv.num_blocks, self.kv.pins.num_blocks, strict=True)]
         assert self.kv.num_free_blocks == idle
         for twin in list(self.live):
@@ -147,16 +167,47 @@ class KVManagerMachine(RuleBasedStateMachine):
             if self.kv.shortage(twin.table, match, 1) <= 0:
                 twin.num_computed = match.num_tokens
                 self.kv.allocate(twin.table, match, 1)
+                self._carry_out(self.kv.end_plan())
             else:
                 self.live.remove(twin)
 
-    @rule(twin=consumes(twins))
-    def free(self, twin: Twin) -> None:
+    @rule(twin=twins)
+    def swap_out(self, twin: Twin) -> None:
+        """A sequence is preempted; where the host has no room, it is as if it had never run."""
         if twin not in self.live:
             return
+        done = self.kv.swap_out(twin.table, twin.num_computed)
+        assert done == (twin.table.swapped is not None)
         self.kv.free(twin.table)
+        self._carry_out(self.kv.end_plan())
         self.live.remove(twin)
-        assert not any(twin.table.block_ids)
+        if done:
+            self.swapped.append(twin)
+
+    @rule(twin=twins)
+    def bring_in(self, twin: Twin) -> None:
+        """It runs again, and has lost nothing."""
+        if twin not in self.swapped:
+            return
+        match = self.kv.match_prefix(twin.table)
+        assert match.num_tokens >= twin.num_computed or match.awaits is not None
+        if match.num_tokens < twin.table.num_tokens and self.kv.shortage(twin.table, match, 1) <= 0:
+            twin.num_computed = match.num_tokens
+            self.kv.allocate(twin.table, match, 1)
+            self._carry_out(self.kv.end_plan())
+            assert twin.table.swapped is None
+            self.swapped.remove(twin)
+            self.live.append(twin)
+
+    @rule(twin=consumes(twins))
+    def free(self, twin: Twin) -> None:
+        if twin in self.swapped:
+            self.kv.drop_swapped(twin.table)
+            self.swapped.remove(twin)
+        elif twin in self.live:
+            self.kv.free(twin.table)
+            self.live.remove(twin)
+            assert not any(twin.table.block_ids)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -201,6 +252,14 @@ class KVManagerMachine(RuleBasedStateMachine):
                 assert twin.table.first_block[group] == first // self.size, "a window keeps what it shows, and no more"
                 seen = self._read(group, block_ids, first, twin.num_computed)
                 assert seen == twin.content(first, twin.num_computed)
+        assert self.kv.swapped_ids() == {twin.table.sequence_id for twin in self.swapped}
+        for twin in self.swapped:
+            assert twin.table.swapped is not None
+            for group, held in enumerate(twin.table.swapped.block_ids):
+                first = self._first_visible(group, twin.num_computed)
+                found = [0] * (first // self.size) + [-1 - block for block in held]
+                seen = self._read(group, found, first, twin.num_computed)
+                assert seen == twin.content(first, twin.num_computed), "the host has lost something"
 
     def _first_visible(self, group: int, num_computed: int) -> int:
         """The first position whose block is kept."""
@@ -217,8 +276,12 @@ class KVManagerMachine(RuleBasedStateMachine):
         return self.num_opened
 
     def _read(self, group: int, block_ids: list[int], start: int, stop: int) -> list[Prefix | None]:
-        memory, size = self.memory[group], self.size
-        return [memory.get((block_ids[position // size], position % size)) for position in range(start, stop)]
+        """What slots hold; a block below zero is one of the host, -1 - block."""
+        found: list[Prefix | None] = []
+        for position in range(start, stop):
+            block, slot = block_ids[position // self.size], position % self.size
+            found.append(self.memory[group].get((block, slot)) if block >= 0 else self.host[group].get((-1 - block, slot)))
+        return found
 
     def _append(self, twin: Twin, stop: int) -> bool:
         """Blocks for the positions up to `stop`, as a row is told of them; whether there were enough."""
@@ -230,12 +293,11 @@ class KVManagerMachine(RuleBasedStateMachine):
             assert self.kv.num_free_blocks == free_before
             return False
         num_taken = [0] * len(rows)
-        for group, source, destination in self.kv.end_plan().copies:
+        moves = self.kv.end_plan()
+        for group, source, _ in moves.copies:
             num_taken[group] += 1
             assert source in rows[group]
-            for slot in range(self.size):
-                if (source, slot) in self.memory[group]:
-                    self.memory[group][destination, slot] = self.memory[group][source, slot]
+        self._carry_out(moves)
         for group, index, block in appended.edits:
             rows[group][index] = block
         for group, fresh in enumerate(appended.new_block_ids):
@@ -245,6 +307,21 @@ class KVManagerMachine(RuleBasedStateMachine):
             assert row == twin.table.block_ids[group], "the row can't follow the table"
             assert free_before[group] - self.kv.num_free_blocks[group] == num_taken[group]
         return True
+
+    def _carry_out(self, moves: Moves) -> None:
+        """Move whole blocks: out, within the device, in; each list reads before it writes."""
+        for part, sources, destinations in (
+            (moves.out, self.memory, self.host),
+            (moves.copies, self.memory, self.memory),
+            (moves.in_, self.host, self.memory),
+        ):
+            read = [[sources[group].get((block, slot)) for slot in range(self.size)] for group, block, _ in part]
+            for (group, _, block), content in zip(part, read, strict=True):
+                for slot, prefix in enumerate(content):
+                    destinations[group].pop((block, slot), None)
+                    if prefix is not None:
+                        destinations[group][block, slot] = prefix
+        self.kv.plan_done()
 
     def _compute(self, twin: Twin, count: int) -> None:
         """Carry out a step: write the slots, then commit."""
