@@ -240,3 +240,11 @@ def a_block_is_brought_to_its_neighbours_place(
     right(tier, sequence_id, group, host, device)
     if other != host:
         tier._arrivals[-1] = tier._arrivals[-1]._replace(host=other)
+
+
+@plant(SwapSpace, "end_plan")
+def a_swapped_block_is_read_before_it_is_back(right: Callable[..., Any], space: Any) -> Any:
+    """What is brought in comes with the plan after the one that reads it."""
+    out, in_ = right(space)
+    late, space.late = getattr(space, "late", []), in_
+    return out, late

@@ -280,7 +280,9 @@ class KVManagerMachine(RuleBasedStateMachine):
         found: list[Prefix | None] = []
         for position in range(start, stop):
             block, slot = block_ids[position // self.size], position % self.size
-            found.append(self.memory[group].get((block, slot)) if block >= 0 else self.host[group].get((-1 - block, slot)))
+            found.append(
+                self.memory[group].get((block, slot)) if block >= 0 else self.host[group].get((-1 - block, slot))
+            )
         return found
 
     def _append(self, twin: Twin, stop: int) -> bool:
