@@ -149,7 +149,7 @@ class LLMEngine:
             InvalidRequestError: it is not cached, the name is in use, or it would be too much.
         """
         with self.core.interrupts:
-            return self.core.scheduler.kv.pins.add(name, prompt.token_ids, prompt.cache_salt)
+            return self.core.scheduler.pin_prefix(name, prompt.token_ids, prompt.cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted; False where there is none of this name."""

@@ -110,7 +110,7 @@ class KVManager:
             if group.window is not None:  # none is shared for long; one block more for the step's token
                 num_full = 0
                 num_held = min(num_each, self.num_blocks_for(window_reach(group.window, self.block_size)) + 1)
-            found.append((num_full + num_sequences * num_held, group.pool.num_blocks))
+            found.append((num_full + num_sequences * num_held, group.pool.num_blocks - group.num_pinned))
         return max(found, key=lambda numbers: numbers[0] - numbers[1])
 
     # Sequences come.

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import SequenceOutput, StepPlan, StepResult
@@ -100,6 +101,22 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, with nothing done, while a sequence is running."""
         return self.kv.reset_prefix_cache()
+
+    def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None = None) -> PinnedPrefix:
+        """Keep the full blocks of a prompt that has been computed, until `kv.pins.remove` or a reset.
+
+        Raises:
+            InvalidRequestError: as `Pins.add`; or a request that was taken could never end beside it. Nothing is pinned
+                then.
+        """
+        prefix = self.kv.pins.add(name, token_ids, cache_salt)
+        try:
+            for group in self._outcomes.groups.values():
+                check_request_fits(group.request, self.config, self.kv)
+        except InvalidRequestError as error:
+            self.kv.pins.remove(name)
+            raise InvalidRequestError(f"with this prefix pinned, {error}", "prompt") from None
+        return prefix
 
     # A step.
 
