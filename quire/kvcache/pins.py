@@ -1,7 +1,7 @@
 """Pinned prefixes: beginnings of prompts whose blocks stay, whoever else wants blocks.
 
-The scheduler pins and unpins, and a reset of the prefix cache ends all pins. Their blocks are owned here, within a share
-of each pool and never so many that the longest request could not run any more. It must not know of sequences.
+The scheduler pins and unpins, and a reset of the prefix cache ends all pins. Their blocks are owned here, within a
+share of each pool and never so many that the longest request could not run any more. It must not know of sequences.
 """
 
 from collections.abc import Sequence
