@@ -87,6 +87,7 @@ _BOOLS = (
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "speculative",
 )
 _NO_DRAWS = "a beam search draws nothing, and ranks by the model's own log-probabilities"
 # field -> (its value when use_beam_search is set, why)
@@ -156,6 +157,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
         None  # (output_ids, logits) or (prompt_ids, output_ids, logits)
     )
     structured_outputs: Any = None  # refused: not yet supported
+    speculative: bool = True  # with drafts, where the engine makes any; not a field of vLLM's
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     use_beam_search: bool = False  # keep the best_of (or n) likeliest beginnings, return the n best; temperature 0
     length_penalty: float = 1.0  # [-10, 10]; beams are ranked by cumulative logprob / output tokens ** length_penalty

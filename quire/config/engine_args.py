@@ -14,6 +14,7 @@ from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
 from quire.config.options import check_options, option, option_of
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
+from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 from quire.utils.suggest import nearest
@@ -108,13 +109,17 @@ class EngineArgs:
     tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1)
     pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1)
     distributed_executor_backend: Literal["uni"] | None = option(None, "Executor; only 'uni' (in-process) yet.")
-    speculative_config: dict[str, Any] | None = option(None, "Speculative decoding; not available yet (JSON).")
+    speculative_config: dict[str, Any] | None = option(
+        None, "Draft tokens ahead of the model, as {'method': 'ngram', 'num_speculative_tokens': 4} says (JSON)."
+    )
     enforce_eager: bool = option(True, "Run without captured graphs, as this version always does on a CPU.")
     disable_log_stats: bool = option(False, "Do not gather per-request timings: outputs have no metrics.")
     debug: bool = option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.speculative_config is not None:
+            SpeculativeConfig.read(self.speculative_config)
         self._tell_what_is_not_there_yet()
 
     def _tell_what_is_not_there_yet(self) -> None:
@@ -122,8 +127,6 @@ class EngineArgs:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if not self.enforce_eager:
             logger.warning("enforce_eager=False has no effect here: nothing is captured on a CPU")
-        if self.speculative_config is not None:
-            raise NotYetSupportedError(f"speculative_config={self.speculative_config!r} is not supported yet.")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotYetSupportedError(f"{name}={getattr(self, name)} is not supported yet; use 1.")
@@ -164,6 +167,7 @@ class EngineArgs:
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
+        speculative = None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
         return EngineConfig(
             args=self,
             model=model,
@@ -174,7 +178,9 @@ class EngineArgs:
                 policy=self.scheduling_policy,
                 policy_options=PolicyOptions(**{name: getattr(self, name) for name in POLICY_OPTIONS}),
                 enable_chunked_prefill=self.enable_chunked_prefill,
+                max_num_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
             ),
+            speculative=speculative,
         )
 
 
@@ -185,6 +191,7 @@ class EngineConfig:
     args: EngineArgs
     model: ModelConfig
     scheduler: SchedulerConfig
+    speculative: SpeculativeConfig | None = None
 
     @property
     def swap_bytes(self) -> int:

@@ -74,6 +74,7 @@ class SchedulerConfig:
         enable_chunked_prefill: cut long prompts in chunks that ride along with decoding. Off: a step is either prefill
             (whole prompts, first) or decode.
         long_prefill_token_threshold: most tokens of one sequence in one step, so that prompts share it; 0: no limit.
+        max_num_drafts: most draft tokens of a sequence in one step, where workers draft any.
 
     Raises:
         ConfigError: a number is out of range, or two contradict each other.
@@ -86,6 +87,7 @@ class SchedulerConfig:
     policy_options: PolicyOptions = PolicyOptions()
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    max_num_drafts: int = 0
 
     def __post_init__(self) -> None:
         minima = {
@@ -93,6 +95,7 @@ class SchedulerConfig:
             "max_num_batched_tokens": 1,
             "max_num_seqs": 1,
             "long_prefill_token_threshold": 0,
+            "max_num_drafts": 0,
         }
         for name, minimum in minima.items():
             check_number(name, getattr(self, name), int, minimum)

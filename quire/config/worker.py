@@ -6,6 +6,7 @@ The engine makes it from its options; an executor hands it to each worker. It ho
 from dataclasses import dataclass
 
 from quire.config.model import ModelConfig
+from quire.config.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class WorkerConfig:
         max_num_seqs: most rows held at once.
         max_num_batched_tokens: most tokens computed in one step.
         max_num_drafts: most draft tokens of a row in one step.
+        speculative: how they are drafted, where they are.
         quantization: weight format made at load time, None for the checkpoint's own.
         kv_cache_dtype: "auto" for the model's, or the name of a cache format.
         kernels: level of compiled kernels, "auto" or "torch".
@@ -33,6 +35,7 @@ class WorkerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_drafts: int = 0
+    speculative: SpeculativeConfig | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"

@@ -31,6 +31,8 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
         block_size=args.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_drafts=config.scheduler.max_num_drafts,
+        speculative=config.speculative,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         kernels=args.kernels,

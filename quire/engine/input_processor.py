@@ -63,6 +63,7 @@ class InputProcessor:
         params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
+        self._check_speculation(params)
         if params.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
             raise InvalidRequestError(message, "truncate_prompt_tokens")
@@ -131,6 +132,17 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
         )
         return ProcessedInput(request, prompt.text, params)
+
+    def _check_speculation(self, params: SamplingParams) -> None:
+        speculative = self._config.speculative
+        if speculative is None or not speculative.disable_logprobs or not params.speculative:
+            return
+        if params.logprobs is not None:
+            raise InvalidRequestError(
+                f"logprobs={params.logprobs} is refused, as this engine's speculative_config has disable_logprobs; "
+                "leave it out, or set speculative=False.",
+                "logprobs",
+            )
 
     def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):

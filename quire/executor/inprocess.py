@@ -18,7 +18,7 @@ class InProcessExecutor(Executor):
 
     Args:
         config: what the worker runs.
-        proposer: makes what drafts tokens for the loaded model, where anything does.
+        proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
     """
 
     max_in_flight = 1

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from quire.metrics.histogram import Histogram
 from quire.metrics.residency import residency_histograms
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import EngineStats
+from quire.protocol.stats import EngineStats, SpeculationStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
@@ -50,6 +50,8 @@ class _Serving(Collector):
             counter = CounterMetricFamily(name, help, labels=_LABELS)
             counter.add_metric(labels, value)
             yield counter
+        if self.stats.speculation is not None:
+            yield from self._of_drafts(self.stats.speculation, labels)
         finished = CounterMetricFamily(
             "vllm:request_success", "Sequences that ended, by why.", labels=(*_LABELS, "finished_reason")
         )
@@ -67,6 +69,21 @@ class _Serving(Collector):
         for histogram, counted in zip(histograms, self.stats.kv_block_residency, strict=False):
             histogram.counts, histogram.total = counted.counts, counted.total
         return histograms
+
+    def _of_drafts(self, drafts: SpeculationStats, labels: tuple[str, str]) -> Iterator[Metric]:
+        for name, help, value in (
+            ("num_drafts", "Times that a sequence's drafts were verified.", drafts.num_drafts),
+            ("num_draft_tokens", "Draft tokens verified.", drafts.num_draft_tokens),
+            ("num_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", help, labels=_LABELS)
+            counter.add_metric(labels, value)
+            yield counter
+        name, help = "vllm:spec_decode_num_accepted_tokens_per_pos", "Those accepted, by place among the drafts."
+        by_place = CounterMetricFamily(name, help, labels=(*_LABELS, "position"))
+        for place, count in enumerate(drafts.num_accepted_tokens_per_pos):
+            by_place.add_metric((*labels, str(place)), count)
+        yield by_place
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         stats = self.stats

@@ -27,6 +27,15 @@ class TierStats(msgspec.Struct, frozen=True):
     host_hits_total: int  # blocks of prefixes found on the host
 
 
+class SpeculationStats(msgspec.Struct, frozen=True):
+    """What became of drafts, since the start."""
+
+    num_drafts: int = 0  # times that a sequence's drafts were verified
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []  # by place among the drafts, the first first
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
@@ -41,6 +50,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     # How long contents of blocks stay, as `residency_histograms` has them; [] until something was counted.
     kv_block_residency: list[Counts] = []
     tiers: TierStats | None = None  # where there is a second memory
+    speculation: SpeculationStats | None = None  # where tokens are drafted
 
 
 class SequenceSnapshot(msgspec.Struct):

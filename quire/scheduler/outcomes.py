@@ -5,6 +5,7 @@ the queues to the planner.
 """
 
 from quire.kvcache.manager import KVManager
+from quire.metrics.drafts import DraftCounts
 from quire.protocol.requests import NewRequest
 from quire.protocol.step import (
     Failure,
@@ -33,12 +34,14 @@ class Outcomes:
         groups: live requests by id.
         live: live sequences by id.
         num_sequences: sequences since the start.
+        drafts: what became of drafts.
     """
 
-    def __init__(self, planner: Planner, kv: KVManager, max_model_len: int) -> None:
+    def __init__(self, planner: Planner, kv: KVManager, max_model_len: int, drafts: DraftCounts) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.live: dict[int, Sequence] = {}
         self.num_sequences = 0
+        self.drafts = drafts
         self._planner = planner
         self._kv = kv
         self._max_model_len = max_model_len
@@ -158,6 +161,8 @@ class Outcomes:
     ) -> None:
         """A sequence goes on by the tokens drawn for it, or ends with one of them."""
         tokens, logprobs, group = found.token_ids, found.logprobs, sequence.group
+        if item.num_drafts:
+            self.drafts.count(item.num_drafts, len(tokens) - 1)
         num_used, reason, stop_reason = self._extend(sequence, tokens)
         # After the tokens: a block that accepted drafts have filled is named by them.
         self._advance(sequence, item.num_new_tokens - item.num_drafts + len(tokens) - 1)

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
+from quire.metrics.drafts import DraftCounts
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
@@ -54,7 +55,9 @@ class Scheduler:
         self.kv = kv_manager
         self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
-        self._outcomes = Outcomes(self._planner, kv_manager, config.max_model_len)
+        self._outcomes = Outcomes(
+            self._planner, kv_manager, config.max_model_len, DraftCounts(config.max_num_drafts > 0)
+        )
         self._num_added = 0
         self._step_id = 0
         self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were planned
@@ -185,6 +188,7 @@ class Scheduler:
             prefix_cache_evictions_total=self.kv.num_evicted,
             kv_block_residency=self.kv.times.counts(),
             tiers=self.kv.tier_stats(planner.swapping.num_swaps),
+            speculation=self._outcomes.drafts.stats(),
         )
 
     def first_sequences(self, count: int) -> list[Sequence]:
@@ -238,6 +242,7 @@ class Scheduler:
             prefix_cache_queries=planner.prefix_cache_queries,
             prefix_cache_hits=planner.prefix_cache_hits,
             policy=planner.policy.state(),
+            speculation=self._outcomes.drafts.stats(),
         )
 
     def restore(self, state: SchedulerState) -> None:
@@ -245,6 +250,7 @@ class Scheduler:
         assert not self._num_added, "restore() needs a scheduler that was never used"
         self._num_added, self._step_id = state.num_added, state.step_id
         self._outcomes.num_sequences = state.num_sequences
+        self._outcomes.drafts.restore(state.speculation)
         planner = self._planner
         planner.num_preemptions = state.num_preemptions
         planner.prefix_cache_queries, planner.prefix_cache_hits = state.prefix_cache_queries, state.prefix_cache_hits

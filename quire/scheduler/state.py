@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.requests import NewRequest
+from quire.protocol.stats import SpeculationStats
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True):
@@ -42,3 +43,4 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int
     prefix_cache_hits: int
     policy: Any = None  # as the policy says it
+    speculation: SpeculationStats | None = None

@@ -4,21 +4,34 @@ The model runner calls it after each step's tokens are drawn; the rows keep what
 the sampler draws it, so that a proposer changes how fast tokens come and never which. It knows no plan.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from quire.sampling.tokens import SequenceTokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftedSequence:
-    """One sequence as a proposer sees it."""
+    """One sequence as a proposer sees it: the same object as long as its row lives.
 
-    sequence_id: int  # unique in the engine's life
-    tokens: SequenceTokens  # read only; keys and values of all but the last are in the cache
+    Attributes:
+        sequence_id: unique in the engine's life.
+        tokens: read only; keys and values of all but the last are in the cache.
+        shares: its tokens may help others: its request has no cache salt.
+        max_drafts: most drafts of it for the next step, >= 1.
+        memory: what the proposer keeps of it, which goes with the row; None at first.
+    """
+
+    sequence_id: int
+    tokens: SequenceTokens
+    shares: bool = True
+    max_drafts: int = 0
+    memory: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +48,19 @@ class Proposer(ABC):
 
     Attributes:
         max_drafts: most that it proposes for a sequence.
+        max_batch: in steps of so many sequences it is not asked.
+        uses_hidden: whether it looks at hidden states; where not, none are handed to it.
     """
 
     max_drafts: int
+    max_batch: float = math.inf
+    uses_hidden: bool = True
 
     @abstractmethod
     def propose(
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
-        """Drafts for each of R sequences, at most `max_drafts`, ids in the vocabulary; [] for none.
+        """Drafts for each of R sequences, at most its `max_drafts`, ids in the vocabulary; [] for none.
 
         Args:
             rows: those that drew a token in this step.
@@ -54,3 +71,6 @@ class Proposer(ABC):
     @abstractmethod
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Take note of what became of earlier drafts."""
+
+    def forget(self, row: DraftedSequence) -> None:  # noqa: B027 - most have nothing to do
+        """A sequence ended or was preempted; its tokens are still there."""

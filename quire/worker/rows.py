@@ -13,6 +13,7 @@ from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Failure, Fork, NewSequence, ScheduledSequence
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
+from quire.speculative.base import DraftedSequence
 
 
 class Row:
@@ -25,10 +26,12 @@ class Row:
         num_blocks: length of its block table, by KV group.
         state: its sampling state, of a request that samples.
         failure: why it has no sampling state of its own; reported when it is sampled.
+        drafted: what a proposer knows of it, where one drafts for it.
     """
 
     __slots__ = (
-        "failure", "index", "num_blocks", "num_computed", "request", "sequence_id", "sequence_index", "state", "tokens"
+        "drafted", "failure", "index", "num_blocks", "num_computed", "request", "sequence_id", "sequence_index",
+        "state", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +46,7 @@ class Row:
         self.num_blocks: list[int] = []
         self.state: SamplingState | None = None
         self.failure: Failure | None = None
+        self.drafted: DraftedSequence | None = None
 
     @property
     def prompt_logprobs(self) -> int | None:
@@ -119,6 +123,10 @@ class RowTable:
         if row.prompt_logprobs is not None:
             self.num_with_prompt_logprobs -= 1
         self._free.append(row.index)
+
+    def get(self, sequence_id: int) -> Row | None:
+        """The row of a sequence, where it has one."""
+        return self._rows.get(sequence_id)
 
     def clear(self) -> None:
         """Wipe all rows and forget all requests; relies on nothing that an interrupt may have left half done."""

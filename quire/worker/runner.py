@@ -158,6 +158,8 @@ class ModelRunner:
             table.requests[request.request_id] = request
         for fork in plan.forks:
             self._give_state(table.fork(fork))
+        if self.proposer is not None:
+            self._forget_drafts(self.proposer, plan.removed_sequence_ids)
         for sequence_id in plan.removed_sequence_ids:
             table.remove(sequence_id)
         for sequence in plan.new_sequences:
@@ -187,6 +189,8 @@ class ModelRunner:
             message = f"{type(error).__name__} in its sampling parameters"
             row.failure = Failure(FailureKind.INTERNAL, message)
             row.state = self._make_state(row, task, SamplingParams())
+        if self.proposer is not None and task.params.speculative:
+            row.drafted = DraftedSequence(row.sequence_id, row.tokens, shares=row.request.cache_salt is None)
 
     def _make_state(self, row: Row, task: SamplingTask, params: SamplingParams) -> SamplingState:
         return SamplingState(
@@ -266,19 +270,35 @@ class ModelRunner:
                 if lane.num_drafts
             ]
         )
-        places = [p for p, lane in lanes.items() if lane.failure is None and lane.num_samples == 1]
-        rows = [begun.rows[place] for place in places]
-        newest = [lanes[place].first_row + len(lanes[place].token_ids) - 1 for place in places]
-        seen = [DraftedSequence(row.sequence_id, row.tokens) for row in rows]
+        places: list[int] = []
+        seen: list[DraftedSequence] = []
+        for place, lane in lanes.items():
+            drafted = begun.rows[place].drafted
+            if drafted is not None and lane.failure is None and lane.num_samples == 1:
+                drafted.max_drafts = proposer.max_drafts
+                places.append(place)
+                seen.append(drafted)
         found: dict[int, list[int]] = {}
-        proposed = proposer.propose(seen, self.device.take_rows(hidden, newest), [])
-        for place, row, drafts in zip(places, rows, proposed, strict=True):
-            assert len(drafts) <= proposer.max_drafts, (
-                f"{len(drafts)} drafts, at most {proposer.max_drafts} are allowed"
-            )
-            found[place] = list(drafts)
-            row.tokens.set_drafts(drafts)
+        if not seen or len(begun.rows) >= proposer.max_batch:
+            return found
+        if proposer.uses_hidden:
+            newest = [lanes[place].first_row + len(lanes[place].token_ids) - 1 for place in places]
+            hidden = self.device.take_rows(hidden, newest)
+        proposed = proposer.propose(seen, hidden, [])
+        for place, drafted, drafts in zip(places, seen, proposed, strict=True):
+            if drafts:
+                assert len(drafts) <= proposer.max_drafts, (
+                    f"{len(drafts)} drafts, at most {proposer.max_drafts} are allowed"
+                )
+                found[place] = list(drafts)
+                drafted.tokens.set_drafts(drafts)
         return found
+
+    def _forget_drafts(self, proposer: Proposer, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            row = self.table.get(sequence_id)
+            if row is not None and row.drafted is not None:
+                proposer.forget(row.drafted)
 
     def _prompt_logprobs(self, begun: _Begun, results: list[SequenceResult]) -> None:
         """This step's share of the prompt logprobs: token p's row predicts prompt token p + 1."""

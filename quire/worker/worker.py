@@ -15,6 +15,7 @@ from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerReport
 from quire.speculative.base import Proposer
+from quire.speculative.registry import make_proposer
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.rows import RowTable
@@ -32,7 +33,7 @@ class Worker:
 
     Args:
         config: what it runs.
-        proposer: makes what drafts tokens for the loaded model, where anything does.
+        proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
 
     Raises:
         ConfigError, ModelLoadError: options that the device, or a model that this version, can't have.
@@ -124,7 +125,11 @@ class Worker:
         tensors = [caches[layer] for layer in range(len(self._layers))]
         host = HostCache(device, tensors, layout.groups, layout.num_host_blocks) if layout.num_host_blocks else None
         cache = KVCache(device.backend, tensors, layout.groups, host)
-        proposer = self._make_proposer(self._model) if self._make_proposer is not None else None
+        proposer = None
+        if self._make_proposer is not None:
+            proposer = self._make_proposer(self._model)
+        elif config.speculative is not None:
+            proposer = make_proposer(config.speculative)
         self._runner = ModelRunner(device, model, cache, table, proposer, poison=config.debug)
 
     def begin(self, plan: StepPlan) -> None:

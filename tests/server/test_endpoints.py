@@ -527,7 +527,9 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "chat_template": (CHAT, "x"),
 }
 # Those that have tests of their own; of no effect with a tokenizer whose tokens carry their own spaces.
-ELSEWHERE = {"use_beam_search", "cache_salt", "chat_template_kwargs", "priority", "spaces_between_special_tokens"}
+ELSEWHERE = {
+    "use_beam_search", "cache_salt", "chat_template_kwargs", "priority", "spaces_between_special_tokens", "speculative"
+}  # fmt: skip
 
 
 def said(answer: dict[str, Any]) -> Any:

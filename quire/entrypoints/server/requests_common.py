@@ -147,6 +147,7 @@ class GenerationRequest(BaseModel):
 
     # How it is run and shown.
     priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX, description="Lower runs first.")
+    speculative: bool | None = Field(None, description="False: without drafts, where the server makes any.")
     request_id: Annotated[str, AfterValidator(_check_printable)] | None = Field(
         None, min_length=1, max_length=200, description="Part of the answer's id; of printable characters."
     )

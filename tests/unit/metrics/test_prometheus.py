@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.prometheus import render
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import Counts, EngineStats
+from quire.protocol.stats import Counts, EngineStats, SpeculationStats
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
 # Those of vLLM that its dashboard and the autoscalers read.
@@ -108,3 +108,15 @@ def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> None:
+    assert not [name for name in families if "spec_decode" in name]
+    stats = EngineStats(2, 3, 0.5, 7, 60, 32, {}, speculation=SpeculationStats(5, 18, 9, [4, 3, 2]))
+    body, _ = render(ServingMetrics(100), stats, LABELS["model_name"], now=1.0)
+    found = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    for name, expected in {"num_drafts": 5, "num_draft_tokens": 18, "num_accepted_tokens": 9}.items():
+        family = f"vllm:spec_decode_{name}"
+        assert value(found, family, f"{family}_total") == expected
+    family = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    assert [value(found, family, f"{family}_total", position=str(i)) for i in range(3)] == [4, 3, 2]

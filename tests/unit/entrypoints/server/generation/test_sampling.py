@@ -38,6 +38,7 @@ SAME: dict[str, list[Any]] = {
     "max_tokens": [1, 9],
     "skip_special_tokens": [False],
     "spaces_between_special_tokens": [False],
+    "speculative": [False],
     "truncate_prompt_tokens": [3, -1],
     "prompt_logprobs": [0, 20],
 }

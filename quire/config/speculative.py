@@ -1,0 +1,97 @@
+"""Speculative decoding's options: what `speculative_config` may say, checked by name.
+
+`EngineArgs` reads it, workers and schedulers get it as it is. It holds numbers and names; what they mean is for
+`quire.speculative` to say.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.options import check_options, option
+from quire.errors import ConfigError
+from quire.utils.suggest import nearest
+
+MAX_DRAFTS = 32  # of one sequence in one step
+OPTION = "speculative_config"
+
+# The options that one method alone reads.
+_OF_METHOD = {
+    "prompt_lookup_min": "ngram",
+    "prompt_lookup_max": "ngram",
+    "suffix_decoding_max_spec_factor": "suffix",
+    "suffix_decoding_max_cached_requests": "suffix",
+}
+_REQUIRED = ("method",)
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How tokens are drafted ahead of the model; names are vLLM's where it has them.
+
+    Raises:
+        ConfigError: a value is out of its range, or of no use to the method.
+    """
+
+    method: Literal["ngram", "suffix"] = option(
+        "ngram",
+        "'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest "
+        "such tokens, in past outputs too where asked.",
+    )
+    num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
+    acceptance: Literal["exact"] = option(
+        "exact", "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts."
+    )
+    prompt_lookup_min: int | None = option(None, "Fewest tokens that must agree.", 1, 32)
+    prompt_lookup_max: int | None = option(None, "Most tokens that are compared.", 1, 32)
+    suffix_decoding_max_spec_factor: float = option(1.0, "Drafts per token that agrees.", most=100, over=0)
+    suffix_decoding_max_cached_requests: int = option(
+        0, "Past outputs that are searched, too; the oldest go first.", 0, 1_000_000
+    )
+    disable_by_batch_size: int | None = option(None, "No drafts in steps of so many sequences or more.", 1)
+    disable_logprobs: bool = option(False, "Refuse requests that ask for logprobs and don't say speculative=False.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.lookup_min > self.lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.lookup_min} is above prompt_lookup_max={self.lookup_max}; swap them."
+            )
+
+    @property
+    def lookup_min(self) -> int:
+        """Fewest tokens that n-grams have: 2, or fewer where that is asked of the longest."""
+        return min(2, self.lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
+
+    @property
+    def lookup_max(self) -> int:
+        """Most tokens that n-grams have: 4, or more where that is asked of the shortest."""
+        return max(4, self.prompt_lookup_min or 0) if self.prompt_lookup_max is None else self.prompt_lookup_max
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":
+        """The options of an object of JSON.
+
+        Raises:
+            ConfigError: an unknown name, or a bad value; the message begins with the option that it came by.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                close = nearest(str(name), known)
+                hint = f"Did you mean {close!r}?" if close else f"There are {', '.join(known)}."
+                raise ConfigError(f"{OPTION} has no option {name!r}. {hint}")
+        for name in _REQUIRED:
+            if name not in given:
+                raise ConfigError(f"{OPTION} needs {name!r}, as in {{'method': 'ngram'}}.")
+        try:
+            config = cls(**given)
+        except ConfigError as error:
+            raise ConfigError(f"{OPTION}: {error}") from None
+        for name, method in _OF_METHOD.items():
+            if name in given and config.method != method:
+                raise ConfigError(
+                    f"{OPTION}: {name} is for the method {method!r}, not {config.method!r}; leave it out."
+                )
+        return config

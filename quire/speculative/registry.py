@@ -1,0 +1,23 @@
+"""From the options to a proposer. The worker asks once, at start-up; a new method is a line here."""
+
+import math
+from collections.abc import Callable
+
+from quire.config.speculative import SpeculativeConfig
+from quire.speculative.base import Proposer
+from quire.speculative.ngram import NgramProposer
+from quire.speculative.suffix import SuffixProposer
+
+_METHODS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+    "ngram": lambda c: NgramProposer(c.num_speculative_tokens, c.lookup_min, c.lookup_max),
+    "suffix": lambda c: SuffixProposer(
+        c.num_speculative_tokens, c.suffix_decoding_max_spec_factor, c.suffix_decoding_max_cached_requests
+    ),
+}
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    """What drafts tokens."""
+    proposer = _METHODS[config.method](config)
+    proposer.max_batch = config.disable_by_batch_size or math.inf
+    return proposer

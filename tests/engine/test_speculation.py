@@ -1,0 +1,144 @@
+"""Speculative decoding from the outside: the same tokens and logprobs, its counters, and who may do without."""
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import InvalidRequestError
+
+TEXT = "The captain said that the ship would sail at dawn. The mate said that the ship would not. " * 3
+
+
+def odd_only(output_ids: list[int], logits: Any) -> Any:
+    """Looks back: it would see a wrong draft."""
+    if output_ids and output_ids[-1] % 3 == 0:
+        logits[output_ids[-1]] -= 2.0
+    return logits
+
+
+# All that looks back, ends or bends: greedy and seeded.
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logprobs": 3},
+    {"temperature": 0, "logits_processors": [odd_only], "prompt_logprobs": 1},
+    {"temperature": 0, "bad_words": ["the ship", "captain"], "min_tokens": 12},
+    {"temperature": 0, "stop": ["would sail"], "include_stop_str_in_output": True},
+    {"temperature": 0.8, "seed": 1, "logprobs": 2},
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "n": 3, "logprobs": 0},
+    {"temperature": 1.0, "seed": 3, "top_k": 20, "presence_penalty": 0.4, "logit_bias": {300: 2.0, 17: -3.0}},
+    {"temperature": 0.6, "seed": 4, "min_p": 0.05, "allowed_token_ids": list(range(5, 2000))},
+    {"temperature": 0.3, "seed": 5, "stop_token_ids": [12, 13, 14, 15], "min_tokens": 5},
+    {"temperature": 0.01, "seed": 6, "ignore_eos": True},
+]
+
+
+def answers(llm: LLM, max_tokens: int = 48) -> list[Any]:
+    prompts = [TEXT[i * 7 :] for i in range(len(KINDS))]
+    params = [SamplingParams(max_tokens=max_tokens, **kind) for kind in KINDS]
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        for one in output.outputs:
+            found.append(
+                (
+                    list(one.token_ids),
+                    one.text,
+                    one.logprobs,
+                    one.cumulative_logprob,
+                    one.finish_reason,
+                    one.stop_reason,
+                )
+            )
+        found.append(output.prompt_logprobs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[Any]]:
+    return {}
+
+
+def check(plain: dict[str, list[Any]], method: dict[str, Any], *, together: bool = True, **options: Any) -> LLM:
+    key = str({name: options[name] for name in ("dtype", "quantization", "kernels") if name in options})
+    if key not in plain:
+        same = {name: options[name] for name in ("dtype", "quantization", "kernels") if name in options}
+        plain[key] = answers(LLM("demo", max_num_seqs=1, enable_prefix_caching=False, **same))
+    llm = LLM("demo", debug=True, speculative_config=method, **options)
+    assert answers(llm) == plain[key]
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 20
+    assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+    assert stats.num_drafts <= stats.num_draft_tokens
+    return llm
+
+
+@pytest.mark.parametrize(("method", "k"), [("ngram", 3), ("suffix", 8)])
+def test_drafts_change_no_answer(plain: dict[str, list[Any]], method: str, k: int) -> None:
+    check(plain, {"method": method, "num_speculative_tokens": k})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32", "max_num_batched_tokens": 24, "enable_prefix_caching": False},
+        {"dtype": "bfloat16", "num_kv_blocks": 24, "block_size": 16, "max_model_len": 256},
+        {"quantization": "int8", "max_num_seqs": 3},
+        {"quantization": "int4", "max_num_batched_tokens": 40},
+        {"dtype": "float32", "kernels": "torch"},
+    ],
+    ids=lambda o: "-".join(map(str, o.values())),
+)
+def test_drafts_change_no_answer_however_it_runs(
+    plain: dict[str, list[Any]], method: str, k: int, options: dict[str, Any]
+) -> None:
+    llm = check(plain, {"method": method, "num_speculative_tokens": k}, **options)
+    if "num_kv_blocks" in options:
+        assert llm.get_metrics().num_preemptions_total > 0
+    if options.get("enable_prefix_caching", True):
+        before = llm.get_metrics().prefix_cache_hits_total
+        again = answers(llm)
+        key = str({name: options[name] for name in ("dtype", "quantization", "kernels") if name in options})
+        assert again == plain[key]
+        assert llm.get_metrics().prefix_cache_hits_total > before or "num_kv_blocks" in options
+
+
+def test_a_request_may_do_without() -> None:
+    llm = LLM("demo", speculative_config={"method": "ngram"})
+    llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=30, speculative=False), use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_drafts == 0
+    llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_drafts > 0
+
+
+def test_large_batches_may_do_without() -> None:
+    llm = LLM("demo", speculative_config={"method": "ngram", "disable_by_batch_size": 3})
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    llm.generate([TEXT] * 3, params, use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_drafts == 0
+    llm.generate([TEXT] * 2, params, use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_drafts > 0
+
+
+def test_logprobs_may_be_refused() -> None:
+    llm = LLM("demo", speculative_config={"method": "ngram", "disable_logprobs": True})
+    with pytest.raises(InvalidRequestError, match="disable_logprobs"):
+        llm.generate(TEXT, SamplingParams(logprobs=1), use_tqdm=False)
+    (output,) = llm.generate(TEXT, SamplingParams(logprobs=1, max_tokens=3, speculative=False), use_tqdm=False)
+    assert len(output.outputs[0].logprobs or []) == 3
+    llm.generate(TEXT, SamplingParams(max_tokens=3), use_tqdm=False)
+
+
+def test_without_drafts_nothing_is_counted() -> None:
+    assert LLM("demo").get_metrics().speculation is None

@@ -1,0 +1,55 @@
+"""speculative_config, read and refused by name."""
+
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.config.speculative import SpeculativeConfig
+from quire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "oracle"}, "speculative_config: method must be one of 'ngram', 'suffix'"),
+        ({"method": ["ngram"]}, "speculative_config: method must be one of"),
+        ({}, "speculative_config needs 'method'"),
+        ({"num_speculative_tokens": 3}, "speculative_config needs 'method'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "an integer, from 1 to 32, got 0"),
+        ({"method": "ngram", "num_speculative_tokens": 1000}, "from 1 to 32, got 1000"),
+        ({"method": "ngram", "num_speculative_tokens": 2.5}, "from 1 to 32, got 2.5"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 32, got True"),
+        ({"method": "ngram", "num_spec_tokens": 3}, "no option 'num_spec_tokens'. Did you mean 'num_spec"),
+        ({"method": "ngram", "acceptance": "sloppy"}, "acceptance must be one of 'exact'"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
+        ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method 'ngram', not 'suffix'"),
+        ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer, at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(speculative_config=given)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("speculative_config")
+
+
+def test_a_text_is_no_object() -> None:
+    with pytest.raises(ConfigError, match="speculative_config must be an object of keys and values, got 'ngram'"):
+        EngineArgs(speculative_config="ngram")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"), [({}, (2, 4)), ({"min": 6}, (6, 6)), ({"max": 1}, (1, 1)), ({"min": 3, "max": 8}, (3, 8))]
+)
+def test_lookup_bounds(given: dict[str, int], bounds: tuple[int, int]) -> None:
+    config = SpeculativeConfig.read({"method": "ngram"} | {f"prompt_lookup_{k}": v for k, v in given.items()})
+    assert (config.lookup_min, config.lookup_max) == bounds
+
+
+def test_it_reaches_scheduler_and_worker() -> None:
+    config = EngineArgs(speculative_config={"method": "suffix", "num_speculative_tokens": 7}).resolve()
+    assert config.scheduler.max_num_drafts == 7
+    assert config.speculative is not None
+    assert config.speculative.method == "suffix"
+    assert EngineArgs().resolve().speculative is None
