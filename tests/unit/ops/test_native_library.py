@@ -163,7 +163,7 @@ def test_an_operation_is_named_in_its_files_and_one_list() -> None:
     """The machinery of programs names none: a new operation is its two files and a line for each of them."""
     headers = {path.name: path.read_text() for path in (ROOT / "csrc").glob("*.h")}
     names = {m[1]: file for file, text in headers.items() for m in re.finditer(r"^QUIRE_OPERATION\((\w+)", text, re.M)}
-    assert len(names) == 9
+    assert {"linear", "prepare", "softcap"} <= names.keys()
     listed = re.findall(r'^#include "(\S+)"$', headers["ops.h"], re.M)
     assert sorted(listed) == sorted(names.values())
     for name in ("operation.h", "program.h", "program.cpp", "layout.cpp", "level.cpp", "kernels.h"):
