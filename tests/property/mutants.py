@@ -4,6 +4,7 @@
 so that it stays wrong in its one way whatever else changes there.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
-from quire.scheduler.continuation import Independent
+from quire.scheduler.continuation import Branch, Independent
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.queue import SequenceQueue
@@ -248,3 +249,21 @@ def a_swapped_block_is_read_before_it_is_back(right: Callable[..., Any], space: 
     out, in_ = right(space)
     late, space.late = getattr(space, "late", []), in_
     return out, late
+
+
+# Beams.
+
+
+@plant(Planner, "_unseat")
+def beams_that_sit_out_never_make_room(right: Callable[..., None], planner: Planner, builder: Any) -> None:
+    """Those that wait for a sibling keep its place and its blocks from it."""
+
+
+@plant(Outcomes, "_choose")
+def a_beam_goes_on_from_its_neighbour(
+    right: Callable[..., Any], outcomes: Outcomes, group: SequenceGroup, branches: list[Branch]
+) -> Any:
+    """The last child shares the tokens of another parent than its own."""
+    if len(branches) > 3 and branches[-1].index != branches[-1].parent:
+        branches = [*branches[:-1], dataclasses.replace(branches[-1], parent=branches[0].parent)]
+    return right(outcomes, group, branches)

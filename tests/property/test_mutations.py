@@ -15,6 +15,7 @@ SCENARIOS = [
     Scenario(5, NUM_STEPS, windows=(None, 20)),
     Scenario(6, NUM_STEPS, Kind(2)),
     Scenario(4, NUM_STEPS, hosts=4),
+    Scenario(40, NUM_STEPS),
 ]
 
 

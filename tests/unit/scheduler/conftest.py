@@ -21,7 +21,8 @@ from quire.protocol.step import (
     TokenLogprobs,
 )
 from quire.sampling_params import SamplingParams
-from quire.scheduler.continuation import Continuation, Independent
+from quire.scheduler.beams import continuation_of
+from quire.scheduler.continuation import Continuation
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -32,7 +33,7 @@ class Driver:
         self,
         num_blocks: int = 100,
         caching: bool = True,
-        make_continuation: Callable[[SamplingTask], Continuation] = Independent,
+        make_continuation: Callable[[SamplingTask], Continuation] = continuation_of,
         **config: Any,
     ) -> None:
         config = {"max_model_len": 200, "max_num_batched_tokens": 100, "max_num_seqs": 8, **config}
@@ -46,6 +47,7 @@ class Driver:
         self.names: dict[int, str] = {}  # sequence_id -> request_id, or request_id/index
         self.num_added = 0
         self.now = 0.0
+        self.candidates: TokenLogprobs | None = None  # of every sequence that ranks
 
     def add(self, request_id: str, prompt: int | list[int] = 5, max_tokens: int = 20, **fields: Any) -> None:
         """Add a request; a number stands for a prompt of that length that nobody else has."""
@@ -133,12 +135,15 @@ class Driver:
             if item.sampling is Sampling.DRAW:
                 drawn = [token(name, i) if callable(token) else token for i in range(item.num_samples)]
             ranked = (candidates or {}).get(name)
+            found = TokenLogprobs(ranked, [], []) if ranked else None
+            if item.sampling is Sampling.RANK and found is None:
+                found = self.candidates
             results.append(
                 SequenceResult(
                     token_ids=(tokens or {}).get(name, drawn),
                     logprobs=(logprobs or {}).get(name),
                     draft_token_ids=(drafts or {}).get(name, []),
-                    candidates=TokenLogprobs(ranked, [], []) if ranked else None,
+                    candidates=found,
                     prompt_logprobs=(prompt_logprobs or {}).get(name),
                 )
             )
