@@ -40,29 +40,30 @@ class Variant(NamedTuple):
     preempted: bool  # too few blocks for what runs
     late: bool  # two plans in flight, on a device that answers one step late
     policy: str  # who comes first; the requests have clients, priorities and targets of their own
+    host: bool  # a second memory, for what is preempted and for what the prefix cache evicts
     chunked: bool = True
 
 
 # Every value of every axis meets every value of every other one (a test below counts).
 VARIANTS = [
-    Variant(2, 16, 8, prefix=True, preempted=True, late=True, policy="fair"),
-    Variant(2, 16, 8, prefix=False, preempted=True, late=False, policy="deadline"),
-    Variant(2, 16, 64, prefix=True, preempted=True, late=True, policy="shortest"),
-    Variant(2, 64, 8, prefix=False, preempted=False, late=False, policy="priority"),
-    Variant(2, 512, 16, prefix=True, preempted=True, late=True, policy="fcfs"),
-    Variant(7, 16, 16, prefix=False, preempted=False, late=False, policy="priority"),
-    Variant(7, 64, 8, prefix=True, preempted=True, late=False, policy="fcfs"),
-    Variant(7, 64, 16, prefix=True, preempted=True, late=False, policy="shortest"),
-    Variant(7, 64, 64, prefix=True, preempted=False, late=True, policy="fair"),
-    Variant(7, 512, 16, prefix=False, preempted=False, late=True, policy="deadline"),
-    Variant(32, 16, 64, prefix=False, preempted=False, late=False, policy="fcfs"),
-    Variant(32, 64, 64, prefix=True, preempted=True, late=False, policy="deadline"),
-    Variant(32, 512, 8, prefix=False, preempted=False, late=False, policy="shortest"),
-    Variant(32, 512, 16, prefix=False, preempted=True, late=False, policy="fair"),
-    Variant(32, 512, 64, prefix=True, preempted=True, late=True, policy="priority"),
-    Variant(7, 512, 16, prefix=False, preempted=False, late=False, policy="fcfs", chunked=False),
+    Variant(2, 16, 64, prefix=False, preempted=True, late=False, policy="priority", host=False),
+    Variant(2, 64, 8, prefix=False, preempted=False, late=True, policy="shortest", host=False),
+    Variant(2, 64, 16, prefix=True, preempted=True, late=False, policy="fcfs", host=False),
+    Variant(2, 64, 64, prefix=False, preempted=False, late=False, policy="fair", host=True),
+    Variant(2, 512, 64, prefix=False, preempted=True, late=True, policy="deadline", host=False),
+    Variant(7, 16, 8, prefix=False, preempted=False, late=True, policy="fcfs", host=True),
+    Variant(7, 64, 16, prefix=True, preempted=False, late=False, policy="deadline", host=False),
+    Variant(7, 512, 8, prefix=True, preempted=True, late=True, policy="priority", host=False),
+    Variant(7, 512, 16, prefix=True, preempted=True, late=True, policy="fair", host=True),
+    Variant(7, 512, 64, prefix=True, preempted=False, late=False, policy="shortest", host=True),
+    Variant(32, 16, 8, prefix=True, preempted=True, late=False, policy="fair", host=False),
+    Variant(32, 16, 8, prefix=True, preempted=True, late=False, policy="deadline", host=True),
+    Variant(32, 16, 16, prefix=False, preempted=True, late=False, policy="shortest", host=False),
+    Variant(32, 64, 16, prefix=False, preempted=False, late=True, policy="priority", host=True),
+    Variant(32, 512, 64, prefix=True, preempted=True, late=True, policy="fcfs", host=True),
+    Variant(7, 512, 16, prefix=False, preempted=False, late=False, policy="fcfs", host=False, chunked=False),
 ]
-SOME_VARIANTS = [VARIANTS[0], VARIANTS[9], VARIANTS[14]]
+SOME_VARIANTS = [VARIANTS[1], VARIANTS[8], VARIANTS[11]]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
 
 
@@ -115,7 +116,7 @@ class RecordedProposer(Proposer):
 
 
 def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of many lengths, with common beginnings; half greedy, half seeded with penalties, some forked."""
+    """Prompts of many lengths, with common beginnings; greedy, seeded with penalties, forked, searched by beams."""
     rng, sizes = random.Random(11), random.Random(12)  # apart, so that every vocabulary gets the same lengths
     found = []
     shared: list[int] = []
@@ -123,7 +124,7 @@ def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
         if i % 4 == 0:
             shared = [rng.randrange(3, vocab_size) for _ in range(sizes.choice([8, 17, 40, 64]))]
         tail = [rng.randrange(3, vocab_size) for _ in range(sizes.randrange(1, 24))]
-        prompt = tail if i % 4 == 3 else shared + tail
+        prompt = tail if i % 4 == 3 or i % 8 == 6 else shared + tail
         length = sizes.randrange(24, 37) if i % 4 < 2 else sizes.randrange(2, 10)
         if i % 2 == 0:
             params = SamplingParams(temperature=0, max_tokens=length, logprobs=3, ignore_eos=True)
@@ -144,6 +145,8 @@ def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
             )
         if i % 8 == 5:
             params.prompt_logprobs = 2
+        if i % 8 == 6:
+            params = msgspec.structs.replace(params, use_beam_search=True, n=2, best_of=3)
         found.append((prompt, params))
     return found
 
@@ -231,6 +234,7 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
         "enable_prefix_caching": variant.prefix,
         "enable_chunked_prefill": variant.chunked,
         "scheduling_policy": variant.policy,
+        "swap_space": 0.01 if variant.host else 0.0,  # GiB
     }
     if variant.preempted:
         changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
@@ -250,9 +254,9 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
 
 
 def test_the_variants_cover_every_pair_of_values() -> None:
-    axes = [sorted({v[i] for v in VARIANTS if v.chunked}) for i in range(7)]
-    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2, len(POLICIES)]
-    for i, j in itertools.combinations(range(7), 2):
+    axes = [sorted({v[i] for v in VARIANTS if v.chunked}) for i in range(8)]
+    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2, len(POLICIES), 2]
+    for i, j in itertools.combinations(range(8), 2):
         met = {(v[i], v[j]) for v in VARIANTS}
         assert met >= set(itertools.product(axes[i], axes[j])), f"axes {i} and {j}"
 
