@@ -6,6 +6,7 @@ so that it stays wrong in its one way whatever else changes there.
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,6 +169,26 @@ def a_sibling_is_lost(
 ) -> Any:
     """Where one sequence branches off another, no news of it is told."""
     return right(outcomes, parent, sampling, found, *args)[:2]
+
+
+@plant(Outcomes, "_choose")
+def a_beam_loses_a_sibling(
+    right: Callable[..., Any], outcomes: Outcomes, group: SequenceGroup, branches: list[Branch]
+) -> Any:
+    """Of the beams that go on, the last is not begun."""
+    return right(outcomes, group, branches[:-1] if len(group.sequences) < len(branches) else branches)
+
+
+@plant(Outcomes, "_choose")
+def a_beam_gets_its_siblings_token(
+    right: Callable[..., Any], outcomes: Outcomes, group: SequenceGroup, branches: list[Branch]
+) -> Any:
+    """Two beams go on with each other's tokens."""
+    if len(branches) > 1:
+        first, second, *rest = branches
+        swapped = [replace(first, token_id=second.token_id), replace(second, token_id=first.token_id)]
+        branches = swapped + rest
+    return right(outcomes, group, branches)
 
 
 @plant(SequenceQueue, "add")

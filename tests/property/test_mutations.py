@@ -18,6 +18,8 @@ SCENARIOS = [
     Scenario(40, NUM_STEPS),
 ]
 
+FURTHER = [Scenario(seed, 2 * NUM_STEPS) for seed in range(20)]  # those of test_long_simulation
+
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_nothing_is_noticed_where_nothing_is_wrong(scenario: Scenario) -> None:
@@ -27,7 +29,7 @@ def test_nothing_is_noticed_where_nothing_is_wrong(scenario: Scenario) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bug_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[mutant](monkeypatch)
-    for scenario in SCENARIOS:
+    for scenario in SCENARIOS + FURTHER:
         try:
             run(scenario)
         except Exception:
