@@ -14,6 +14,7 @@ from quire.config.engine_args import EngineConfig
 from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType
+from quire.protocol.requests import Terms
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.renderer import Renderer
@@ -25,10 +26,14 @@ _Result = TypeVar("_Result")
 
 
 class AsyncInputs:
-    """An input processor and a tokenizer for an event loop."""
+    """An input processor and a tokenizer for an event loop.
+
+    Attributes:
+        processor: the input processor.
+    """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        self._inputs = InputProcessor(config, tokenizer)
+        self.processor = self._inputs = InputProcessor(config, tokenizer)
         self._tokenizer = tokenizer
         self._encodings, self._long_encodings = _Lane("encode", 2), _Lane("encode-long", 1)
         self._renders, self._long_renders = _RenderLane("render", 2), _RenderLane("render-long", 1)
@@ -48,12 +53,12 @@ class AsyncInputs:
         prompt: PromptType | PreparedPrompt,
         params: SamplingParams | None,
         arrival_time: float,
-        priority: int,
+        terms: Terms,
     ) -> ProcessedInput:
         """`InputProcessor.process`."""
         if not isinstance(prompt, PreparedPrompt):
             prompt, params = await self.prepare(prompt, params), None  # type: ignore[arg-type]  (None is refused there)
-        return self._inputs.process(request_id, prompt, params, arrival_time, priority)
+        return self._inputs.process(request_id, prompt, params, arrival_time, terms)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""

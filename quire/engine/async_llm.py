@@ -7,15 +7,17 @@ engine core (in its own process, or in a thread) and the output processor, on on
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_inputs import AsyncInputs
 from quire.engine.clients.process import ProcessClient
 from quire.engine.clients.thread import ThreadClient
+from quire.engine.input_processor import ProcessedInput
 from quire.engine.monitor import Monitor
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
@@ -35,7 +37,6 @@ from quire.protocol.core import (
     Abort,
     Add,
     Call,
-    CallName,
     CoreClient,
     Dead,
     Event,
@@ -44,10 +45,13 @@ from quire.protocol.core import (
     Ready,
     Refused,
     Reply,
+    SetLimits,
 )
-from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.requests import Terms
+from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import FailureKind
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
 
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
@@ -96,7 +100,8 @@ class AsyncLLM:
         self._aborted_early: set[str] = set()  # while their prompts are encoded: the engine has not heard of them yet
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {})
+        self._limits = limits_of(config.scheduler, config.scheduler)
+        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=self._limits)
         self._monitor = Monitor(client, options.step_timeout, self._on_event, self._end_all)
 
     @classmethod
@@ -158,6 +163,9 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: Any = None,
         arrival_time: float | None = None,
+        client: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its outputs as they come, the last one `finished`.
 
@@ -168,11 +176,13 @@ class AsyncLLM:
             sampling_params: the model's defaults if None; a prepared prompt has its own, and nothing is to be passed.
             request_id: shown in outputs and (quoted) in logs, and keys the random numbers of a request without a seed;
                 ids need not be unique. A number by default.
+            priority: lower runs first, under scheduling_policy="priority".
             arrival_time: in seconds of `time.monotonic`; now by default.
+            client, ttft_target, tpot_target: see `LLMEngine.add_request`.
 
         Raises:
             InvalidRequestError: the prompt or a parameter breaks a rule, it can never fit, or it masks every token.
-            OverloadedError: as many requests as allowed are queued.
+            OverloadedError: as many requests as allowed are queued, or its targets can't be met now.
             RequestFailedError: the engine could not compute this request.
             EngineDeadError: the engine is dead, or died meanwhile.
         """
@@ -198,7 +208,10 @@ class AsyncLLM:
         self._queued.add(internal)
         finished = False
         try:
-            await self._submit(internal, external, prompt, sampling_params, arrival_time, priority)
+            arrival = time.monotonic() if arrival_time is None else arrival_time
+            terms = Terms(priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target)
+            given = await self._inputs.process(external, prompt, sampling_params, arrival, terms)
+            self._submit(given.renamed(internal))
             while not finished:
                 output = await stream.get()
                 finished = output.finished
@@ -233,7 +246,7 @@ class AsyncLLM:
         limit, queued = self._options.max_num_queued_reqs, len(self._queued)
         if limit is None or queued + num_requests <= limit:
             return
-        seats = self.config.args.max_num_seqs
+        seats = self._limits.max_num_seqs
         if num_requests > limit + seats:
             raise InvalidRequestError(
                 f"{num_requests} prompts are too many at once: this engine holds at most {limit + seats} requests "
@@ -265,18 +278,34 @@ class AsyncLLM:
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's sequences and blocks at this moment."""
-        snapshot: EngineSnapshot = await self._call("snapshot")
+        snapshot: EngineSnapshot = await self._call(partial(Call, name="snapshot"))
         for sequence in snapshot.sequences:
             sequence.request_id = self._external.get(sequence.request_id, sequence.request_id)
         return snapshot
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
-        return await self._call("reset_prefix_cache")
+        return await self._call(partial(Call, name="reset_prefix_cache"))
+
+    @property
+    def limits(self) -> Limits:
+        """The scheduler's limits and its policy, as they were last set."""
+        return self._limits
+
+    @property
+    def policy(self) -> str:
+        """The scheduling policy's name."""
+        return self._limits.policy
+
+    async def set_limits(self, **changes: Any) -> Limits:
+        """Change limits, from the next step on: see `LLMEngine.set_limits`."""
+        self._limits = limits = await self._call(lambda call_id: SetLimits(call_id, changes))
+        self._inputs.processor.policy = limits.policy
+        return limits
 
     async def check_integrity(self) -> None:
         """Raise RequestFailedError when the engine's state is inconsistent; for tests."""
-        await self._call("check_integrity")
+        await self._call(partial(Call, name="check_integrity"))
 
     def end_requests(self) -> None:
         """End what is running with EngineStoppedError, and take nothing more: the first half of `shutdown`, at once."""
@@ -292,23 +321,12 @@ class AsyncLLM:
 
     # On the way down.
 
-    async def _submit(
-        self,
-        internal: str,
-        external: str,
-        prompt: PromptType | PreparedPrompt,
-        params: SamplingParams | None,
-        arrival_time: float | None,
-        priority: int,
-    ) -> None:
-        arrival = time.monotonic() if arrival_time is None else arrival_time
-        processed = (await self._inputs.process(external, prompt, params, arrival, priority)).renamed(internal)
+    def _submit(self, processed: ProcessedInput) -> None:
         self._monitor.check()
-        request = processed.request
+        request, internal = processed.request, processed.request.request_id
         self._outputs.add(processed)
-        self.metrics.on_arrival(
-            internal, len(request.prompt_token_ids), processed.task.max_tokens, processed.params.n, arrival
-        )
+        num_prompt, arrival = len(request.prompt_token_ids), request.arrival_time
+        self.metrics.on_arrival(internal, num_prompt, processed.task.max_tokens, processed.params.n, arrival)
         self._client.send(Add(request))
         if internal in self._aborted_early:
             self._client.send(Abort([internal]))
@@ -323,11 +341,11 @@ class AsyncLLM:
             if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
 
-    async def _call(self, name: CallName) -> Any:
+    async def _call(self, make: Callable[[int], Call | SetLimits]) -> Any:
         self._monitor.attach()
         call_id = next(self._ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._client.send(Call(call_id, name))
+        self._client.send(make(call_id))
         try:
             return await future
         finally:
@@ -344,6 +362,8 @@ class AsyncLLM:
             future = self._calls.get(event.call_id)
             if future is not None and not future.done() and event.error is None:
                 future.set_result(event.value)
+            elif future is not None and not future.done() and event.param is not None:
+                future.set_exception(InvalidRequestError(event.error or "", event.param))
             elif future is not None and not future.done():
                 future.set_exception(RequestFailedError(event.error))
         elif isinstance(event, Dead):
@@ -383,7 +403,9 @@ class AsyncLLM:
         if event.request_id in self._outputs:
             self._outputs.discard(event.request_id)
             self.metrics.on_finished(event.request_id, ["error"], 0, time.monotonic())
-        if stream is not None and event.message is not None:
+        if stream is not None and event.message is not None and event.retry_after is not None:
+            stream.fail(OverloadedError(event.message, event.retry_after))
+        elif stream is not None and event.message is not None:
             stream.fail(InvalidRequestError(event.message, event.param, event.code))
         elif stream is not None:
             stream.fail(RequestFailedError("the engine failed to take this request; the server's log says why."))

@@ -13,6 +13,7 @@ from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.protocol.requests import NewRequest
+from quire.protocol.stats import Limits
 from quire.protocol.step import SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity
 from quire.scheduler.scheduler import Scheduler
@@ -52,7 +53,12 @@ class EngineCore:
         self._dead: str | None = None
 
     def add(self, request: NewRequest) -> None:
-        """Queue a request (InvalidRequestError when it can never fit, or its id is taken)."""
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never fit, or its id is taken.
+            OverloadedError: the policy had rather not take it now.
+        """
         self._check_alive()
         with self.interrupts:
             self.scheduler.add(request, self._clock())
@@ -66,6 +72,12 @@ class EngineCore:
         """End one sequence whose stop string was found upstairs."""
         with self.interrupts:
             self.scheduler.finish_sequence(request_id, sequence_index)
+
+    def set_limits(self, changes: dict[str, Any]) -> Limits:
+        """Change limits, from the next plan on: see `Scheduler.set_limits`."""
+        self._check_alive()
+        with self.interrupts:
+            return self.scheduler.set_limits(changes)
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do; on a dead engine it will say so."""

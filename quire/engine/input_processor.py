@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from quire.config.engine_args import EngineConfig
+from quire.engine.terms import NO_TERMS, check_terms
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType, prompt_too_long
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -42,12 +43,17 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Validates prompts and sampling parameters against one model."""
+    """Validates prompts and sampling parameters against one model.
+
+    Attributes:
+        policy: the scheduling policy's name, as of now; what another one reads of a request's terms is refused.
+    """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._model = config.model
         self._tokenizer = tokenizer
+        self.policy = config.scheduler.policy
 
     def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
         """Check parameters and prompt, and encode the prompt where it is text.
@@ -88,7 +94,7 @@ class InputProcessor:
         prompt: PromptType | PreparedPrompt,
         params: SamplingParams | None,
         arrival_time: float,
-        priority: int = 0,
+        terms: Terms = NO_TERMS,
     ) -> ProcessedInput:
         """Prepare a prompt, unless it is already, and resolve the request.
 
@@ -96,13 +102,11 @@ class InputProcessor:
             params: None where the prompt is prepared, and so has its own.
 
         Raises:
-            InvalidRequestError: a bad request id; or as `prepare` does.
+            InvalidRequestError: a bad request id, or bad terms; or as `prepare` does.
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
-        if priority and self._config.scheduler.policy != "priority":
-            message = f"priority={priority} needs an engine with scheduling_policy='priority'; leave it out."
-            raise InvalidRequestError(message, "priority")
+        check_terms(terms, self.policy)
         if not isinstance(prompt, PreparedPrompt):
             prompt = self.prepare(prompt, params)  # type: ignore[arg-type]  (None is refused there)
         elif params is not None:
@@ -128,8 +132,11 @@ class InputProcessor:
                 bad_words_token_ids=self._bad_words(params.bad_words),
             ),
             arrival_time=arrival_time,
-            priority=priority,
             cache_salt=prompt.cache_salt,
+            priority=terms.priority,
+            client=terms.client,
+            ttft_target=terms.ttft_target,
+            tpot_target=terms.tpot_target,
         )
         return ProcessedInput(request, prompt.text, params)
 

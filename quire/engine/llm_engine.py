@@ -13,6 +13,7 @@ from quire.engine.build import build_core
 from quire.engine.core import EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
+from quire.engine.terms import NO_TERMS
 from quire.engine.tokenizer import config_tokenizer
 from quire.errors import NotYetSupportedError
 from quire.executor.base import Executor
@@ -21,7 +22,8 @@ from quire.inputs import PreparedPrompt, PromptType
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
 from quire.protocol.cache import PinnedPrefix
-from quire.protocol.stats import EngineStats
+from quire.protocol.requests import Terms
+from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -63,15 +65,27 @@ class LLMEngine:
         arrival_time: float | None = None,
         lora_request: Any = None,
         priority: int = 0,
+        *,
+        client: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> None:
         """Queue a request; `step` will return its outputs. A prepared prompt has its `params` already: pass None.
 
+        Args:
+            priority: lower runs first, under scheduling_policy="priority".
+            client: whose request it is: "fair" gives clients equal shares.
+            ttft_target, tpot_target: seconds to the first token, and between tokens, that "deadline" is to keep to;
+                the engine's own by default.
+
         Raises:
             InvalidRequestError: the prompt or a parameter breaks a rule, the request can never fit, or its id is used.
+            OverloadedError: its targets can't be met now.
         """
         if lora_request is not None:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
-        self.submit(self.process_input(request_id, prompt, params, arrival_time, priority))
+        terms = Terms(priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target)
+        self.submit(self.process_input(request_id, prompt, params, arrival_time, terms))
 
     def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
         """Check and encode a prompt: see `InputProcessor.prepare`."""
@@ -83,11 +97,11 @@ class LLMEngine:
         prompt: PromptType | PreparedPrompt,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        priority: int = 0,
+        terms: Terms = NO_TERMS,
     ) -> ProcessedInput:
         """Validate a request without queueing it; a prepared prompt has its parameters already."""
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        return self._inputs.process(request_id, prompt, params, arrival, priority)
+        return self._inputs.process(request_id, prompt, params, arrival, terms)
 
     def submit(self, processed: ProcessedInput) -> None:
         """Queue a validated request."""
@@ -159,6 +173,24 @@ class LLMEngine:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """All of them, in the order in which they were pinned."""
         return self.core.scheduler.kv.pins.listed()
+
+    @property
+    def limits(self) -> Limits:
+        """The scheduler's limits and its policy, as of now."""
+        return self.core.scheduler.limits
+
+    def set_limits(self, **changes: Any) -> Limits:
+        """Change limits, from the next step on; nothing that runs is ended.
+
+        Args:
+            changes: any of max_num_seqs, max_num_batched_tokens, policy, and the options that the policy reads.
+
+        Raises:
+            InvalidRequestError: no such limit, a value out of its range, or more than was reserved at the start.
+        """
+        limits = self.core.set_limits(changes)
+        self._inputs.policy = limits.policy
+        return limits
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the worker's model, where that is in this process."""

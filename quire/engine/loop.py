@@ -9,8 +9,22 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire.engine.core import EngineCore
-from quire.errors import EngineDeadError, InvalidRequestError
-from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
+from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from quire.protocol.core import (
+    Abort,
+    Add,
+    Call,
+    Command,
+    Dead,
+    Event,
+    Finish,
+    News,
+    Ready,
+    Refused,
+    Reply,
+    SetLimits,
+    Stop,
+)
 from quire.protocol.stats import EngineSnapshot
 from quire.protocol.step import SequenceOutput
 from quire.scheduler.snapshot import take_snapshot
@@ -33,7 +47,7 @@ class CoreLoop:
         self.step_start: float | None = None
         self._receive, self._send = receive, send
         self._ended: list[SequenceOutput] = []  # last outputs of aborted requests
-        self._finished = False  # sequences were ended since the last step, and the stats have changed
+        self._finished = False  # sequences ended, or limits changed since the last step: the stats are others
         self._running = True
 
     def ready(self) -> Ready:
@@ -79,6 +93,8 @@ class CoreLoop:
                     self.core.add(request)
                 except InvalidRequestError as error:
                     self._send(Refused(request.request_id, str(error), error.param, error.code))
+                except OverloadedError as error:
+                    self._send(Refused(request.request_id, str(error), retry_after=error.retry_after))
                 except Exception:
                     logger.exception("request %s could not be queued", request.request_id)
                     self._send(Refused(request.request_id, None))
@@ -95,6 +111,12 @@ class CoreLoop:
                 except Exception as error:
                     logger.exception("%s failed", name)
                     self._send(Reply(call_id, error=f"{name} failed: {error}"))
+            case SetLimits(call_id, changes):
+                try:
+                    self._send(Reply(call_id, self.core.set_limits(changes)))
+                    self._finished = True  # there are new stats to tell
+                except InvalidRequestError as error:
+                    self._send(Reply(call_id, error=str(error), param=error.param or "limits"))
             case Stop():
                 self._running = False
 

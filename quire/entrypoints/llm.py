@@ -17,6 +17,7 @@ from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.inputs import PromptType, TextPrompt, TokensPrompt
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.cache import PinnedPrefix
+from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.conversation import Conversation
@@ -84,6 +85,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: None = None,
         priority: int | list[int] | None = None,
+        client: str | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -94,6 +96,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: None = None,
         priority: int | list[int] | None = None,
+        client: str | None = None,
     ) -> list[RequestOutput]: ...
 
     def generate(
@@ -103,6 +106,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Any = None,
         priority: int | list[int] | None = None,
+        client: str | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
@@ -113,6 +117,7 @@ class LLM:
             use_tqdm: show a progress bar with input and output tokens per second.
             lora_request: not supported yet.
             priority: one for all or one each; lower runs first under scheduling_policy="priority".
+            client: whose prompts they are, for scheduling_policy="fair".
 
         Returns:
             One `RequestOutput` per prompt, in the order of the prompts.
@@ -129,7 +134,8 @@ class LLM:
         if len(priorities) != len(many):
             message = f"{len(priorities)} priorities for {len(many)} prompts; give one each."
             raise InvalidRequestError(message, "priority")
-        return self._run(self._add_all(many, params, priorities), use_tqdm)
+        terms = [Terms(priority=priority, client=client) for priority in priorities]
+        return self._run(self._add_all(many, params, terms), use_tqdm)
 
     def chat(
         self,
@@ -180,7 +186,8 @@ class LLM:
                 raise _of_prompt(error, place, len(conversations), "messages") from None
         params = self._params_for(sampling_params, len(texts))
         # A template writes its own special tokens.
-        return self._run(self._add_all(texts, params, [0] * len(texts), add_special_tokens=False), use_tqdm)
+        terms = [Terms()] * len(texts)
+        return self._run(self._add_all(texts, params, terms, add_special_tokens=False), use_tqdm)
 
     def beam_search(
         self,
@@ -216,7 +223,7 @@ class LLM:
         outputs: list[RequestOutput] = []
         for start in range(0, len(many), max(1, size)):
             part = many[start : start + size]
-            outputs += self._run(self._add_all(part, [one] * len(part), [0] * len(part)), use_tqdm)
+            outputs += self._run(self._add_all(part, [one] * len(part), [Terms()] * len(part)), use_tqdm)
         return [self._beams_of(output, params) for output in outputs]
 
     def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
@@ -250,7 +257,7 @@ class LLM:
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         prepared = self.llm_engine.prepare(prompt, params)
-        self._run(self._add_all([prompt], [params], [0]), use_tqdm=False)
+        self._run(self._add_all([prompt], [params], [Terms()]), use_tqdm=False)
         return self.llm_engine.pin_prefix(name or f"prefix-{next(self._request_ids)}", prepared)
 
     def unpin_prefix(self, name: str) -> bool:
@@ -287,18 +294,18 @@ class LLM:
         self,
         prompts: list[PromptType],
         params: list[SamplingParams],
-        priorities: list[int],
+        terms: list[Terms],
         add_special_tokens: bool = True,
     ) -> list[str]:
         """Queue all requests, or none: every prompt is checked before the first step."""
         processed = []
-        for place, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
             try:
                 if isinstance(one, SamplingParams):
                     one = _final_only(one)
                 prepared = self.llm_engine.prepare(prompt, one, add_special_tokens)
                 request_id = str(next(self._request_ids))
-                processed.append(self.llm_engine.process_input(request_id, prepared, priority=priority))
+                processed.append(self.llm_engine.process_input(request_id, prepared, terms=served))
             except InvalidRequestError as error:
                 raise _of_prompt(error, place, len(prompts)) from None
         ids: list[str] = []

@@ -46,6 +46,12 @@ class _Serving(Collector):
         for reason, count in self.stats.waiting_reasons.items():
             waiting.add_metric((*labels, reason), count)
         yield waiting
+        if (limits := self.stats.limits) is not None:
+            policy = GaugeMetricFamily(
+                "quire:scheduling_policy_info", "The policy; always 1.", labels=(*_LABELS, "policy")
+            )
+            policy.add_metric((*labels, limits.policy), 1)
+            yield policy
         for name, help, value in self._counters():
             counter = CounterMetricFamily(name, help, labels=_LABELS)
             counter.add_metric(labels, value)
@@ -90,6 +96,10 @@ class _Serving(Collector):
         yield "vllm:num_requests_running", "Sequences that are being computed.", stats.num_requests_running
         yield "vllm:num_requests_waiting", "Sequences that wait to be computed.", stats.num_requests_waiting
         yield "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_cache_usage_perc
+        if stats.limits is not None:
+            yield "quire:max_num_seqs", "Most sequences that may run at once, now.", stats.limits.max_num_seqs
+            tokens = stats.limits.max_num_batched_tokens
+            yield "quire:max_num_batched_tokens", "Most tokens that a step may have, now.", tokens
         stall = self.metrics.event_loop_max_stall
         yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
 

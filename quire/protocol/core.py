@@ -5,12 +5,12 @@ told apart by their tag, so that a process border changes nothing. Must not know
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from quire.protocol.requests import NewRequest
-from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 
 CallName = Literal["snapshot", "reset_prefix_cache", "check_integrity"]
@@ -39,6 +39,13 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
     call_id: int
     name: CallName
+
+
+class SetLimits(msgspec.Struct, frozen=True, tag=True):
+    """Change limits by name, from the next step on; an event `Reply` of the same id comes back."""
+
+    call_id: int
+    changes: dict[str, Any]
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -71,20 +78,25 @@ class News(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request was not taken (an InvalidRequestError), or broke in being taken (`message` None)."""
+    """A request was not taken, or broke in being taken (`message` None).
+
+    It is an InvalidRequestError, or, where `retry_after` is given, an OverloadedError.
+    """
 
     request_id: str
     message: str | None
     param: str | None = None
     code: str | None = None
+    retry_after: int | None = None  # seconds
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a call, or why there is none."""
 
     call_id: int
-    value: EngineSnapshot | bool | None = None
+    value: EngineSnapshot | Limits | bool | None = None
     error: str | None = None
+    param: str | None = None  # what of the call was wrong: then it is an InvalidRequestError
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +111,7 @@ class Dead(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Add | Abort | Finish | Call | Stop
+Command = Add | Abort | Finish | Call | SetLimits | Stop
 Event = Ready | Failed | News | Refused | Reply | Beat | Dead
 
 

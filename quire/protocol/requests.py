@@ -58,6 +58,15 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes  # of its weights; part of every block's name in the prefix cache
 
 
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """On what terms a request is served; each field is one of `NewRequest`, and of interest to some policy."""
+
+    priority: int = 0
+    client: str | None = None
+    ttft_target: float | None = None
+    tpot_target: float | None = None
+
+
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request. It crosses to each worker once; sequences refer to it by its id."""
 

@@ -36,6 +36,17 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     num_accepted_tokens_per_pos: list[int] = []  # by place among the drafts, the first first
 
 
+class Limits(msgspec.Struct, frozen=True, tag=True):
+    """What the scheduler keeps to, and how far that can be raised while it runs."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    policy_options: dict[str, float | None]  # those that the policy reads
+    most_num_seqs: int  # what was reserved at the start, of this and the next
+    most_num_batched_tokens: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
@@ -51,6 +62,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_block_residency: list[Counts] = []
     tiers: TierStats | None = None  # where there is a second memory
     speculation: SpeculationStats | None = None  # where tokens are drafted
+    limits: Limits | None = None
 
 
 class SequenceSnapshot(msgspec.Struct):
@@ -75,7 +87,7 @@ class BlockGroup(msgspec.Struct, frozen=True):
     window: int | None = None  # tokens; None: full attention
 
 
-class EngineSnapshot(msgspec.Struct, frozen=True):
+class EngineSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The engine at a moment."""
 
     stats: EngineStats

@@ -97,10 +97,12 @@ class Planner:
 
     def change_policy(self, config: SchedulerConfig, groups: Iterable[SequenceGroup]) -> None:
         """Put all sequences of all live requests, in their order of add, in another policy's order."""
-        waiting, running = [*self.waiting], [*self.running]
+        last, waiting, running = self.policy, [*self.waiting], [*self.running]
         self._use_policy(make_policy(config.policy, config.policy_options))
+        if type(last) is type(self.policy):  # with other options: it goes on with what it knows
+            self.policy.restore(last.state())
         for group in groups:
-            self.enrol(group)
+            self.enrol(group, is_new=False)
             for sequence in group.sequences.values():
                 sequence.key = self._seat(sequence) if sequence.status is SequenceStatus.RUNNING else sequence.own_key
         for sequence in waiting:

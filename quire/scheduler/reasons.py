@@ -1,7 +1,7 @@
 """Why sequences wait: the one table of reasons, how many wait for each, and each one's own with its numbers.
 
 `Scheduler` asks for its stats and for the live view. It reads the planner and changes nothing; a reason more is an
-entry of `REASONS` and, where it has numbers, of `_numbers`.
+entry of `REASONS`, and its numbers are given in `why`.
 """
 
 from quire.kvcache.manager import KVManager

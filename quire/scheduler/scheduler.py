@@ -8,6 +8,7 @@ step spends a budget of tokens on catching up. It sees token ids and block ids, 
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
+from typing import Any
 
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
@@ -15,12 +16,13 @@ from quire.kvcache.manager import KVManager
 from quire.metrics.drafts import DraftCounts
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.stats import EngineStats
+from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput, StepPlan, StepResult
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
 from quire.scheduler.integrity import check_scheduler
 from quire.scheduler.limits import check_request_fits, check_width
+from quire.scheduler.live_limits import changed, limits_of, restored
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.reasons import waiting_reasons, why
@@ -40,6 +42,7 @@ class Scheduler:
 
     Attributes:
         kv: the KV manager.
+        config: limits and policy as they are now.
 
     Raises:
         ConfigError: no such policy.
@@ -51,7 +54,7 @@ class Scheduler:
         kv_manager: KVManager,
         make_continuation: Callable[[SamplingTask], Continuation] = continuation_of,
     ) -> None:
-        self.config = config
+        self.config = self._most = config
         self.kv = kv_manager
         self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
@@ -100,6 +103,25 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results."""
         return bool(self._outcomes.groups)
+
+    @property
+    def limits(self) -> Limits:
+        """What the next step keeps to."""
+        return limits_of(self.config, self._most)
+
+    def set_limits(self, changes: dict[str, Any]) -> Limits:
+        """Keep to other limits, or to another policy, from the next plan on: see `limits.changed`.
+
+        What runs beyond a lower limit goes on until it ends; another policy orders all that wait and run anew.
+        """
+        self._apply(changed(self.config, self._most, changes))
+        return self.limits
+
+    def _apply(self, config: SchedulerConfig) -> None:
+        last, self.config = self.config, config
+        self._planner.set_limits(config)
+        if (config.policy, config.policy_options) != (last.policy, last.policy_options):
+            self._planner.change_policy(config, self._outcomes.groups.values())
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, with nothing done, while a sequence is running."""
@@ -189,6 +211,7 @@ class Scheduler:
             kv_block_residency=self.kv.times.counts(),
             tiers=self.kv.tier_stats(planner.swapping.num_swaps),
             speculation=self._outcomes.drafts.stats(),
+            limits=self.limits,
         )
 
     def first_sequences(self, count: int) -> list[Sequence]:
@@ -211,7 +234,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, groups, tables and the pool agree. O(everything)."""
-        most_running = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        most_running = min(self._most.max_num_seqs, self._most.max_num_batched_tokens)
         check_scheduler(self._planner, self._outcomes, self.kv, len(self._in_flight), most_running)
 
     # Going on elsewhere.
@@ -241,6 +264,7 @@ class Scheduler:
             num_preemptions=planner.num_preemptions,
             prefix_cache_queries=planner.prefix_cache_queries,
             prefix_cache_hits=planner.prefix_cache_hits,
+            limits=self.limits,
             policy=planner.policy.state(),
             speculation=self._outcomes.drafts.stats(),
         )
@@ -254,6 +278,7 @@ class Scheduler:
         planner = self._planner
         planner.num_preemptions = state.num_preemptions
         planner.prefix_cache_queries, planner.prefix_cache_hits = state.prefix_cache_queries, state.prefix_cache_hits
+        self._apply(restored(self._most, state.limits))
         if state.policy is not None:
             planner.policy.restore(state.policy)
         for saved in state.requests:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.requests import NewRequest
-from quire.protocol.stats import SpeculationStats
+from quire.protocol.stats import Limits, SpeculationStats
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True):
@@ -42,5 +42,6 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
-    policy: Any = None  # as the policy says it
+    limits: Limits
+    policy: Any  # as the policy says it
     speculation: SpeculationStats | None = None

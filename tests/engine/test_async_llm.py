@@ -361,3 +361,38 @@ def test_a_request_that_masks_every_token_is_told_so(engine: Engine) -> None:
     params = SamplingParams(max_tokens=5, min_tokens=2, allowed_token_ids=[300], stop_token_ids=[300])
     with pytest.raises(InvalidRequestError, match="no token is left"):
         engine.run(engine.collect(PROMPTS[0], params))
+
+
+def test_limits_and_policy_change_while_it_runs(engine: Engine) -> None:
+    llm, params = engine.llm, SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
+
+    async def tell() -> None:
+        with pytest.raises(InvalidRequestError, match="max_num_seqs=10000 is above 256") as found:
+            await llm.set_limits(max_num_seqs=10_000)
+        assert found.value.param == "max_num_seqs"
+        limits = await llm.set_limits(max_num_seqs=2, policy="priority")
+        assert (limits, limits.max_num_seqs, llm.policy) == (llm.limits, 2, "priority")
+        several = [llm.generate(prompt, params, priority=place) for place, prompt in enumerate(PROMPTS)]
+        await asyncio.gather(*(_last(outputs) for outputs in several))
+        assert llm.stats().limits == limits
+
+    async def refuse() -> None:
+        await llm.set_limits(policy="deadline", ttft_target=1e-7)
+        with pytest.raises(InvalidRequestError, match="priority=1 needs"):
+            await _last(llm.generate("Once", params, priority=1))
+        await _last(llm.generate("Once", params))  # nothing is measured yet
+        with pytest.raises(OverloadedError, match="ttft_target is 1e-07 s") as found:
+            await _last(llm.generate("Once", params))
+        assert found.value.retry_after == 1
+        await _last(llm.generate("Once", params, ttft_target=100.0, client="me"))
+
+    try:
+        engine.run(tell())
+        engine.run(refuse())
+    finally:
+        engine.run(llm.set_limits(max_num_seqs=256, policy="fcfs"))
+    engine.run(engine.when_idle())
+
+
+async def _last(outputs: Any) -> RequestOutput:
+    return [output async for output in outputs][-1]

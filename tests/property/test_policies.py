@@ -14,7 +14,7 @@ from world import check_order
 
 from quire.config.scheduler import PolicyOptions, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.errors import OverloadedError
+from quire.errors import InvalidRequestError, OverloadedError
 from quire.executor.simulated import FakeModel, SimulatedExecutor
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
@@ -357,3 +357,42 @@ def test_without_a_target_nobody_is_refused_and_all_end() -> None:
             return
         core.step()
     raise AssertionError("a target that can't be met stops the engine")
+
+
+# Limits and policies that change meanwhile.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_limits_and_policies_change_and_nobody_is_lost(seed: int) -> None:
+    """Plain requests, forks and beams, whatever is changed at any step: all end, and the books agree."""
+    rng = random.Random(seed)
+    core, executor = make("fcfs", 1 + seed % 2, num_blocks=rng.choice((30, 80)), max_num_seqs=6)
+    executor.submit = super(Watched, executor).submit  # type: ignore[method-assign]  (limits are no longer the start's)
+    ended: set[str] = set()
+    for number in range(50):
+        prompt = [rng.randrange(30) for _ in range(rng.randrange(1, 20))]
+        width = rng.choice((1, 1, 1, 2, 3))
+        beams = width > 1 and rng.random() < 0.5
+        params = SamplingParams(n=width, max_tokens=6, use_beam_search=beams, temperature=0.0 if beams else 1.0)
+        task = SamplingTask(params=params, max_tokens=6, stop_token_ids=frozenset(), seed=number)
+        terms: dict[str, Any] = {"client": rng.choice("abc"), "priority": rng.randrange(3)}
+        new = NewRequest(request_id=str(number), prompt_token_ids=prompt, task=task, arrival_time=executor.now, **terms)
+        try:
+            core.add(new)
+        except InvalidRequestError:
+            ended.add(str(number))  # more beams than may run now
+        if rng.random() < 0.5:
+            changes: dict[str, Any] = {
+                "max_num_seqs": rng.randrange(1, 7),
+                "max_num_batched_tokens": rng.randrange(1, 17),
+                "policy": rng.choice(list(POLICIES)),
+            }
+            core.set_limits({name: value for name, value in changes.items() if rng.random() < 0.6})
+        for _ in range(rng.randrange(4)):
+            ended |= set(ended_in(core))
+            core.check_integrity()
+    for _ in range(2000):
+        if not core.has_unfinished():
+            break
+        ended |= set(ended_in(core))
+    assert ended == {str(number) for number in range(50)}

@@ -516,6 +516,8 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "length_penalty": (COMPLETIONS, 0.5),  # without use_beam_search
     "suffix": (COMPLETIONS, "x"),
     "priority": (COMPLETIONS, 1),
+    "ttft_target": (COMPLETIONS, 0.5),
+    "tpot_target": (CHAT, 0.5),
     "structured_outputs": (COMPLETIONS, {"regex": "x"}),
     "guided_json": (COMPLETIONS, {"type": "object"}),
     "response_format": (CHAT, {"type": "json_object"}),

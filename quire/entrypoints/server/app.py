@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import chat, completions, info, live, pages
+from quire.entrypoints.server import admin, chat, completions, info, live, pages
 from quire.entrypoints.server.errors import error_response
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.state import ServerState
@@ -36,7 +36,7 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.state.quire = state
     app.root_path = args.root_path
-    for module in (info, completions, chat, live, pages):
+    for module in (info, completions, chat, admin, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)
@@ -91,6 +91,7 @@ class _App(FastAPI):
 _REASONS = {
     400: "The request is not valid.",
     401: "No API key, or a wrong one.",
+    403: "The server has no API key, and so nobody who may do this.",
     404: "There is no such model.",
     413: "The body is too large.",
     415: "The body is not sent as JSON.",
@@ -132,6 +133,8 @@ def _describe_errors(schema: dict[str, Any]) -> None:
             statuses += [400, 404, 413, 415, 503]
         elif operation.get("parameters"):
             statuses += [400, 404]
+        if operation.get("tags") == ["admin"]:
+            statuses.append(403)
         for status in statuses:
             responses.setdefault(str(status), {"description": _REASONS[status], "content": content})
 

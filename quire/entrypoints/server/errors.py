@@ -124,6 +124,7 @@ _PLAIN_TEXTS = {
 }
 _CODES = {
     401: "invalid_api_key",
+    403: "api_key_required",
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",

@@ -29,6 +29,7 @@ _ENDLESS_PATHS = ("/live",)  # streams that end with the server
 _NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics")  # who asks for the load is none, nor what to wait for
 _PAGES = ("/", "/docs")
 _LONGEST_ID = 200
+_CLIENT = "quire.client"  # in a request's scope
 
 
 def route_path(scope: Scope) -> str:
@@ -111,16 +112,20 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_public = scope["type"] == "lifespan" or route_path(scope) in PUBLIC_PATHS
-        if not is_public and not self._has_key(scope["headers"]):
-            # A browser asks a person for the key (as the password) only if the page itself is refused this way.
-            raise AuthenticationError('Basic realm="Quire"' if route_path(scope) in _PAGES else "Bearer")
+        if not is_public:
+            digest = self._valid_key(scope["headers"])
+            if digest is None:
+                # A browser asks a person for the key (as the password) only if the page itself is refused this way.
+                raise AuthenticationError('Basic realm="Quire"' if route_path(scope) in _PAGES else "Bearer")
+            scope[_CLIENT] = f"key {digest.hex()[:16]}"
         await self._app(scope, receive, send)
 
-    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        found = False
-        for given in _keys_given(headers):
+    def _valid_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+        """The digest of the key that a request brings, if it is one of ours."""
+        found = None
+        for given in map(_digest, _keys_given(headers)):
             for digest in self._digests:  # all of them, always: the time tells nothing
-                found |= hmac.compare_digest(_digest(given), digest)
+                found = digest if hmac.compare_digest(given, digest) else found
         return found
 
 
@@ -141,6 +146,11 @@ def _keys_given(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def client_of(scope: Scope) -> str | None:
+    """Whose request it is by its API key, which the name does not tell; None where no keys are asked for."""
+    return scope.get(_CLIENT)
 
 
 class RequestLimits:

@@ -148,6 +148,9 @@ class GenerationRequest(BaseModel):
     # How it is run and shown.
     priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX, description="Lower runs first.")
     speculative: bool | None = Field(None, description="False: without drafts, where the server makes any.")
+    ttft_target: float | None = Field(None, gt=0, le=1e6, description="Seconds to the first token, or 503 at once.")
+    tpot_target: float | None = Field(None, gt=0, le=1e6, description="Seconds between tokens, or 503 at once.")
+    user: str | None = Field(None, description="Whose request it is, for fair shares; an API key says it instead.")
     request_id: Annotated[str, AfterValidator(_check_printable)] | None = Field(
         None, min_length=1, max_length=200, description="Part of the answer's id; of printable characters."
     )
@@ -155,7 +158,6 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = Field(None, description="Tokens in logprobs as 'token_id:ID'.")
 
     # Accepted, and of no effect here: they are for OpenAI's own accounts, billing and caches.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None

@@ -5,6 +5,7 @@ The services call it before anything is queued, so that a request breaks a rule 
 """
 
 import copy
+import hashlib
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ from typing import Any
 import msgspec
 
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.terms import MAX_CLIENT, check_terms
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType
+from quire.protocol.requests import Terms
 from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
@@ -69,15 +72,34 @@ def chat_params(body: ChatCompletionRequest, llm: AsyncLLM) -> SamplingParams:
     return _params(body, llm, given, {"logprobs": "top_logprobs", "max_tokens": field})
 
 
+def terms_of(body: GenerationRequest, llm: AsyncLLM) -> Terms:
+    """On what terms a request asks to be served; its `user` is its client.
+
+    Raises:
+        InvalidRequestError: terms that the engine's scheduling policy does not know.
+    """
+    terms = Terms(
+        priority=body.priority or 0,
+        client=_client_name(body.user),
+        ttft_target=body.ttft_target,
+        tpot_target=body.tpot_target,
+    )
+    check_terms(terms, llm.policy)
+    return terms
+
+
+def _client_name(user: str | None) -> str | None:
+    if user is None or len(user) <= MAX_CLIENT:
+        return user or None
+    return hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def _params(
     body: GenerationRequest, llm: AsyncLLM, given: dict[str, Any], http_names: Mapping[str, str]
 ) -> SamplingParams:
     """The model's defaults, what the body says, and `given`, checked."""
     _check_stream(body)
-    if body.priority and llm.config.scheduler.policy != "priority":
-        raise InvalidRequestError(
-            "priority needs a server started with --scheduling-policy priority; leave it out.", "priority"
-        )
+    terms_of(body, llm)  # before any work is done for it
     same = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     defaults = llm.get_default_sampling_params()
     if body.use_beam_search:  # what the model has besides a length is about drawing

@@ -18,6 +18,7 @@ from quire.entrypoints.server.sse import DONE, event
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.inputs import PreparedPrompt
 from quire.outputs import RequestOutput
+from quire.protocol.requests import Terms
 from quire.sampling_params import SamplingParams
 
 _STARTED_TOGETHER = 16  # requests begun before the event loop gets a turn
@@ -36,7 +37,7 @@ class TurnRequest:
     request_id: str
     prompts: list[PreparedPrompt]
     params: SamplingParams
-    priority: int
+    terms: Terms
 
 
 class Writer(Protocol):
@@ -82,8 +83,11 @@ class TurnService(Generic[_AnyBody]):
     def __init__(self, llm: AsyncLLM, dialect: Dialect[_AnyBody]) -> None:
         self._llm, self._dialect = llm, dialect
 
-    async def create(self, body: _AnyBody, request_id: str) -> list[bytes]:
+    async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON, which may come in several parts.
+
+        Args:
+            client: whose request it is, whatever the body says; None: what that says.
 
         Raises:
             InvalidRequestError: the request is refused (ModelNotFoundError is one of these).
@@ -92,18 +96,18 @@ class TurnService(Generic[_AnyBody]):
         """
         request, writer = await self._dialect.read(body, request_id)
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._run(request)) as batches:
+        async with aclosing(self._run(request, client)) as batches:
             async for batch in batches:
                 outputs.update(batch)
         if _size(outputs.values(), request.params) <= _MANY:
             return [_whole(writer, outputs)]
         return await asyncio.to_thread(_whole_in_parts, writer, outputs)
 
-    async def stream(self, body: _AnyBody, request_id: str) -> AsyncGenerator[bytes, None]:
+    async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
         request, writer = await self._dialect.read(body, request_id)
         turn = writer.turn
-        async with aclosing(self._run(request)) as batches:
+        async with aclosing(self._run(request, client)) as batches:
             async for batch in batches:
                 if writer.opens_large and turn.num_begun < turn.num_choices:
                     for part in await asyncio.to_thread(_events_in_parts, writer, batch):
@@ -113,12 +117,15 @@ class TurnService(Generic[_AnyBody]):
                 if turn.num_unfinished == 0:
                     return
 
-    def _run(self, request: TurnRequest) -> AsyncGenerator[_Batch, None]:
+    def _run(self, request: TurnRequest, client: str | None) -> AsyncGenerator[_Batch, None]:
         request_id, prompts = request.request_id, request.prompts
+        terms = msgspec.structs.asdict(request.terms)
+        if client is not None:
+            terms["client"] = client
         ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
         return _merged(
             [
-                self._llm.generate(prompt, request_id=own_id, priority=request.priority)
+                self._llm.generate(prompt, request_id=own_id, **terms)
                 for prompt, own_id in zip(prompts, ids, strict=True)
             ]
         )

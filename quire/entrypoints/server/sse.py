@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.entrypoints.server.errors import describe, error_body
-from quire.entrypoints.server.middleware import identify
+from quire.entrypoints.server.middleware import client_of, identify
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.unknown_fields import warn_client
@@ -36,17 +36,17 @@ _Result = TypeVar("_Result")
 class Service(Protocol[_Body]):
     """What answers one kind of request."""
 
-    async def create(self, body: _Body, request_id: str) -> list[bytes]: ...
-    def stream(self, body: _Body, request_id: str) -> AsyncGenerator[bytes, None]: ...
+    async def create(self, body: _Body, request_id: str, client: str | None = None) -> list[bytes]: ...
+    def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]: ...
 
 
 async def respond(request: Request, service: Service[_Body], body: _Body) -> Response:
     """The response to a request, of the kind that its body asks for."""
-    request_id = identify(request.scope).decode("latin-1")
+    request_id, client = identify(request.scope).decode("latin-1"), client_of(request.scope)
     if body.stream:
-        response: Response = EventStream(service.stream(body, request_id))
+        response: Response = EventStream(service.stream(body, request_id, client))
     else:
-        answer = await while_connected(request.receive, service.create(body, request_id))
+        answer = await while_connected(request.receive, service.create(body, request_id, client))
         if answer is None:
             return Response(status_code=499)  # for the log: nobody reads it
         response = JsonParts(answer)

@@ -7,6 +7,7 @@ What can't be met at the measured pace is refused when it comes, and not after i
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from quire.config.scheduler import PolicyOptions
 from quire.errors import OverloadedError
@@ -95,6 +96,14 @@ class EarliestDeadline(Policy):
             what = "its first token is due"
         after_first = due - self._due(first)
         return f"{what} {due - request.arrival_time:.3g} s after its arrival, and {after_first:.3g} s after the first"
+
+    def state(self) -> Any:
+        """The pace; who lives is told again."""
+        return self._pace.state()
+
+    def restore(self, state: Any) -> None:
+        """Go on with this pace."""
+        self._pace.restore(state)
 
     # Targets and forecasts.
 

@@ -46,6 +46,15 @@ class Pace:
         left = seconds - self.seconds(0)
         return left / self._per_token if self._per_token > 0 else float("inf") if left >= 0 else 0.0
 
+    def state(self) -> list[float]:
+        """The sums, for `restore`."""
+        return [self._w, self._wx, self._wy, self._wxx, self._wxy]
+
+    def restore(self, state: list[float]) -> None:
+        """Go on from another one's sums."""
+        self._w, self._wx, self._wy, self._wxx, self._wxy = state
+        self._is_stale = self._w > 0
+
     def _fit(self) -> None:
         self._is_stale = False
         spread = self._wxx - self._wx * self._wx / self._w

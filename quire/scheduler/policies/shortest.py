@@ -3,6 +3,8 @@
 Registered in `quire.scheduler.policies.registry`.
 """
 
+from typing import Any
+
 from quire.config.scheduler import PolicyOptions
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.scheduler.policies.base import Key, Policy
@@ -35,6 +37,14 @@ class ShortestFirst(Policy):
     def on_step(self, num_tokens: int, seconds: float) -> None:
         """Whatever runs has a token less to do."""
         self._num_steps += 1
+
+    def state(self) -> Any:
+        """The steps there were."""
+        return self._num_steps
+
+    def restore(self, state: Any) -> None:
+        """Go on counting."""
+        self._num_steps = state
 
     def explain(self, request: NewRequest, first: NewRequest) -> str:
         """By what is left to do."""

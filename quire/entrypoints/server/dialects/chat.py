@@ -26,7 +26,7 @@ from quire.entrypoints.server.responses import (
     bounded_entries,
     token_name,
 )
-from quire.entrypoints.server.sampling import chat_params, check_size, prepared_prompt
+from quire.entrypoints.server.sampling import chat_params, check_size, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
@@ -57,7 +57,7 @@ class ChatDialect:
         args, head = self._state.args, (f"chatcmpl-{request_id}", int(time.time()), model)
         role = args.response_role if _opens_turn(body) else body.messages[-1].role
         writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
-        return TurnRequest(request_id, [prompt], params, body.priority or 0), writer
+        return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm)), writer
 
     async def _render(self, body: ChatCompletionRequest) -> str:
         template = template_of(self._state, body.chat_template, body.tools)

@@ -5,6 +5,7 @@ import types
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
@@ -13,7 +14,7 @@ from quire.errors import EngineDeadError
 from quire.inputs import PreparedPrompt
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.protocol.stats import EngineSnapshot, EngineStats
+from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.utils.hub import resolve_model_path
@@ -28,6 +29,7 @@ class FakeAsyncLLM:
         self.config = types.SimpleNamespace(model=self.model_config, args=types.SimpleNamespace(max_logprobs=20))
         self.metrics = ServingMetrics()
         self.num_blocks = 64
+        self.limits = Limits(8, 100, "fcfs", {}, 8, 100)
         self.words = ["Once ", "more ", "é."]
         self.pause = 0.0  # seconds before each
         self.failure: Exception | None = None  # raised after the words
@@ -36,6 +38,14 @@ class FakeAsyncLLM:
         self.requests: list[tuple[Any, SamplingParams]] = []
         self.rendered: list[dict[str, Any]] = []
         self.num_aborted = self.num_shutdowns = 0
+
+    @property
+    def policy(self) -> str:
+        return self.limits.policy
+
+    async def set_limits(self, **changes: Any) -> Limits:
+        self.limits = msgspec.structs.replace(self.limits, **changes)
+        return self.limits
 
     @property
     def errored(self) -> bool:

@@ -227,3 +227,35 @@ def test_texts_with_a_chance_are(client: TestClient, server: Any, demo_tokenizer
         client.post("/v1/completions", json={"prompt": longest * 120, "add_special_tokens": False}).status_code == 200
     )
     assert len(server.request.prompt_token_ids) <= 120
+
+
+def test_whose_a_request_is(make_server: Callable[..., Any]) -> None:
+    """Its key's, and where there are no keys, its user's; neither a key nor a long name goes further down."""
+    server = make_server({"scheduling_policy": "fair"})
+    with TestClient(server.app) as client:
+        client.post("/v1/completions", json={"prompt": "Hi", "user": "me"})
+        client.post("/v1/chat/completions", json={"messages": MESSAGES, "user": "x" * 1000})
+        client.post("/v1/completions", json={"prompt": "Hi", "user": ""})
+    clients = [request.client for request in server.core.requests]
+    assert clients[0] == "me"
+    assert len(clients[1]) == 64
+    assert clients[2] is None
+
+
+def test_a_key_says_whose_a_request_is(make_server: Callable[..., Any]) -> None:
+    server = make_server({"scheduling_policy": "fair"}, api_key=["sk-1", "sk-2"])
+    with TestClient(server.app) as client:
+        for key in ("sk-1", "sk-2", "sk-1"):
+            body = {"prompt": "Hi", "user": "somebody else"}
+            client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+    clients = [request.client for request in server.core.requests]
+    assert clients[0] == clients[2] != clients[1]
+    assert not any("sk-" in name or "somebody" in name for name in clients)
+
+
+def test_targets(make_server: Callable[..., Any]) -> None:
+    server = make_server({"scheduling_policy": "deadline"})
+    with TestClient(server.app) as client:
+        client.post("/v1/completions", json={"prompt": "Hi", "ttft_target": 0.5, "tpot_target": 0.25})
+    (request,) = server.core.requests
+    assert (request.ttft_target, request.tpot_target) == (0.5, 0.25)

@@ -1,0 +1,47 @@
+"""Checks the terms on which a request is to be served, against the scheduling policy that there is.
+
+The input processor asks, and the server before it prepares a prompt. It knows policies by their names only.
+"""
+
+from quire.config.options import check_number
+from quire.config.scheduler import OPTIONS_OF
+from quire.errors import ConfigError, InvalidRequestError
+from quire.protocol.requests import Terms
+
+NO_TERMS = Terms()
+MAX_CLIENT = 200  # characters
+
+
+def check_terms(terms: Terms, policy: str) -> None:
+    """Refuse terms of the wrong kind, and those that only another policy would keep to.
+
+    A client may be named under any policy: it says whose a request is, and asks for nothing.
+
+    Raises:
+        InvalidRequestError: the message names the field, and the policy that it needs.
+    """
+    if terms is NO_TERMS:
+        return
+    if isinstance(terms.priority, bool) or not isinstance(terms.priority, int):
+        raise InvalidRequestError(f"priority must be an integer, got {terms.priority!r}.", "priority")
+    if terms.priority and policy != "priority":
+        raise _needs("priority", terms.priority, "priority")
+    for name in OPTIONS_OF["deadline"]:
+        target = getattr(terms, name)
+        if target is None:
+            continue
+        try:
+            check_number(name, target, float, over=0)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), name) from None
+        if policy != "deadline":
+            raise _needs(name, target, "deadline")
+    client = terms.client
+    if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT):
+        shown = f"{len(client)} characters" if isinstance(client, str) else repr(client)[:80]
+        raise InvalidRequestError(f"client must be a text of 1 to {MAX_CLIENT} characters, got {shown}.", "client")
+
+
+def _needs(name: str, value: object, policy: str) -> InvalidRequestError:
+    message = f"{name}={value!r} needs an engine with scheduling_policy={policy!r}; leave it out."
+    return InvalidRequestError(message, name)

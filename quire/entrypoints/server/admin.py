@@ -1,0 +1,64 @@
+"""GET and POST /admin/limits: what the scheduler keeps to, and how to change it while the server runs.
+
+Only a server with an API key lets itself be changed: a loopback address proves nothing, as proxies and a browser's
+pages have it too. What may be changed is for the scheduler to say.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.state import ServerState, get_state
+from quire.protocol.stats import Limits
+
+router = APIRouter(route_class=JsonRoute)
+State = Annotated[ServerState, Depends(get_state)]
+
+
+class LimitChanges(BaseModel):
+    """Limits to change; what is left out stays as it is. Fields that are no limits are refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    max_num_seqs: int | None = Field(None, ge=1, description="Most sequences that run at once.")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="Most tokens of a step.")
+    policy: str | None = Field(None, description="fcfs, priority, fair, shortest or deadline.")
+    fair_input_weight: float | None = Field(None, ge=0)
+    fair_output_weight: float | None = Field(None, gt=0)
+    ageing_rate: float | None = Field(None, gt=0)
+    ttft_target: float | None = Field(None, gt=0, description="Seconds; null for none, as the next.")
+    tpot_target: float | None = Field(None, gt=0)
+
+
+class LimitsAnswer(BaseModel):
+    """The limits, the policy with its options, and what the limits can be raised to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    policy_options: dict[str, float | None]
+    most_num_seqs: int
+    most_num_batched_tokens: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> "LimitsAnswer":
+        """As the scheduler tells them."""
+        return cls(**{name: getattr(limits, name) for name in cls.model_fields})
+
+
+@router.get("/admin/limits", tags=["admin"])
+async def get_limits(state: State) -> LimitsAnswer:
+    """What the scheduler keeps to."""
+    return LimitsAnswer.of(state.llm.limits)
+
+
+@router.post("/admin/limits", tags=["admin"])
+async def set_limits(body: LimitChanges, state: State) -> LimitsAnswer:
+    """Keep to other limits from the next step on; what runs goes on."""
+    if not state.args.api_key:
+        raise HTTPException(403, "limits can be changed on a server with an API key only; start it with --api-key.")
+    given: dict[str, Any] = body.model_dump(exclude_unset=True)
+    return LimitsAnswer.of(await state.llm.set_limits(**given))

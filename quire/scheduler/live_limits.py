@@ -1,0 +1,86 @@
+"""Which limits may be changed while the engine runs, and to what.
+
+The scheduler asks before it keeps to other limits, and the front end how they began. It changes nothing itself.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.config.options import check_number
+from quire.config.scheduler import OPTIONS_OF, POLICY_OPTIONS, PolicyOptions, SchedulerConfig
+from quire.errors import ConfigError, InvalidRequestError
+from quire.protocol.stats import Limits
+from quire.utils.suggest import nearest
+
+_COUNTS = ("max_num_seqs", "max_num_batched_tokens")
+_LIMITS = (*_COUNTS, "policy", *POLICY_OPTIONS)
+
+
+def limits_of(config: SchedulerConfig, most: SchedulerConfig) -> Limits:
+    """The limits of a scheduler that began with those of `most`."""
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        policy=config.policy,
+        policy_options=config.policy_options.of(config.policy),
+        most_num_seqs=most.max_num_seqs,
+        most_num_batched_tokens=most.max_num_batched_tokens,
+    )
+
+
+def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:
+    """The configuration with other limits. Another policy begins with its own options' defaults.
+
+    Args:
+        most: that of the start, for which memory and rows were reserved.
+        changes: limit -> value.
+
+    Raises:
+        InvalidRequestError: no such limit, a value of the wrong kind or out of its range.
+    """
+    for name in changes:
+        if name not in _LIMITS:
+            close = nearest(name, _LIMITS)
+            hint = f"did you mean {close!r}?" if close else f"there are {', '.join(_LIMITS)}."
+            raise InvalidRequestError(f"unknown limit {name[:80]!r}; {hint}", name[:80])
+    for name in _COUNTS:
+        if name in changes:
+            _check_count(name, changes[name], getattr(most, name))
+    policy = changes.get("policy", config.policy)
+    if policy not in tuple(OPTIONS_OF):
+        known = ", ".join(map(repr, OPTIONS_OF))
+        raise InvalidRequestError(f"policy must be one of {known}, got {str(policy)[:80]!r}.", "policy")
+    options = config.policy_options.of(policy) if policy == config.policy else {}
+    for name in changes:
+        if name in POLICY_OPTIONS and name not in OPTIONS_OF[policy]:
+            raise InvalidRequestError(f"{name} is of no use to the policy {policy!r}; leave it out.", name)
+    options |= {name: value for name, value in changes.items() if name in POLICY_OPTIONS}
+    counts = {name: changes[name] for name in _COUNTS if name in changes}
+    try:
+        return replace(config, policy=policy, policy_options=PolicyOptions(**options), **counts)
+    except ConfigError as error:
+        blamed = next((name for name in changes if str(error).startswith(name)), None)
+        raise InvalidRequestError(str(error), blamed) from None
+
+
+def restored(most: SchedulerConfig, limits: Limits) -> SchedulerConfig:
+    """The configuration of a scheduler that goes on from another one's limits, as far as its own start allows."""
+    return replace(
+        most,
+        max_num_seqs=min(limits.max_num_seqs, most.max_num_seqs),
+        max_num_batched_tokens=min(limits.max_num_batched_tokens, most.max_num_batched_tokens),
+        policy=limits.policy,
+        policy_options=PolicyOptions(**limits.policy_options),  # type: ignore[arg-type]  (they were checked)
+    )
+
+
+def _check_count(name: str, value: Any, most: int) -> None:
+    try:
+        check_number(name, value, int, 1)
+    except ConfigError as error:
+        raise InvalidRequestError(str(error), name) from None
+    if value > most:
+        raise InvalidRequestError(
+            f"{name}={value} is above {most}, for which memory was reserved at the start; start with a higher {name}.",
+            name,
+        )
