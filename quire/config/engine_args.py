@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
 from quire.config.options import check_options, option, option_of
@@ -105,6 +106,9 @@ class EngineArgs:
         "default, where the KV cache itself can be as large.",
         0,
     )
+    kv_events_config: dict[str, Any] | None = option(
+        None, "Publish what happens to cached KV blocks, as vLLM does: enable_kv_cache_events, endpoint, ... (JSON)."
+    )
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
     tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1)
     pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1)
@@ -192,6 +196,11 @@ class EngineConfig:
     model: ModelConfig
     scheduler: SchedulerConfig
     speculative: SpeculativeConfig | None = None
+
+    @property
+    def kv_events(self) -> KVEventsConfig:
+        """How KV events are published."""
+        return KVEventsConfig.of(self.args.kv_events_config)
 
     @property
     def swap_bytes(self) -> int:

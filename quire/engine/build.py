@@ -17,6 +17,7 @@ from quire.kvcache.capacity import CacheRequest, plan_cache
 from quire.kvcache.manager import KVManager
 from quire.models.registry import check_architecture
 from quire.protocol.cache import CacheLayout, CacheReport
+from quire.protocol.kv_events import KVEventSink
 from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
 
@@ -78,8 +79,13 @@ def build_core(config: EngineConfig, show_progress: bool, executor: Executor | N
         max(layout.num_blocks, default=0) * layout.block_size,
         time.perf_counter() - start,
     )
-    kv = KVManager(layout, enable_prefix_caching=config.args.enable_prefix_caching)
-    return EngineCore(Scheduler(config.scheduler, kv), executor, debug=config.args.debug)
+    publisher: KVEventSink | None = None
+    if config.kv_events.is_on:
+        from quire.engine.kv_events import KVEventPublisher  # ZeroMQ comes in here: few engines need it
+
+        publisher = KVEventPublisher(config.kv_events)
+    kv = KVManager(layout, config.args.enable_prefix_caching, keeps_events=publisher is not None)
+    return EngineCore(Scheduler(config.scheduler, kv), executor, publisher=publisher, debug=config.args.debug)
 
 
 def _initialize_cache(config: EngineConfig, executor: Executor) -> CacheLayout:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
+from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import Limits
 from quire.protocol.step import SequenceOutput, StepPlan
@@ -38,15 +39,17 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         *,
+        publisher: KVEventSink | None = None,
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives the seconds of requests' arrival times."""
+        """`publisher` gets the KV manager's events; `clock` gives the seconds of requests' arrival times."""
         self.scheduler = scheduler
         self.executor = executor
         self.first_scheduled: list[str] = []
         self.interrupts = InterruptShield()
         self.debug = debug
+        self._publisher = publisher
         self._clock = clock
         self._plans: deque[StepPlan] = deque()  # in flight
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
@@ -100,11 +103,27 @@ class EngineCore:
             if plans:
                 result = self._execute(self.executor.collect)
                 self._undelivered += self.scheduler.update(plans.popleft(), result, self._clock())
+            if self._publisher is not None:
+                self._publish(self._publisher)
             if self.debug:
                 self.check_integrity()
         # Here no interrupt can come between the two: Python looks for them at calls and loops.
         outputs, self._undelivered = self._undelivered, []
         return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
+        with self.interrupts:
+            done = self.scheduler.reset_prefix_cache()
+            if self._publisher is not None:
+                self._publish(self._publisher)
+        return done
+
+    def stop(self) -> None:
+        """Stop the executor, and publish no more."""
+        self.executor.stop()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when scheduler, KV cache or rows are inconsistent."""
@@ -125,6 +144,11 @@ class EngineCore:
         except Exception as error:
             self._dead = f"{type(error).__name__}: {error}"
             raise EngineDeadError("the executor failed in a step; the engine can't go on") from error
+
+    def _publish(self, publisher: KVEventSink) -> None:
+        log = self.scheduler.kv.events
+        if log is not None and (events := log.take()):
+            publisher.publish(events)
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -154,7 +154,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
-        return self.core.scheduler.reset_prefix_cache()
+        return self.core.reset_prefix_cache()
 
     def pin_prefix(self, name: str, prompt: PreparedPrompt) -> PinnedPrefix:
         """Keep the full blocks of a prompt that was just computed, until it is unpinned.
@@ -209,4 +209,4 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Abort what is unfinished and release the model's memory."""
         self.abort_request(self.unfinished_request_ids())
-        self.executor.stop()
+        self.core.stop()

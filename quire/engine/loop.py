@@ -124,6 +124,6 @@ class CoreLoop:
         if name == "snapshot":
             return take_snapshot(self.core.scheduler, time.monotonic())
         if name == "reset_prefix_cache":
-            return self.core.scheduler.reset_prefix_cache()
+            return self.core.reset_prefix_cache()
         self.core.check_integrity()
         return True

@@ -8,6 +8,7 @@ import sys
 
 from quire.errors import ConfigError
 from quire.kvcache.copies import BlockCopy, PlannedCopies
+from quire.kvcache.events import KVEventLog
 from quire.kvcache.groups import KVGroup, window_reach
 from quire.kvcache.integrity import check_books
 from quire.kvcache.pins import Pins
@@ -31,6 +32,7 @@ class KVManager:
         block_size: tokens in a block.
         num_blocks: by group.
         windows: by group, in tokens; None: full attention.
+        events: what happened to cached blocks, where that is kept; whoever publishes takes it out.
         pins: prefixes that are never evicted.
         times: how long contents stay in their blocks; its `now` is to be set once a step.
         settled: blocks that were watched, and were computed or given up since; whoever watches takes them out.
@@ -39,7 +41,7 @@ class KVManager:
         ConfigError: a number of the layout is not positive.
     """
 
-    def __init__(self, layout: CacheLayout, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, layout: CacheLayout, enable_prefix_caching: bool = True, keeps_events: bool = False) -> None:
         for number in (layout.block_size, *layout.num_blocks):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"block_size and num_blocks must be integers, at least 1, got {number!r}.")
@@ -60,6 +62,7 @@ class KVManager:
         self.settled: list[bytes] = []
         self._copies = PlannedCopies(self._groups)  # of the plan being made
         longest = min(layout.max_model_len, self.max_tokens_ever())
+        self.events = KVEventLog(self._groups) if keeps_events else None
         self.pins = Pins(self._groups, self._hash if enable_prefix_caching else None, longest)
         self._space: SwapSpace | None = None
         if layout.num_host_blocks:
@@ -262,6 +265,8 @@ class KVManager:
             return
         num_full = num_computed_tokens // self.block_size
         if self._caching:
+            if self.events is not None:
+                self.events.stored(table, table.num_committed, num_full, self._hash_of)
             for index in range(table.num_committed, num_full):
                 block_hash = self._hash_of(table, index)
                 for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
@@ -356,6 +361,8 @@ class KVManager:
             group.pool.forget_all()
         if self._space is not None:
             self._space.forget_all()
+        if self.events is not None:
+            self.events.cleared()
         return True
 
     def check_integrity(self) -> None:

@@ -4,6 +4,8 @@ The KV manager is its only caller. A block is a number, and all state lives in f
 block takes 65 bytes, and some 120 more once its content can be found. It must not know of sequences, tokens or tensors.
 """
 
+from collections.abc import Callable
+
 from quire.kvcache.residency import UNSAMPLED, Residency
 
 _FREE, _CACHED, _OWNED = 0, 1, 2  # what `states` says of a block
@@ -19,6 +21,7 @@ class BlockPool:
     Attributes:
         num_evicted: blocks handed out although their content could be found, since the start.
         evicted: where a list, `allocate` notes here which blocks held which content.
+        on_removed: told of each name that leads nowhere any more, `forget_all` aside.
     """
 
     def __init__(self, num_blocks: int, residency: Residency | None = None) -> None:
@@ -35,6 +38,7 @@ class BlockPool:
         self._next = [*numbers[1:], numbers[0]]
         self._previous = [numbers[-1], *numbers[:-1]]
         self._states = bytearray(num_blocks)
+        self.on_removed: Callable[[bytes], None] | None = None
         self._residency = residency
 
     def allocate(self, count: int) -> list[int]:
@@ -95,7 +99,7 @@ class BlockPool:
         if held is not None:
             if self.ref_counts[held] > 0:
                 return
-            self.forget(held)
+            self._drop(held)
             self._unlink(held)
             self._link_before(self._next[self._sentinel], held)
         self._block_of[block_hash] = block
@@ -111,10 +115,9 @@ class BlockPool:
         """Make a block unknown: what it holds can't be relied on."""
         block_hash = self._hashes[block]
         if block_hash is not None:
-            del self._block_of[block_hash]
-            self._hashes[block] = None
-            if self.ref_counts[block] == 0:
-                self._states[block] = _FREE
+            self._drop(block)
+            if self.on_removed is not None:
+                self.on_removed(block_hash)
 
     def forget_all(self) -> None:
         """Make every block unknown."""
@@ -152,10 +155,20 @@ class BlockPool:
         del self._block_of[block_hash]
         self._hashes[block] = None
         self.num_evicted += 1
+        if self.on_removed is not None:
+            self.on_removed(block_hash)
         if self.evicted is not None:
             self.evicted.append((block, block_hash))
         if not block & UNSAMPLED and self._residency is not None:
             self._residency.on_evicted(block)
+
+    def _drop(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hashes[block] = None
+            if self.ref_counts[block] == 0:
+                self._states[block] = _FREE
 
     def _link_before(self, successor: int, block: int) -> None:
         previous = self._previous[successor]

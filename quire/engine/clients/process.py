@@ -208,6 +208,8 @@ def main() -> int:
     alive = loop.run()
     leaving.set()
     events.close(linger=1000)
+    if alive:
+        loop.core.stop()
     _let_finish(CLOSE_SECONDS - 1.0)
     return 0 if alive else 1
 

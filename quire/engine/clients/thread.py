@@ -61,7 +61,7 @@ class ThreadClient:
     def close(self) -> None:
         self.send(Stop())
         self._thread.join(CLOSE_SECONDS)
-        self.core.executor.stop()
+        self.core.stop()
 
     def _run(self) -> None:
         try:

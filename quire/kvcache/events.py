@@ -1,0 +1,68 @@
+"""The diary of cached blocks: what was stored and removed, in order, until somebody takes it to publish.
+
+A KV manager keeps one where KV events are asked for. It knows names and tokens, and nothing of who reads them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from quire.kvcache.groups import KVGroup
+from quire.kvcache.table import BlockTable
+from quire.protocol.kv_events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+
+class KVEventLog:
+    """Events of all KV groups since they were last taken. A block that is named again in another place is no event."""
+
+    def __init__(self, groups: list[KVGroup]) -> None:
+        self._groups = groups
+        self._events: list[KVEvent] = []
+        for number, group in enumerate(groups):
+            group.pool.on_removed = partial(self._removed, self._name(number))
+
+    def stored(self, table: BlockTable, start: int, stop: int, name: Callable[[BlockTable, int], bytes]) -> None:
+        """Full blocks [start, stop) of a table are about to be registered: note those that nobody could find yet."""
+        for number, group in enumerate(self._groups):
+            run: list[int] = []
+            for index in range(max(start, table.first_block[number]), stop):
+                if group.pool.find(name(table, index)) is None:
+                    run.append(index)
+                elif run:
+                    self._add_stored(table, number, run)
+                    run = []
+            if run:
+                self._add_stored(table, number, run)
+
+    def cleared(self) -> None:
+        """Everything was forgotten."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[KVEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _add_stored(self, table: BlockTable, number: int, run: list[int]) -> None:
+        size, first, last = self._groups[number].block_size, run[0], run[-1] + 1
+        self._events.append(
+            BlockStored(
+                block_hashes=table.hashes[first:last],
+                parent_block_hash=table.hashes[first - 1] if first else None,
+                token_ids=table.tokens(first * size, last * size),
+                block_size=size,
+                lora_id=None,
+                medium=DEVICE,
+                lora_name=None,
+                group_idx=self._name(number),
+            )
+        )
+
+    def _removed(self, group_idx: int | None, block_hash: bytes) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.group_idx == group_idx:
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash], DEVICE, group_idx))
+
+    def _name(self, number: int) -> int | None:
+        return number if len(self._groups) > 1 else None
