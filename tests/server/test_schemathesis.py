@@ -28,8 +28,11 @@ FLAGS = ["--max-model-len", "64", "--max-num-seqs", "16"]  # few tokens, so that
 MOST_CHOICES = 3
 VOCAB_SIZE = 4096
 LONG_LIST = 200
-POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
-GETS = ["/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/version", "/load", "/metrics"]
+POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/admin/limits"]
+GETS = [
+    *("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/version", "/load", "/metrics"),
+    "/admin/limits",
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def test_answers_are_as_described(fuzzed: RunningServer, description: Any, path:
 
 def make_sensible(body: dict[str, Any]) -> None:
     """Mend what no schema can say, so that most requests are served."""
-    for name in ("model", "priority", "chat_template", "reasoning_effort", "verbosity"):
+    for name in ("model", "priority", "ttft_target", "tpot_target", "chat_template", "reasoning_effort", "verbosity"):
         body.pop(name, None)
     if body.get("stream"):
         body.pop("prompt_logprobs", None)
