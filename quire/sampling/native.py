@@ -126,8 +126,11 @@ def sample_rows(
     states: Sequence[SamplingState],
     num_samples: Sequence[int],
     rows: Sequence[int],
+    ahead: Sequence[int] | None = None,
 ) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
     """Sample rows of [R, V] logits with a state, of which none has a logits processor, and a number of samples each.
+
+    `ahead`: how many positions beyond the next one each is drawn for, where not 0.
 
     Returns, by index in `rows`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
     """
@@ -135,7 +138,10 @@ def sample_rows(
     width = min(max(asked.values()), 1 + logits.shape[1]) if asked else 0
     records = b"".join([s.record or _current(s) for s in states])
     first = list(accumulate(num_samples, initial=0))
-    call = _Call(logits, records, rows, [s.position for s in states], first, width)
+    positions = [s.position for s in states]
+    if ahead is not None:
+        positions = [position + more for position, more in zip(positions, ahead, strict=True)]
+    call = _Call(logits, records, rows, positions, first, width)
     errors = call.run(target)
     flat = call.token_ids
     token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]

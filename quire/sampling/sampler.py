@@ -47,19 +47,23 @@ class Draws:
     """What is to be drawn from [N, V] logits: sequence i draws `num_samples[i]` tokens from row `rows[i]`.
 
     Where that is more than one, sample j is drawn as sequence `sequence_index` + j would. `masks`, where there are any,
-    has a grammar's bitmask or None for each sequence.
+    has a grammar's bitmask or None for each sequence. `ahead`, for the compiled sampler alone, says how many positions
+    beyond its next one a sequence's token is drawn for, all of whose states are to have a `record`.
     """
 
     states: Sequence[SamplingState]
     num_samples: Sequence[int]
     rows: Sequence[int]
     masks: Sequence[Mask | None] | None = None
+    ahead: Sequence[int] | None = None
 
     def some(self, indices: Sequence[int]) -> "Draws":
         """Those of some sequences."""
         states, num_samples, rows = self.states, self.num_samples, self.rows
         masks = None if self.masks is None else [self.masks[i] for i in indices]
-        return Draws([states[i] for i in indices], [num_samples[i] for i in indices], [rows[i] for i in indices], masks)
+        ahead = None if self.ahead is None else [self.ahead[i] for i in indices]
+        chosen = [states[i] for i in indices], [num_samples[i] for i in indices], [rows[i] for i in indices]
+        return Draws(*chosen, masks, ahead)
 
     def special(self) -> list[int]:
         """Sequences of which something is asked that the compiled sampler can't do."""
@@ -142,7 +146,9 @@ def _sample(logits: Tensor, draws: Draws, target: Target | None) -> SamplerOutpu
 
 
 def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOutput:
-    token_ids, errors, listed = native.sample_rows(target, logits, draws.states, draws.num_samples, draws.rows)
+    token_ids, errors, listed = native.sample_rows(
+        target, logits, draws.states, draws.num_samples, draws.rows, draws.ahead
+    )
     output = SamplerOutput(token_ids, [None] * len(token_ids))
     for i, code in errors.items():
         output.failures[i] = _unusable(native.MAXIMA[code]).failure

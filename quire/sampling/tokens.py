@@ -57,6 +57,14 @@ class SequenceTokens:
         if self.num_drafts:
             self.num_drafts -= 1
 
+    def accept(self, num_drafts: int, token_id: int) -> None:
+        """Let the first drafts be tokens, append the one that was drawn after them, and forget the other drafts."""
+        self.num += num_drafts
+        self.num_drafts -= num_drafts
+        self.append(token_id)
+        if self.num_drafts:
+            self.set_drafts([])
+
     def set_drafts(self, token_ids: Sequence[int]) -> None:
         """Let these be the drafts, instead of those there are; [] to forget them."""
         start = self.num

@@ -2,7 +2,8 @@
 
 Sampled in waves: wave j is position j of all sequences still in agreement with their drafts, and its tokens are
 appended before wave j + 1. So parameters that look back (penalties, bad words, processors) and masks only ever see
-accepted tokens and need no rollback, and each token has the bits of a run without drafts. Called by the model runner.
+accepted tokens and need no rollback, and each token has the bits of a run without drafts. Sequences that nothing makes
+look back are drawn at all their positions at once, and what follows a refused draft is left. The model runner calls it.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quire.ops.native.library import Target
 from quire.protocol.step import Failure, TokenLogprobs
+from quire.sampling import native
 from quire.sampling.processing import Mask
 from quire.sampling.sampler import Draws, sample
 from quire.sampling.state import SamplingState
@@ -53,6 +55,8 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
     `target` is the sampler's.
     """
     wave = 0
+    if [lane for lane in lanes if lane.num_drafts] and native.library() is not None:
+        lanes = _draw_at_once(logits, lanes, target)
     while lanes:
         rows = [lane.first_row + wave for lane in lanes]
         masks = None
@@ -79,3 +83,42 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
             lanes[i].failure = failure
         lanes = agreeing
         wave += 1
+
+
+def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) -> Sequence[Lane]:
+    """Draw for the lanes whose draws depend on nothing but logits and position; returns the others."""
+    others: list[Lane] = []
+    chosen: list[Lane] = []
+    states: list[SamplingState] = []
+    rows: list[int] = []
+    ahead: list[int] = []
+    for lane in lanes:
+        if lane.state.record is None or lane.masks or lane.num_samples > 1:
+            others.append(lane)
+            continue
+        chosen.append(lane)
+        count = lane.num_drafts + 1
+        states += [lane.state] * count
+        rows += range(lane.first_row, lane.first_row + count)
+        ahead += range(count)
+    if not chosen:
+        return others
+    output = sample(logits, Draws(states, [1] * len(rows), rows, None, ahead), target)
+    start = 0
+    for lane in chosen:
+        tokens, stop = lane.state.tokens, start + lane.num_drafts + 1
+        last = start
+        if lane.num_drafts:
+            for draft in tokens.ids[tokens.num : tokens.num + lane.num_drafts].tolist():
+                if output.token_ids[last] != [draft]:
+                    break
+                last += 1
+        lane.token_ids = [token_ids[0] for token_ids in output.token_ids[start : last + 1] if token_ids]
+        if last in output.failures:
+            lane.failure = output.failures[last]
+        else:
+            tokens.accept(last - start, lane.token_ids[-1])
+            if lane.state.num_logprobs is not None:
+                lane.logprobs = [of_token for found in output.logprobs[start : last + 1] for of_token in found or ()]
+        start = stop
+    return others
