@@ -43,6 +43,9 @@ class SpeculativeConfig:
     acceptance: Literal["exact"] = option(
         "exact", "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts."
     )
+    adaptive: bool = option(
+        True, "Draft as much as pays, by what was accepted and what steps cost; else always num_speculative_tokens."
+    )
     prompt_lookup_min: int | None = option(None, "Fewest tokens that must agree.", 1, 32)
     prompt_lookup_max: int | None = option(None, "Most tokens that are compared.", 1, 32)
     suffix_decoding_max_spec_factor: float = option(1.0, "Drafts per token that agrees.", most=100, over=0)

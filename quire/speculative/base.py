@@ -25,6 +25,7 @@ class DraftedSequence:
         shares: its tokens may help others: its request has no cache salt.
         max_drafts: most drafts of it for the next step, >= 1.
         memory: what the proposer keeps of it, which goes with the row; None at first.
+        acceptance: likewise of `quire.speculative.pace.Pace`.
     """
 
     sequence_id: int
@@ -32,6 +33,7 @@ class DraftedSequence:
     shares: bool = True
     max_drafts: int = 0
     memory: Any = None
+    acceptance: Any = None
 
 
 @dataclass(frozen=True, slots=True)

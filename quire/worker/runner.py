@@ -32,6 +32,7 @@ from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.pace import Pace
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.gather import gather
 from quire.worker.rows import Row, RowTable
@@ -100,6 +101,9 @@ class ModelRunner:
         table: the persistent rows, empty.
         proposer: drafts tokens, where there is one.
         poison: debug aid: fill freshly assigned block space with NaN.
+
+    Attributes:
+        pace: says how many drafts there are to be, where that is left to it.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class ModelRunner:
         self.table = table
         self.proposer = proposer
         self.poison = poison
+        self.pace: Pace | None = None
         self._begun: _Begun | None = None
 
     def begin(self, plan: StepPlan) -> None:
@@ -263,13 +268,7 @@ class ModelRunner:
         self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane], hidden: Tensor
     ) -> dict[int, list[int]]:
         """Drafts by place in the plan, which the rows then hold; `hidden` are the rows that logits were made of."""
-        proposer.observe(
-            [
-                Verdict(begun.rows[place].sequence_id, lane.num_drafts, lane.num_drafts - lane.num_refused)
-                for place, lane in lanes.items()
-                if lane.num_drafts
-            ]
-        )
+        self._tell_verdicts(proposer, begun, lanes)
         places: list[int] = []
         seen: list[DraftedSequence] = []
         for place, lane in lanes.items():
@@ -281,6 +280,13 @@ class ModelRunner:
         found: dict[int, list[int]] = {}
         if not seen or len(begun.rows) >= proposer.max_batch:
             return found
+        if self.pace is not None:
+            self.pace.choose(seen, len(begun.rows), proposer.max_drafts)
+            if not all(drafted.max_drafts for drafted in seen):
+                places = [place for place, drafted in zip(places, seen, strict=True) if drafted.max_drafts]
+                seen = [drafted for drafted in seen if drafted.max_drafts]
+                if not seen:
+                    return found
         if proposer.uses_hidden:
             newest = [lanes[place].first_row + len(lanes[place].token_ids) - 1 for place in places]
             hidden = self.device.take_rows(hidden, newest)
@@ -293,6 +299,16 @@ class ModelRunner:
                 found[place] = list(drafts)
                 drafted.tokens.set_drafts(drafts)
         return found
+
+    def _tell_verdicts(self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane]) -> None:
+        verdicts: list[Verdict] = []
+        for place, lane in lanes.items():
+            if lane.num_drafts:
+                row, num_accepted = begun.rows[place], lane.num_drafts - lane.num_refused
+                verdicts.append(Verdict(row.sequence_id, lane.num_drafts, num_accepted))
+                if self.pace is not None and row.drafted is not None:
+                    self.pace.observe(row.drafted, lane.num_drafts, num_accepted)
+        proposer.observe(verdicts)
 
     def _forget_drafts(self, proposer: Proposer, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:

@@ -15,6 +15,7 @@ from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerReport
 from quire.speculative.base import Proposer
+from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
@@ -25,6 +26,9 @@ from quire.worker.weights.cache import place_of
 from quire.worker.weights.load import load_model_weights
 from quire.worker.weights.store import StaleStoreError, WeightStore
 
+PACE_SIZES = [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96]  # tokens of the steps that are timed
+PACE_SECONDS = 1.0  # for all of them
+HOST_SECONDS = 1e-4  # of a step's, whatever is in it
 TOUCHED_TOKENS = 1024  # of the KV cache at start-up: the first use of a page is slow
 
 
@@ -131,6 +135,10 @@ class Worker:
         elif config.speculative is not None:
             proposer = make_proposer(config.speculative)
         self._runner = ModelRunner(device, model, cache, table, proposer, poison=config.debug)
+        if config.speculative is not None and config.speculative.adaptive:
+            sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
+            seconds = device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
+            self._runner.pace = Pace(StepCosts(seconds, HOST_SECONDS))
 
     def begin(self, plan: StepPlan) -> None:
         """Compute a step's tokens."""

@@ -63,7 +63,7 @@ def check(plain: dict[str, list[Any]], method: dict[str, Any], *, together: bool
     if key not in plain:
         same = {name: options[name] for name in ("dtype", "quantization", "kernels") if name in options}
         plain[key] = answers(LLM("demo", max_num_seqs=1, enable_prefix_caching=False, **same))
-    llm = LLM("demo", debug=True, speculative_config=method, **options)
+    llm = LLM("demo", debug=True, speculative_config={"adaptive": False} | method, **options)
     assert answers(llm) == plain[key]
     stats = llm.get_metrics().speculation
     assert stats is not None
@@ -106,8 +106,15 @@ def test_drafts_change_no_answer_however_it_runs(
         assert llm.get_metrics().prefix_cache_hits_total > before or "num_kv_blocks" in options
 
 
+def test_how_much_is_drafted_changes_no_answer(plain: dict[str, list[Any]]) -> None:
+    llm = LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 8})
+    if "{}" not in plain:
+        plain["{}"] = answers(LLM("demo", max_num_seqs=1, enable_prefix_caching=False))
+    assert answers(llm) == plain["{}"]
+
+
 def test_a_request_may_do_without() -> None:
-    llm = LLM("demo", speculative_config={"method": "ngram"})
+    llm = LLM("demo", speculative_config={"method": "ngram", "adaptive": False})
     llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=30, speculative=False), use_tqdm=False)
     stats = llm.get_metrics().speculation
     assert stats is not None
@@ -119,7 +126,7 @@ def test_a_request_may_do_without() -> None:
 
 
 def test_large_batches_may_do_without() -> None:
-    llm = LLM("demo", speculative_config={"method": "ngram", "disable_by_batch_size": 3})
+    llm = LLM("demo", speculative_config={"method": "ngram", "disable_by_batch_size": 3, "adaptive": False})
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     llm.generate([TEXT] * 3, params, use_tqdm=False)
     stats = llm.get_metrics().speculation

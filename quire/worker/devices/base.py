@@ -81,6 +81,15 @@ class Device(ABC):
         """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled: measured."""
 
     @abstractmethod
+    def step_seconds(
+        self, model: RunnableModel, layers: Sequence[LayerCache], sizes: Sequence[int], limit: float
+    ) -> dict[int, float]:
+        """How long steps of so many tokens take, each of them sampled: measured, in about `limit` seconds in all.
+
+        Sizes that the time does not suffice for, but for the first two, are left out.
+        """
+
+    @abstractmethod
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         """Make room for steps of so many tokens, before the first one."""
 

@@ -32,7 +32,7 @@ from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane, draw_lanes
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.devices.meter import BLOCK_SIZE, measure_activations
+from quire.worker.devices.meter import BLOCK_SIZE, measure_activations, measure_steps
 from quire.worker.gather import StepArrays
 from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.weights.store import WeightStore
@@ -96,17 +96,24 @@ class CpuDevice(Device):
     def activation_bytes(
         self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int
     ) -> int:
-        dtype = self.backend.kv_cache_dtype(self._dtype)
-        caches = [
-            torch.zeros(self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim), dtype=dtype)
-            for layer in layers
-        ]
-        num_groups = len(group_layers(list(layers)))
+        caches, num_groups = self._caches_of_a_block(layers), len(group_layers(list(layers)))
         with self.computing():
             num_bytes = measure_activations(
                 model, lambda arrays: self.upload(arrays, caches), num_groups, max_tokens, max_rows
             )
         return num_bytes + (model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0)
+
+    def step_seconds(
+        self, model: RunnableModel, layers: Sequence[LayerCache], sizes: Sequence[int], limit: float
+    ) -> dict[int, float]:
+        caches, num_groups = self._caches_of_a_block(layers), len(group_layers(list(layers)))
+        with self.computing():
+            return measure_steps(model, lambda arrays: self.upload(arrays, caches), num_groups, sizes, limit)
+
+    def _caches_of_a_block(self, layers: Sequence[LayerCache]) -> list[Tensor]:
+        dtype = self.backend.kv_cache_dtype(self._dtype)
+        shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, CompiledModel):

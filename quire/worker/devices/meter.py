@@ -5,7 +5,8 @@ that two sizes say what any size takes: a step of the largest size would touch g
 reference machine, to find the same number. Memory is counted as it is asked for, and nothing large is touched.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -84,6 +85,32 @@ def measure_activations(
     return _at(bodies, max_tokens) + _at(heads, max_rows)
 
 
+@torch.inference_mode()
+def measure_steps(
+    model: Measurable,
+    upload: Callable[[StepArrays], tuple[Tensor, Step]],
+    num_groups: int,
+    sizes: Sequence[int],
+    limit: float,
+) -> dict[int, float]:
+    """Seconds of a step of so many tokens, each of which is sampled: the least of a few tries.
+
+    Once `limit` seconds are over no further sizes are tried, after the first two.
+    """
+    found: dict[int, float] = {}
+    start = time.perf_counter()
+    for count in sizes:
+        if len(found) >= 2 and time.perf_counter() - start > limit:
+            break
+        seconds: list[float] = []
+        while len(seconds) < 2 or (len(seconds) < 12 and sum(seconds) < limit / 40):
+            begin = time.perf_counter()
+            model.compute_logits(model(*upload(_one_sequence(count, num_groups))))
+            seconds.append(time.perf_counter() - begin)
+        found[count] = min(seconds)
+    return found
+
+
 def _one_sequence(num_tokens: int, num_groups: int) -> StepArrays:
     positions = np.arange(num_tokens, dtype=INT)
     return StepArrays(
@@ -91,8 +118,8 @@ def _one_sequence(num_tokens: int, num_groups: int) -> StepArrays:
         positions=positions,
         query_start_loc=np.array([0, num_tokens], INT),
         seq_lens=np.array([num_tokens], INT),
-        block_tables=[np.zeros((1, 1), INT)] * num_groups,
-        slot_mappings=[positions] * num_groups,
+        block_tables=[np.zeros((1, -(-num_tokens // BLOCK_SIZE)), INT)] * num_groups,
+        slot_mappings=[positions % BLOCK_SIZE] * num_groups,
         block_size=BLOCK_SIZE,
     )
 
