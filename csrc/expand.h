@@ -29,7 +29,7 @@ struct I8Tables {
 constexpr I8Tables kI8Tables;
 
 // 64 codes of a tile -> the two rows of 32 that they are.
-inline void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
+QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
 #if defined(__AVX512VBMI__)
     const __m512i low0 = _mm512_load_si512(kI8Tables.low), low1 = _mm512_load_si512(kI8Tables.low + 64);
     const __m512i high0 = _mm512_load_si512(kI8Tables.high), high1 = _mm512_load_si512(kI8Tables.high + 64);
@@ -72,13 +72,13 @@ inline void fill_i4_values() {
 struct I4Shifts {
     __m512i by4 = plain(_mm512_set1_epi16(1 << 12)), by8 = plain(_mm512_set1_epi16(1 << 8)), by12 = plain(_mm512_set1_epi16(1 << 4));
 
-    __m512i operator()(__m512i words, int j) const {
+    QUIRE_ALWAYS __m512i operator()(__m512i words, int j) const {
         return j == 0 ? words : _mm512_mulhi_epu16(words, j == 1 ? by4 : j == 2 ? by8 : by12);
     }
 };
 
 // A row's 32 values by its scale and its codes, the lowest four bits of each word.
-inline __m512i expand_i4(bf16 scale, __m512i codes) {
+QUIRE_INLINE __m512i expand_i4(bf16 scale, __m512i codes) {
     // A look-up of words reads five bits of its index. The values are there twice: the fifth bit may be any.
     return _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(i4_values[scale]))));
 }

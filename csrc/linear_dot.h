@@ -12,14 +12,15 @@
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while few rows are multiplied
-constexpr int kStreamRows = 4;         // up to so many rows the weights are turned on their way
+constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way
 constexpr int kPanelTileRows = 6;      // rows whose sums of a block stay in registers
 constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 256 << 10;  // of x and of weights that share L2
 constexpr int64_t kMostRows = 96, kMostBlocks = 8;
+constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time
 
-// Rows 4i + 2 * pair and the one after it of a tile, i = 0..3.
-template <Type kType>
-inline void load_rows(const uint8_t* tile, int pair, __m512i (&even)[4], __m512i (&odd)[4]) {
+// Rows 4i + 2 * pair and the one after it of a tile, i = 0..3. The pair is a constant: which bits an i4 row has follows from it.
+template <Type kType, int pair>
+QUIRE_INLINE void load_rows(const uint8_t* tile, __m512i (&even)[4], __m512i (&odd)[4]) {
     if constexpr (kType == Type::bf16) {
         for (int i = 0; i < 4; i++) {
             even[i] = _mm512_loadu_si512(tile + (4 * i + 2 * pair) * 64);
@@ -39,8 +40,14 @@ inline void load_rows(const uint8_t* tile, int pair, __m512i (&even)[4], __m512i
     }
 }
 
+template <class Body>
+QUIRE_INLINE void for_both(const Body& body) {
+    body(std::integral_constant<int, 0>());
+    body(std::integral_constant<int, 1>());
+}
+
 // Four rows -> for each piece of 8 columns, the rows' pieces side by side.
-inline void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
+QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
     const __m512i a = _mm512_shuffle_i64x2(rows[0], rows[1], 0x44), b = _mm512_shuffle_i64x2(rows[0], rows[1], 0xee);
     const __m512i c = _mm512_shuffle_i64x2(rows[2], rows[3], 0x44), d = _mm512_shuffle_i64x2(rows[2], rows[3], 0xee);
     out[0] = _mm512_shuffle_i64x2(a, c, 0x88);
@@ -67,10 +74,9 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
         for (__m512& sum : row) sum = _mm512_setzero_ps();
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
-#pragma GCC unroll 2
-        for (int pair = 0; pair < 2; pair++) {
+        for_both([&](auto pair) QUIRE_ALWAYS {
             __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
-            load_rows<kType>(tile, pair, even, odd);
+            load_rows<kType, pair>(tile, even, odd);
             turn(even, even_pieces);
             turn(odd, odd_pieces);
             for (int m = 0; m < kRows; m++)
@@ -79,7 +85,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
                     acc[m][2 * pair] = add_dot(acc[m][2 * pair], even_pieces[c], eight);
                     acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd_pieces[c], eight);
                 }
-        }
+        });
     }
     for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
 }
@@ -89,16 +95,16 @@ template <Type kType>
 inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
-        for (int pair = 0; pair < 2; pair++) {
+        for_both([&](auto pair) QUIRE_ALWAYS {
             __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
-            load_rows<kType>(tile, pair, even, odd);
+            load_rows<kType, pair>(tile, even, odd);
             turn(even, even_pieces);
             turn(odd, odd_pieces);
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even_pieces[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd_pieces[c]);
             }
-        }
+        });
     }
 }
 
@@ -108,12 +114,18 @@ struct Fetch {
     int64_t step;
 };
 
-// A turned block times kRows rows of x -> sums[row][16].
+// Where sums wait between the pieces of k that they are of, [row][4][16]; a piece may be the first one, the last one or both.
+struct Carry {
+    float* sums;
+    bool first, last;
+};
+
+// Tiles of a turned block times kRows rows of x -> sums[row][16].
 template <int kRows>
-inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, float* sums) {
+inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, Carry carry, float* sums) {
     __m512 acc[kRows][4];
-    for (auto& row : acc)
-        for (__m512& sum : row) sum = _mm512_setzero_ps();
+    for (int m = 0; m < kRows; m++)
+        for (int g = 0; g < 4; g++) acc[m][g] = carry.first ? _mm512_setzero_ps() : _mm512_load_ps(carry.sums + (m * 4 + g) * 16);
     for (int64_t t = 0; t < num_tiles; t++) {
         for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
         fetch.from += fetch.step;
@@ -127,7 +139,10 @@ inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* 
             }
         }
     }
-    for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
+    for (int m = 0; m < kRows; m++) {
+        if (carry.last) store_features(acc[m], sums + m * 16);
+        for (int g = 0; g < 4 && !carry.last; g++) _mm512_store_ps(carry.sums + (m * 4 + g) * 16, acc[m][g]);
+    }
 }
 
 // x as the kernels read it, zeros up to a multiple of 32 columns: where it lies, or a copy.
@@ -181,6 +196,34 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
     });
 }
 
+// Some rows, block by block, a few tiles at a time, so that what is turned and what comes next stay in L1.
+template <Type kType>
+inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, int64_t begin, int64_t end, Scratch& scratch) {
+    const LinearArgs& a = blocks.a;
+    const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), passes = divide_up(a.num_rows, kPanelTileRows);
+    const int64_t step = round_up(divide_up(bytes, passes), 64);
+    uint8_t* turned = scratch.get<uint8_t>(kPieceTiles * 1024 + passes * kPanelTileRows * 256);
+    float* carried = reinterpret_cast<float*>(turned + kPieceTiles * 1024);
+    alignas(64) float sums[2][kMostRows * 16];
+    for (int64_t block = begin; block < end; block++) {
+        for (int part = 0; part < blocks.parts; part++)
+            for (int64_t t = 0; t < tiles; t += kPieceTiles) {
+                const int64_t count = tiles - t < kPieceTiles ? tiles - t : kPieceTiles;
+                const uint8_t* weights = blocks.weights(block, part) + t * bytes;
+                turn_block<kType>(weights, count, bytes, turned);
+                Fetch fetch{weights + count * bytes, step};
+                for (int64_t row = 0; row < a.num_rows; row += kPanelTileRows) {
+                    const Carry carry{carried + row * 64, t == 0, t + count == tiles};
+                    with_rows<kPanelTileRows>(a.num_rows - row < kPanelTileRows ? a.num_rows - row : kPanelTileRows, [&](auto n) {
+                        multiply_block<n>(turned, count, rows.x + row * rows.stride + t * 32, rows.stride, fetch, carry, sums[part] + row * 16);
+                    });
+                    fetch.from += count * step;
+                }
+            }
+        blocks.finish(block, sums[0], sums[1], 0, a.num_rows);
+    }
+}
+
 // Blocks [begin, end) of the result, all rows. `next` is what this thread is likely to do next: it is fetched meanwhile.
 struct BlockRange {
     int64_t begin, end, next;
@@ -211,7 +254,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     Fetch ahead = fetched < blocks.bytes ? Fetch{blocks.weights(next, part) + fetched, step} : fetch;
                     fetched += tiles * step;
                     with_rows<kPanelTileRows>(count - row < kPanelTileRows ? count - row : kPanelTileRows, [&](auto n) {
-                        multiply_block<n>(place(block, part), tiles, rows.x + (first + row) * rows.stride, rows.stride, ahead,
+                        multiply_block<n>(place(block, part), tiles, rows.x + (first + row) * rows.stride, rows.stride, ahead, {nullptr, true, true},
                                           sums[part] + row * 16);
                     });
                 }
@@ -226,6 +269,14 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
     if (a.num_rows <= kStreamRows) return stream_rows<kType>(blocks, rows, context);
+    if (a.num_rows <= kMostRows) {
+        const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
+        context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
+            const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
+            multiply_few<kType>(blocks, rows, begin, end, context.thread_scratch[thread]);
+        });
+        return;
+    }
     const int64_t turned_bytes = a.weight.num_tiles() * 1024 * blocks.parts, threads = context.pool.size();
     int64_t group = kBlocksBytes / turned_bytes, fair = blocks.count / (4 * threads);  // no thread waits long for another
     group = group < fair ? group : fair;

@@ -50,6 +50,10 @@ inline bf16 to_bf16(float x) {
 #define QUIRE_ONE_COPY __attribute__((noinline, noclone))
 #endif
 
+// For what works on registers: as a call of its own it would pass them through memory.
+#define QUIRE_ALWAYS __attribute__((always_inline))
+#define QUIRE_INLINE QUIRE_ALWAYS inline
+
 namespace quire::QUIRE_NS {
 
 constexpr int kLanes = QUIRE_LANES;
