@@ -664,14 +664,16 @@ def test_lower_priorities_run_first(special: RunningServer) -> None:
         special.complete("Once", max_tokens=max_tokens, ignore_eos=True, priority=priority)
         ended.append(priority)
 
-    threads = [threading.Thread(target=run, args=args) for args in ((0, 500), (9, 5), (5, 5), (7, 5))]
+    # The first ones keep the others waiting for long enough, on a busy machine, too.
+    requests = [*[(0, 500)] * 8, (9, 200), (5, 200), (7, 200)]
+    threads = [threading.Thread(target=run, args=args) for args in requests]
     for number, thread in enumerate(threads):
         thread.start()
-        wait_until(lambda: num_sequences(special) >= number + 1 or ended, 10.0)  # noqa: B023
-    assert ended == [], "the first one is too short to keep the others waiting"
+        wait_until(lambda: num_sequences(special) + len(ended) >= number + 1, 10.0)  # noqa: B023
+    assert len(ended) < 8, "the first ones are too short to keep the others waiting"
     for thread in threads:
         thread.join()
-    assert ended == [0, 5, 7, 9]
+    assert [priority for priority in ended if priority] == [5, 7, 9]
 
 
 def num_sequences(server: RunningServer) -> float:

@@ -377,13 +377,13 @@ def test_first_come_first_served(start_server: Starter) -> None:
         order.append(number)
 
     async def scenario() -> None:
-        first = asyncio.create_task(ask(server.port, "POST", "/v1/completions", endless()))
+        first = [asyncio.create_task(ask(server.port, "POST", "/v1/completions", endless())) for _ in range(6)]
         await asyncio.sleep(0.1)
         async with asyncio.TaskGroup() as group:
             for number in range(8):
-                group.create_task(one(number, priority=number % 2))
+                group.create_task(one(number, priority=1 + number % 2))
                 await asyncio.sleep(0.03)
-        await first
+        await asyncio.gather(*first)
 
     run(scenario(), 60)
     assert order == [0, 2, 4, 6, 1, 3, 5, 7]
