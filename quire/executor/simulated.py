@@ -15,6 +15,7 @@ from quire.executor.base import Executor
 from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import (
+    DiskNews,
     Failure,
     FailureKind,
     Fork,
@@ -118,15 +119,20 @@ class SimulatedExecutor(Executor):
     Attributes:
         num_copies, num_forks, num_drafts, num_accepted: blocks copied, rows forked, drafts verified and accepted.
         num_out, num_in: blocks moved to the host and back.
+        disk: what was saved, by group and name; a missing entry can't be read.
     """
 
-    def __init__(self, model: FakeModel, max_in_flight: int = 1) -> None:
+    def __init__(
+        self, model: FakeModel, max_in_flight: int = 1, disk: dict[tuple[int, bytes], list[int]] | None = None
+    ) -> None:
         self.max_in_flight = max_in_flight
         self.model = model
         self.rows: dict[int, _Row] = {}
         self.requests: dict[str, NewRequest] = {}
         self.num_copies = self.num_forks = self.num_drafts = self.num_accepted = 0
         self.num_out = self.num_in = 0
+        self.disk = {} if disk is None else disk
+        self._reads: list[tuple[int, int, bytes]] = []
         self._plans: deque[StepPlan] = deque()
         self._block_size = 0
         self._groups: list[CacheGroup] = []
@@ -167,6 +173,8 @@ class SimulatedExecutor(Executor):
         plan = self._plans.popleft()
         masks = self._masks(guide, plan) if guide is not None else {}
         self._update_rows(plan)
+        for group, block, name in plan.moves.save:
+            self.disk[group, name] = self._kv[group][block].copy()
         fresh = self._move_and_edit(plan)
         for group, block in fresh:
             self._kv[group][block] = [0] * self._block_size  # what a freed block held is gone, as in debug mode
@@ -176,10 +184,11 @@ class SimulatedExecutor(Executor):
         results = [self._sample(item, place, masks) for place, item in enumerate(plan.scheduled)]
         for request_id in plan.ended_request_ids:
             del self.requests[request_id]
-        return StepResult(step_id=plan.step_id, results=results)
+        return StepResult(step_id=plan.step_id, results=results, disk=self._read_disk(plan))
 
     def reset(self) -> None:
         self._plans.clear()
+        self._reads.clear()
         self.rows.clear()
         self.requests.clear()
 
@@ -245,7 +254,22 @@ class SimulatedExecutor(Executor):
                 row.append(item.chosen_token_id)
         return fresh
 
+    def _read_disk(self, plan: StepPlan) -> DiskNews | None:
+        """The disk is a step behind, unless there is nothing else to do."""
+        reads, self._reads = self._reads, plan.moves.fetch
+        if not plan.scheduled:
+            reads, self._reads = [*reads, *self._reads], []
+        fetched: list[tuple[int, int, bool]] = []
+        for group, host, name in reads:
+            content = self.disk.get((group, name))
+            if content is not None:
+                self._host[group][host] = content.copy()
+            fetched.append((group, host, content is not None))
+        return DiskNews(fetched) if fetched else None
+
     def _move(self, moves: Moves) -> None:
+        reserved = {(group, host) for group, host, _ in [*self._reads, *moves.fetch]}
+        assert reserved.isdisjoint((group, host) for group, _, host in moves.out), "a host block awaits another content"
         assert len({(group, host) for group, _, host in moves.out}) == len(moves.out), "a host block is written twice"
         for group, source, destination in moves.out:
             self._host[group][destination] = self._kv[group][source].copy()

@@ -74,13 +74,30 @@ class HostTier:
         """Cache what was evicted from the device in this plan, as far as nothing that is owned stands in the way."""
         pool = self.pools[group]
         for block, name in evicted:
-            found = pool.find(name)
-            if found is not None:
-                pool.acquire(found)  # it was used just now
-                pool.release(found)
-            elif pool.num_free:
+            if not self.touch(group, name) and pool.num_free:
                 pool.release(self._write(group, block, name))
                 self.num_evicted += 1
+
+    def touch(self, group: int, name: bytes) -> bool:
+        """Whether a block of that name is here; if so, it was used just now."""
+        pool = self.pools[group]
+        block = pool.find(name)
+        if block is None:
+            return False
+        pool.acquire(block)
+        pool.release(block)
+        return True
+
+    def reserve(self, group: int) -> int | None:
+        """Own a block that something is to be read to; None where none is free."""
+        pool = self.pools[group]
+        return pool.allocate(1)[0] if pool.num_free else None
+
+    def settle(self, group: int, block: int, name: bytes | None) -> None:
+        """A reserved block has been read, or, without a name, has not: it is a cached one, or free."""
+        if name is not None:
+            self.pools[group].register(block, name)
+        self.pools[group].release(block)
 
     def acquire(self, group: int, block: int, is_hit: bool) -> None:
         """Own a block once more; `is_hit`: it was found by its name."""

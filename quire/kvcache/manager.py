@@ -5,6 +5,7 @@ step computed. The manager sees token ids to name prefixes by, and never a tenso
 """
 
 import sys
+from collections.abc import Sequence
 
 from quire.errors import ConfigError
 from quire.kvcache.copies import BlockCopy, PlannedCopies
@@ -18,7 +19,7 @@ from quire.kvcache.swap import SwapSpace, first_from_host
 from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
 from quire.protocol.cache import CacheLayout
 from quire.protocol.stats import TierStats
-from quire.protocol.step import Moves
+from quire.protocol.step import DiskNews, Moves
 
 
 class KVManager:
@@ -41,7 +42,14 @@ class KVManager:
         ConfigError: a number of the layout is not positive.
     """
 
-    def __init__(self, layout: CacheLayout, enable_prefix_caching: bool = True, keeps_events: bool = False) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        enable_prefix_caching: bool = True,
+        keeps_events: bool = False,
+        stored: Sequence[Sequence[bytes]] | None = None,
+    ) -> None:
+        """`stored`: the names of blocks on the disk, by group; None without such a tier, which needs host blocks."""
         for number in (layout.block_size, *layout.num_blocks):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"block_size and num_blocks must be integers, at least 1, got {number!r}.")
@@ -66,7 +74,9 @@ class KVManager:
         self.pins = Pins(self._groups, self._hash if enable_prefix_caching else None, longest)
         self._space: SwapSpace | None = None
         if layout.num_host_blocks:
-            self._space = SwapSpace(layout, self._groups, self._hash_of if enable_prefix_caching else None)
+            name_of = self._hash_of if enable_prefix_caching else None
+            self._space = SwapSpace(layout, self._groups, name_of, stored)
+        self._saves = self._space.disk if self._space is not None else None
 
     # What there is.
 
@@ -143,8 +153,7 @@ class KVManager:
         num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
         awaits = self._last_on_its_way(table, num_found, limit)
         if self._space is not None and awaits is None:
-            pools = self._space.tier.pools
-            num_known = longest_prefix(self._groups, lambda i: self._hash_of(table, i), limit, pools) * self.block_size
+            num_known = self._space.longest_known(lambda index: self._hash_of(table, index), limit) * self.block_size
             num_known = max(num_known, table.swapped.num_tokens if table.swapped else 0)
             if num_known > num_found * self.block_size:
                 return self._space.match(table, num_known)
@@ -157,9 +166,18 @@ class KVManager:
         return PrefixMatch(num_tokens, block_ids, awaits)
 
     def watch(self, name: bytes) -> None:
-        """Have a match's `awaits` told in `settled` as soon as nobody computes it any more."""
-        assert name in self._computing, "nobody computes what is to be watched"
-        self._watched.add(name)
+        """Have a match's `awaits`, or what `fetch` said, told in `settled` as soon as nobody brings it any more."""
+        if name in self._computing:
+            self._watched.add(name)
+        else:
+            assert self.has_disk, "nobody brings what is to be watched"
+
+    def fetch(self, table: BlockTable, match: PrefixMatch) -> bytes | None:
+        """Have the disk bring what it has of a prefix after a match; returns a name to `watch`, if there is any."""
+        if self._space is None or match.is_swapped:
+            return None
+        limit = (table.num_tokens - 1) // self.block_size
+        return self._space.fetch(table, match.num_tokens // self.block_size, limit)
 
     def match_swapped(self, table: BlockTable) -> PrefixMatch:
         """As `match_prefix`, of what was swapped out of the sequence alone."""
@@ -272,6 +290,8 @@ class KVManager:
                 for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
                     if index >= first:
                         group.pool.register(block_ids[index], block_hash)
+                if self._saves is not None:
+                    self._save(table, index, block_hash)
                 self._forget_computing(table, block_hash)
             table.num_committed = max(table.num_committed, num_full)
         for number in self._windowed:
@@ -297,6 +317,21 @@ class KVManager:
         table.clear(len(self._groups))
 
     # The second memory.
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether blocks are kept on the disk."""
+        return self._saves is not None
+
+    @property
+    def has_disk_work(self) -> bool:
+        """Whether a plan should be made although nothing can be computed: blocks are to be written, or being read."""
+        return self._saves is not None and self._saves.has_work
+
+    @property
+    def has_saves(self) -> bool:
+        """Whether blocks wait to be written."""
+        return self._saves is not None and self._saves.has_saves
 
     @property
     def can_swap(self) -> bool:
@@ -336,13 +371,15 @@ class KVManager:
         copies = self._copies.take()
         if self._space is None:
             return Moves(copies=copies)
-        out, in_ = self._space.end_plan()
-        return Moves(out, copies, in_)
+        return self._space.end_plan(copies)
 
-    def plan_done(self) -> None:
-        """The result of the oldest plan in flight came."""
-        if self._space is not None:
-            self._space.tier.plan_done()
+    def plan_done(self, disk: DiskNews | None = None) -> None:
+        """The result of the oldest plan in flight came, and with it perhaps news of the disk."""
+        if self._space is None:
+            return
+        self._space.tier.plan_done()
+        if disk is not None:
+            self.settled += self._space.take(disk)
 
     def cancel(self) -> None:
         """Plans in flight will not be carried out, and no table holds blocks; what they were to move is forgotten."""
@@ -426,6 +463,12 @@ class KVManager:
         while index + 1 < limit and computing.get(following := self._hash_of(table, index + 1)) == sequence_id:
             index, name = index + 1, following
         return name
+
+    def _save(self, table: BlockTable, index: int, block_hash: bytes) -> None:
+        assert self._saves is not None
+        for number, block_ids in enumerate(table.block_ids):
+            if index >= table.first_block[number]:
+                self._saves.save(number, block_ids[index], block_hash)
 
     def _forget_computing(self, table: BlockTable, block_hash: bytes) -> None:
         if self._computing.get(block_hash) == table.sequence_id:

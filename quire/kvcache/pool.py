@@ -85,6 +85,10 @@ class BlockPool:
         """The block that holds this content, or None."""
         return self._block_of.get(block_hash)
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether some block holds this content."""
+        return block_hash in self._block_of
+
     def register(self, block: int, block_hash: bytes) -> None:
         """Make an owned block findable by the hash of its content.
 

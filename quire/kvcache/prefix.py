@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from quire.kvcache.groups import KVGroup
-from quire.kvcache.pool import BlockPool
 
 
 def root_hash(cache_salt: str | None, adapter_digest: bytes = b"") -> bytes:
@@ -43,18 +42,22 @@ class BlockHasher:
 
 
 def longest_prefix(
-    groups: Sequence[KVGroup], name_of: Callable[[int], bytes], num_blocks: int, host: Sequence[BlockPool] = ()
+    groups: Sequence[KVGroup],
+    name_of: Callable[[int], bytes],
+    num_blocks: int,
+    further: Sequence[Sequence[Callable[[bytes], bool]]] = (),
 ) -> int:
     """How many of a sequence's first `num_blocks` blocks need not be computed again.
 
     So many that every full group holds them all, and every windowed one those that later positions still see. A block
-    is looked up once in each group, and named only when it is looked up; what the group's pool lacks, in the host's.
+    is looked up once in each group, and named only when it is looked up; what the group's pool lacks, by `further`,
+    which has other lookups for each group.
     """
-    elsewhere = dict(zip(groups, host, strict=True)) if host else {}
+    elsewhere = dict(zip(groups, further, strict=True)) if further else {}
     for group in groups:
         if group.window is None:
-            found, find = 0, _finder(group, elsewhere)
-            while found < num_blocks and find(name_of(found)) is not None:
+            found, holds = 0, _lookup(group, elsewhere)
+            while found < num_blocks and holds(name_of(found)):
                 found += 1
             num_blocks = found
     # Windows: from the end, as the last gap is what decides. Blocks [known[group], num_blocks) are there.
@@ -64,8 +67,8 @@ def longest_prefix(
     while num_blocks and waiting:
         group = waiting.pop()
         index = min(known[group], num_blocks)
-        first, find = group.first_visible(num_blocks * group.block_size), _finder(group, elsewhere)
-        while index > first and find(name_of(index - 1)) is not None:
+        first, holds = group.first_visible(num_blocks * group.block_size), _lookup(group, elsewhere)
+        while index > first and holds(name_of(index - 1)):
             index -= 1
         known[group] = index
         if index > first:
@@ -74,15 +77,14 @@ def longest_prefix(
     return num_blocks
 
 
-def _finder(group: KVGroup, elsewhere: dict[KVGroup, BlockPool]) -> Callable[[bytes], int | None]:
-    """The lookup of a name in a group's pool and, where there is one, in the other."""
-    here = group.pool.find
-    if group not in elsewhere:
-        return here
-    there = elsewhere[group].find
+def _lookup(group: KVGroup, elsewhere: dict[KVGroup, Sequence[Callable[[bytes], bool]]]) -> Callable[[bytes], bool]:
+    """Whether a group's pool, or another place, holds a block of a name."""
+    find = group.pool.find
+    others = elsewhere.get(group, ())
 
-    def find(block_hash: bytes) -> int | None:
-        found = here(block_hash)
-        return there(block_hash) if found is None else found
+    def holds(block_hash: bytes) -> bool:
+        if find(block_hash) is not None:
+            return True
+        return any(other(block_hash) for other in others)
 
-    return find
+    return holds

@@ -7,11 +7,14 @@ complete. It turns tables and matches into moves of the `HostTier`; plans and po
 import sys
 from collections.abc import Callable, Sequence
 
+from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.host import HostTier
+from quire.kvcache.prefix import longest_prefix
 from quire.kvcache.table import BlockTable, PrefixMatch, Swapped
 from quire.protocol.cache import CacheLayout
 from quire.protocol.stats import TierStats
+from quire.protocol.step import DiskNews, Moves
 
 Move = tuple[int, int, int]
 
@@ -26,12 +29,21 @@ class SwapSpace:
 
     Attributes:
         tier: the blocks themselves.
+        disk: the files, where there are such.
     """
 
     def __init__(
-        self, layout: CacheLayout, groups: Sequence[KVGroup], name_of: Callable[[BlockTable, int], bytes] | None
+        self,
+        layout: CacheLayout,
+        groups: Sequence[KVGroup],
+        name_of: Callable[[BlockTable, int], bytes] | None,
+        stored: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
-        """Without `name_of` nothing has a name: what is swapped out belongs to its sequence alone."""
+        """Without `name_of` nothing has a name: what is swapped out belongs to its sequence alone.
+
+        `stored`: the names on the disk, by group; None without such a tier.
+        """
+        self.disk = DiskTier(stored) if stored is not None and name_of is not None else None
         self.tier = HostTier(layout)
         self._groups = groups
         self._size = layout.block_size
@@ -85,6 +97,54 @@ class SwapSpace:
 
     # At admission.
 
+    def longest_known(self, name_of: Callable[[int], bytes], limit: int, on_disk: bool = False) -> int:
+        """As `longest_prefix`, of what the device, the host and, if asked, the disk hold."""
+        further: list[list[Callable[[bytes], bool]]] = [[pool.holds] for pool in self.tier.pools]
+        if on_disk and self.disk is not None:
+            for group, lookups in enumerate(further):
+                lookups.append(self.disk.knows(group))
+        return longest_prefix(self._groups, name_of, limit, further)
+
+    def fetch(self, table: BlockTable, num_known: int, limit: int) -> bytes | None:
+        """Have the disk's part of a prefix read to the host, after `num_known` blocks that are here or on the device.
+
+        Returns:
+            The name of the block after which it is there, or could not be read; None: there is nothing to wait for.
+        """
+        disk, name_of = self.disk, self._name_of
+        if disk is None or name_of is None or table.fetched or num_known >= limit:
+            return None
+        if disk.is_under_way(name := name_of(table, num_known)):
+            return name
+        limit = min(limit, num_known + min(pool.num_free for pool in self.tier.pools))
+        num_reached = self.longest_known(lambda index: name_of(table, index), limit, on_disk=True)
+        if num_reached <= num_known:
+            return None
+        table.fetched = True
+        missing: list[tuple[int, bytes]] = []
+        for index in range(num_reached):
+            name = name_of(table, index)
+            for number, group in enumerate(self._groups):
+                if index < group.first_visible(num_reached * self._size) or group.pool.find(name) is not None:
+                    continue
+                if not self.tier.touch(number, name) and not disk.is_under_way(name):
+                    missing.append((number, name))
+        last: bytes | None = None
+        for number, name in missing:
+            host = self.tier.reserve(number)
+            if host is None:
+                break
+            disk.fetch(number, host, last := name)
+        return last
+
+    def take(self, news: DiskNews) -> list[bytes]:
+        """The disk's answers came; returns the names of blocks that nobody need wait for any longer."""
+        assert self.disk is not None, "news of a disk that nobody asked"
+        answers, settled = self.disk.take(news)
+        for (group, host, name), was_read in answers:
+            self.tier.settle(group, host, name if was_read else None)
+        return settled
+
     def match(self, table: BlockTable, num_tokens: int) -> PrefixMatch:
         """A match of tokens whose blocks are all on the device or here; only a swapped sequence's last may be partial.
 
@@ -137,36 +197,45 @@ class SwapSpace:
             swapped_in_bytes_total=tier.bytes_in,
             host_evictions_total=tier.num_evicted,
             host_hits_total=tier.num_hits,
+            **({} if self.disk is None else _disk_stats(self.disk)),
         )
 
     # When a plan is complete, or forgotten.
 
-    def end_plan(self) -> tuple[list[Move], list[Move]]:
-        """The plan's moves to the host and back; what was evicted in it falls into the host's cache."""
+    def end_plan(self, copies: list[Move]) -> Moves:
+        """All moves of the plan, these copies among them; what was evicted in it falls into the host's cache."""
         for number, group in enumerate(self._groups):
             if group.pool.evicted:
                 self.tier.keep(number, group.pool.evicted)
                 group.pool.evicted = []
-        return self.tier.end_plan()
+        out, in_ = self.tier.end_plan()
+        save, fetch = self.disk.end_plan() if self.disk is not None else ([], [])
+        return Moves(out, copies, in_, save, fetch)
 
     def cancel(self) -> None:
         """As `KVManager.cancel`."""
         for table in list(self._swapped.values()):
             self.drop_swapped(table)
         self._forget_evicted()
+        for group, host in self.disk.cancel() if self.disk is not None else ():
+            self.tier.settle(group, host, None)
         self.tier.cancel()
 
     def forget_all(self) -> None:
         """Forget every prefix; what was swapped out stays."""
         self.tier.forget_all()
         self._forget_evicted()
+        if self.disk is not None:
+            self.disk.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's blocks are owned as the swapped tables imply."""
         held = [table.swapped.block_ids for table in self._swapped.values() if table.swapped is not None]
         assert len(held) == len(self._swapped), "a sequence is kept as swapped out, and is not"
-        groups = range(len(self._groups))
-        self.tier.check_integrity([[block for block_ids in held for block in block_ids[g]] for g in groups])
+        owned = [[block for block_ids in held for block in block_ids[g]] for g in range(len(self._groups))]
+        if self.disk is not None:
+            owned = [blocks + self.disk.owned(group) for group, blocks in enumerate(owned)]
+        self.tier.check_integrity(owned)
 
     def _forget_evicted(self) -> None:
         for group in self._groups:
@@ -178,3 +247,15 @@ def first_from_host(match: PrefixMatch) -> int:
     return min(
         next((index for index, block in enumerate(found) if block < 0), sys.maxsize) for found in match.block_ids
     )
+
+
+def _disk_stats(disk: DiskTier) -> dict[str, int]:
+    news = disk.news
+    return {
+        "disk_hits_total": disk.num_hits,
+        "disk_misses_total": disk.num_misses,
+        "disk_written_blocks_total": news.num_written,
+        "disk_failed_writes_total": news.num_failed,
+        "disk_damaged_files_total": news.num_damaged,
+        "disk_removed_files_total": news.num_removed,
+    }

@@ -35,10 +35,12 @@ class BlockTable:
         next_commit: computed tokens at which `commit` has something to do.
         shared_block: index of the block in which a fork began to differ, to be copied before it is written; -1: none.
         swapped: what the host holds of a sequence that was swapped out.
+        fetched: its prefix was asked of the disk; once is enough.
     """
 
     __slots__ = (
         "block_ids",
+        "fetched",
         "first_block",
         "hashes",
         "next_commit",
@@ -60,6 +62,7 @@ class BlockTable:
         self.root = root
         self.hashes: list[bytes] = []
         self.swapped: Swapped | None = None
+        self.fetched = False
         self.clear(0)
 
     def clear(self, num_groups: int) -> None:

@@ -25,6 +25,12 @@ class TierStats(msgspec.Struct, frozen=True):
     swapped_in_bytes_total: int
     host_evictions_total: int  # blocks that the device's prefix cache evicted to the host
     host_hits_total: int  # blocks of prefixes found on the host
+    disk_hits_total: int = 0  # blocks of prefixes read from the disk
+    disk_misses_total: int = 0  # blocks that should have been there and were not
+    disk_written_blocks_total: int = 0
+    disk_failed_writes_total: int = 0  # the disk was full, read-only or too slow
+    disk_damaged_files_total: int = 0  # ignored
+    disk_removed_files_total: int = 0  # to stay within the limit
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):

@@ -95,12 +95,15 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Moves(msgspec.Struct, frozen=True, array_like=True):
     """Whole blocks moved before anything is computed, as (group, source, destination), in this order.
 
-    Every source of a list is read before any destination of it is written.
+    Every source of a list is read before any destination of it is written. What is to be saved is read before all;
+    what is to be fetched is there when a result says so, and its host block is nobody else's until then.
     """
 
     out: list[tuple[int, int, int]] = []  # from the device's blocks to the host's
     copies: list[tuple[int, int, int]] = []  # within the device (copy on write)
     in_: list[tuple[int, int, int]] = []  # from the host's to the device's
+    save: list[tuple[int, int, bytes]] = []  # (group, device block, name) to be written to the disk
+    fetch: list[tuple[int, int, bytes]] = []  # (group, host block, name) to be read from it
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,11 +142,22 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failure: Failure | None = None  # then all else is to be ignored
 
 
+class DiskNews(msgspec.Struct, frozen=True):
+    """What became of blocks on the disk: answers since the last result, and counts since the start."""
+
+    fetched: list[tuple[int, int, bool]] = []  # (group, host block, whether it was read), in the order of the asking
+    num_written: int = 0  # blocks
+    num_damaged: int = 0  # files that are not what they should be, never read into an answer
+    num_failed: int = 0  # blocks that could not be written, or were too many at once
+    num_removed: int = 0  # files removed to stay within the limit
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor brings back from a step."""
 
     step_id: int
     results: list[SequenceResult]  # one per plan.scheduled, in its order
+    disk: DiskNews | None = None  # where there is news
 
 
 class SampleGuide(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,9 @@ class Planner:
                 self._continue_running(builder)
         if not builder.scheduled and may_be_empty and len(self.waiting):
             self._unseat(builder)
-        if not (builder.scheduled or (may_be_empty and (self._removed or self._ended or self._forks))):
+        if not builder.scheduled and not (
+            may_be_empty and (self._removed or self._ended or self._forks or self._kv.has_disk_work)
+        ):
             return None  # moves to the host wait for the next plan
         moves = self._kv.end_plan()
         assert builder.scheduled or not (moves.copies or moves.in_), "blocks are copied for nobody"
@@ -307,8 +309,13 @@ class Planner:
         group, table = sequence.group, sequence.table
         match = self._kv.match_swapped(table) if group.owes_prompt_logprobs else self._kv.match_prefix(table)
         if match.awaits is not None:
-            self._await_prefix(sequence, match.awaits)
+            self._await_prefix(sequence, match.awaits, "prefix")
             return None
+        if self._kv.has_disk and not group.owes_prompt_logprobs:
+            name = self._kv.fetch(table, match)
+            if name is not None:
+                self._await_prefix(sequence, name, "disk")
+                return None
         num_left = sequence.num_tokens - match.num_tokens
         num_new = self._chunk(num_left, builder.budget)
         if num_new < num_left and not self._config.enable_chunked_prefill:
@@ -330,12 +337,12 @@ class Planner:
         builder.add(sequence, num_new, NOTHING_APPENDED)
         return None
 
-    def _await_prefix(self, sequence: Sequence, name: bytes) -> None:
-        """Set aside a waiting sequence until another one has computed all that they share, at no cost till then."""
+    def _await_prefix(self, sequence: Sequence, name: bytes, reason: str) -> None:
+        """Set aside a waiting sequence until a block has been computed for another, or read, at no cost till then."""
         self._kv.watch(name)
         self._prefixes.setdefault(name, []).append(sequence)
         self.waiting.remove(sequence)
-        self._prepare(sequence, "prefix")
+        self._prepare(sequence, reason)
 
     def _chunk(self, num_left: int, budget: int) -> int:
         """Tokens of one sequence that go in this step."""

@@ -17,6 +17,7 @@ REASONS = {
     "next_step": "no step was planned since it came",
     # Of those that prepare, which hold up nobody:
     "prefix": "its beginning is being computed for another request",
+    "disk": "its beginning is being read from the disk",
     "result": "it was preempted, and its next token is being computed",
     "siblings": "it was preempted, and its next token is chosen once the other beams of its request are computed",
 }

@@ -101,8 +101,11 @@ class Scheduler:
             self._outcomes.drop_unneeded(group)
 
     def has_unfinished(self) -> bool:
-        """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results."""
-        return bool(self._outcomes.groups)
+        """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results.
+
+        Or computed blocks are still to be written to the disk.
+        """
+        return bool(self._outcomes.groups) or self.kv.has_saves
 
     @property
     def limits(self) -> Limits:
@@ -172,7 +175,7 @@ class Scheduler:
         if self.kv.can_swap:
             self._planner.swapping.learn(plan, seconds)
         self._last_update = self.kv.times.now = now
-        self.kv.plan_done()
+        self.kv.plan_done(result.disk)
         return self._outcomes.take(plan, result)
 
     def cancel(self) -> None:

@@ -189,7 +189,7 @@ def make_world(
         num_host_blocks=[] if not hosts else [count * hosts // 4 + 1 for count in counts],
         block_bytes=[1 for _ in counts],
     )
-    return World(config, layout, caching, kind)
+    return World(config, layout, caching, kind, has_disk=bool(hosts) and rng.random() < 0.5)
 
 
 def simulate(seed: int, num_steps: int, **choices: object) -> World:
@@ -218,6 +218,8 @@ def run(scenario: Scenario) -> World:
             if rng.random() < 0.002:
                 world.go_on_elsewhere()
             world.step(load.disturbance())
+            if step % 32 == 0 and world.disk and rng.random() < 0.5:  # a file is lost, or damaged
+                del world.disk[rng.choice(list(world.disk))]
             if step % 64 == 0:
                 world.check_integrity()
             if step % 500 == 0 and world.scheduler.reset_prefix_cache():
@@ -257,8 +259,8 @@ def main() -> None:
         stats = world.scheduler.stats()
         print(
             f"{world.config.policy} {world.kind} {dict(world.ends)} preemptions {stats.num_preemptions_total} "
-            f"out {world.num_out} in {world.num_in} copies {world.num_copies} forks {world.num_forks} "
-            f"accepted {world.num_accepted} "
+            f"out {world.num_out} in {world.num_in} read {world.num_disk_hits} copies {world.num_copies} "
+            f"forks {world.num_forks} accepted {world.num_accepted} "
             f"hits {stats.prefix_cache_hits_total}/{stats.prefix_cache_queries_total} trace {world.trace:08x}",
             flush=True,
         )

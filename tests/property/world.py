@@ -64,7 +64,7 @@ class CheckingExecutor(SimulatedExecutor):
     """Asserts what any plan must keep to, and lets tests do something while a step is under way."""
 
     def __init__(self, world: "World", model: FakeModel, max_in_flight: int) -> None:
-        super().__init__(model, max_in_flight)
+        super().__init__(model, max_in_flight, world.disk)
         self.world = world
         self.disturbance: Disturbance | None = None
         self.num_submitted = 0
@@ -108,9 +108,14 @@ class World:
     Attributes:
         ends: finish reasons and events -> how often.
         trace: a checksum over all that came out, and when.
+        disk: what engines have saved, for those that come after them; None: there is no such tier.
     """
 
-    def __init__(self, config: SchedulerConfig, layout: CacheLayout, caching: bool, kind: Kind) -> None:
+    def __init__(
+        self, config: SchedulerConfig, layout: CacheLayout, caching: bool, kind: Kind, has_disk: bool = False
+    ) -> None:
+        self.disk: dict[tuple[int, bytes], list[int]] | None = {} if has_disk else None
+        self.num_disk_hits = 0
         self.config = config
         self.layout = layout
         self.caching = caching
@@ -125,7 +130,11 @@ class World:
         self.scheduler, self.executor, self.core = self._engine()
 
     def _engine(self) -> tuple[Scheduler, CheckingExecutor, EngineCore]:
-        scheduler = Scheduler(self.config, KVManager(self.layout, self.caching), make_continuation)
+        stored: list[list[bytes]] | None = None
+        if self.disk is not None:
+            groups = range(len(self.layout.groups))
+            stored = [[name for group, name in self.disk if group == number] for number in groups]
+        scheduler = Scheduler(self.config, KVManager(self.layout, self.caching, stored=stored), make_continuation)
         executor = CheckingExecutor(self, self.model, self.kind.max_in_flight)
         executor.initialize_cache(self.layout)
         return scheduler, executor, EngineCore(scheduler, executor, clock=lambda: self.clock)
@@ -254,6 +263,8 @@ class World:
         self.num_copies += self.executor.num_copies
         self.num_out += self.executor.num_out
         self.num_in += self.executor.num_in
+        tiers = self.scheduler.stats().tiers
+        self.num_disk_hits += tiers.disk_hits_total if tiers is not None else 0
         self.num_forks += self.executor.num_forks
         self.num_accepted += self.executor.num_accepted
 

@@ -1,0 +1,106 @@
+"""What block files there are on the disk, which blocks are to be written, and which are being read.
+
+The `SwapSpace` keeps one where there is a folder for them. The worker writes and reads the files; here are names only,
+so what it says of a file may be out of date: a read that fails is an answer, too.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from quire.protocol.step import DiskNews
+
+Request = tuple[int, int, bytes]  # group, block, name of its content
+
+
+class DiskTier:
+    """Names of the files by KV group, and the orders of the plan being made.
+
+    Attributes:
+        num_hits, num_misses: blocks that were read, and those that could not be.
+        news: what the worker counted, as of its last word.
+    """
+
+    def __init__(self, stored: Sequence[Sequence[bytes]]) -> None:
+        """`stored` are the names that the worker found at its start."""
+        self.num_hits = self.num_misses = 0
+        self.news = DiskNews()
+        self._known = [set(names) for names in stored]
+        self._is_open = True
+        self._saves: list[Request] = []  # from the device's blocks
+        self._fetches: list[Request] = []  # to the host's blocks
+        self._under_way: dict[tuple[int, int], bytes] = {}  # (group, host block) -> name
+        self._outstanding: Counter[bytes] = Counter()  # reads by name
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan should be made for the disk's sake."""
+        return bool(self._saves or self._under_way)
+
+    @property
+    def has_saves(self) -> bool:
+        """Whether blocks wait to be written."""
+        return bool(self._saves)
+
+    def knows(self, group: int) -> Callable[[bytes], bool]:
+        """The lookup of a name in a group."""
+        return self._known[group].__contains__
+
+    def is_under_way(self, name: bytes) -> bool:
+        """Whether a block of that name is being read."""
+        return name in self._outstanding
+
+    def save(self, group: int, block: int, name: bytes) -> None:
+        """A device's block was computed: have it written, unless that was done before."""
+        known = self._known[group]
+        if name not in known and self._is_open:
+            known.add(name)
+            self._saves.append((group, block, name))
+
+    def fetch(self, group: int, host: int, name: bytes) -> None:
+        """Have a block read to a host block, which stays owned until the answer comes."""
+        self._fetches.append((group, host, name))
+        self._under_way[group, host] = name
+        self._outstanding[name] += 1
+
+    def owned(self, group: int) -> list[int]:
+        """A group's host blocks that are being read to."""
+        return [host for number, host in self._under_way if number == group]
+
+    def end_plan(self) -> tuple[list[Request], list[Request]]:
+        """The plan is complete: what is to be written, from device blocks, and to be read, to host blocks."""
+        orders = self._saves, self._fetches
+        self._saves, self._fetches = [], []
+        return orders
+
+    def take(self, news: DiskNews) -> tuple[list[tuple[Request, bool]], list[bytes]]:
+        """The worker's answers: which blocks were read or could not be, and names of which no read is under way now."""
+        self.news = news
+        answers: list[tuple[Request, bool]] = []
+        settled: list[bytes] = []
+        for group, host, was_read in news.fetched:
+            name = self._under_way.pop((group, host))
+            answers.append(((group, host, name), was_read))
+            self.num_hits += was_read
+            self.num_misses += not was_read
+            if not was_read:
+                self._known[group].discard(name)
+            self._outstanding[name] -= 1
+            if not self._outstanding[name]:
+                del self._outstanding[name]
+                settled.append(name)
+        return answers, settled
+
+    def cancel(self) -> list[tuple[int, int]]:
+        """No answer will come any more; returns the host blocks, as (group, block), that were waiting for one."""
+        waiting = list(self._under_way)
+        self._fetches = []
+        self._under_way.clear()
+        self._outstanding.clear()
+        return waiting
+
+    def close(self) -> None:
+        """Neither read nor write from now on: what a name stands for may have changed."""
+        self._is_open = False
+        self._saves = []
+        for known in self._known:
+            known.clear()
