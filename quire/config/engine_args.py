@@ -22,6 +22,8 @@ from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
 
+_SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
+
 
 @dataclass(frozen=True)
 class EngineArgs:
@@ -109,6 +111,13 @@ class EngineArgs:
     kv_events_config: dict[str, Any] | None = option(
         None, "Publish what happens to cached KV blocks, as vLLM does: enable_kv_cache_events, endpoint, ... (JSON)."
     )
+    kv_cache_dir: str | None = option(
+        None,
+        "Folder in which prefixes outlive the engine: their KV blocks are written there, and read when they recur.",
+    )
+    kv_cache_dir_size: float = option(
+        32.0, "Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first.", over=0
+    )
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
     tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1)
     pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1)
@@ -131,6 +140,10 @@ class EngineArgs:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if not self.enforce_eager:
             logger.warning("enforce_eager=False has no effect here: nothing is captured on a CPU")
+        if self.kv_cache_dir is not None and self.swap_space == 0:
+            raise ConfigError("kv_cache_dir needs swap_space: blocks come back through host memory. Set it above 0.")
+        if self.kv_cache_dir is not None and not self.enable_prefix_caching:
+            raise ConfigError("kv_cache_dir keeps prefixes: it needs enable_prefix_caching=True.")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) != 1:
                 raise NotYetSupportedError(f"{name}={getattr(self, name)} is not supported yet; use 1.")
@@ -204,8 +217,9 @@ class EngineConfig:
 
     @property
     def swap_bytes(self) -> int:
-        """Host memory for swapped blocks."""
-        return int((self.args.swap_space or 0.0) * 2**30)
+        """Host memory for swapped blocks, and for those that come from the disk."""
+        default = _SWAP_SPACE_FOR_DISK if self.args.kv_cache_dir is not None else 0.0
+        return int((default if self.args.swap_space is None else self.args.swap_space) * 2**30)
 
     def default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the model's generation_config.json, unless told otherwise."""

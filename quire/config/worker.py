@@ -27,6 +27,8 @@ class WorkerConfig:
         weight_cache: keep packed weights on disk.
         weight_cache_size: most that all models' packed weights may take there, in GiB.
         swaps: there will be host blocks, so that the speed of copies matters.
+        kv_cache_dir: folder for KV blocks that outlive the engine; None: they don't.
+        kv_cache_dir_size: most that they may take there, in GiB.
         debug: poison fresh KV blocks with NaN.
     """
 
@@ -43,4 +45,6 @@ class WorkerConfig:
     weight_cache: bool = True
     weight_cache_size: float = 32.0
     swaps: bool = False
+    kv_cache_dir: str | None = None
+    kv_cache_dir_size: float = 32.0
     debug: bool = False

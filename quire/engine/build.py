@@ -41,6 +41,8 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
         weight_cache=args.weight_cache,
         weight_cache_size=args.weight_cache_size,
         swaps=config.swap_bytes > 0,
+        kv_cache_dir=args.kv_cache_dir,
+        kv_cache_dir_size=args.kv_cache_dir_size,
         debug=args.debug,
     )
 
@@ -62,7 +64,7 @@ def build_core(config: EngineConfig, show_progress: bool, executor: Executor | N
     if executor is None:
         executor = select_executor(worker_config(config))
     loaded = executor.start(progress=show_progress)
-    layout = _initialize_cache(config, executor)
+    layout, stored = _initialize_cache(config, executor)
     if layout.max_model_len < config.model.max_model_len:
         logger.warning(
             "max_model_len lowered from %d to %d tokens: that is what the KV cache holds",
@@ -84,11 +86,12 @@ def build_core(config: EngineConfig, show_progress: bool, executor: Executor | N
         from quire.engine.kv_events import KVEventPublisher  # ZeroMQ comes in here: few engines need it
 
         publisher = KVEventPublisher(config.kv_events)
-    kv = KVManager(layout, config.args.enable_prefix_caching, keeps_events=publisher is not None)
+    kv = KVManager(layout, config.args.enable_prefix_caching, publisher is not None, stored)
     return EngineCore(Scheduler(config.scheduler, kv), executor, publisher=publisher, debug=config.args.debug)
 
 
-def _initialize_cache(config: EngineConfig, executor: Executor) -> CacheLayout:
+def _initialize_cache(config: EngineConfig, executor: Executor) -> tuple[CacheLayout, list[list[bytes]] | None]:
+    """The KV cache as decided, and the names of the blocks that the disk has for it."""
     args = config.args
     request = CacheRequest(
         block_size=args.block_size,
@@ -111,7 +114,7 @@ def _initialize_cache(config: EngineConfig, executor: Executor) -> CacheLayout:
             f"there is no memory for a KV cache of {_num_bytes(layout, report) / 2**30:.1f} GiB, "
             f"{max(layout.num_blocks)} blocks; lower num_kv_blocks or kv_cache_memory."
         ) from error
-    return layout
+    return layout, report.stored
 
 
 def _num_bytes(layout: CacheLayout, report: CacheReport) -> int:

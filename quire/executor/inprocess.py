@@ -66,4 +66,6 @@ class InProcessExecutor(Executor):
         return [function(self.worker.model)]
 
     def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
         self._worker = None

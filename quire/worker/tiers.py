@@ -1,15 +1,24 @@
-"""The host's blocks: where a worker keeps KV blocks that the device has no room for.
+"""The tiers below the device: KV blocks in host memory, and on the disk.
 
-The runner carries out a plan's moves with it. A host block holds all layers of its KV group one after another, so that
-it can go on as one piece. It knows blocks by their numbers; whose they are is the KV manager's to know.
+The runner carries out a plan's moves with the one, the worker its saves and fetches with the other. A host block holds
+all layers of its KV group one after another, so that it can go on as one piece. Blocks are known here by their numbers
+and names; whose they are is the KV manager's to know.
 """
 
+import itertools
+import weakref
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from quire.protocol.cache import CacheGroup
+from quire.protocol.step import DiskNews, StepPlan
+from quire.worker.blockfiles import BlockFiles
 from quire.worker.devices.base import Device
+
+WAITING_SECONDS = 0.01  # of a step that has nothing to compute, for the disk
 
 
 class HostCache:
@@ -45,9 +54,60 @@ class HostCache:
             if pairs:
                 self._device.copy_to_host(layers, self.blocks[number], pairs)
 
+    def copies(self, group: int, device_blocks: Sequence[int]) -> Tensor:
+        """What some of the device's blocks hold, uint8 [N, bytes of a block]."""
+        found = torch.empty((len(device_blocks), self.blocks[group].shape[1]), dtype=torch.uint8)
+        self._device.copy_to_host(self._caches[group], found, list(zip(device_blocks, itertools.count(), strict=False)))
+        return found
+
     def move_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy blocks from the host, as (group, host block, device block)."""
         for number, layers in enumerate(self._caches):
             pairs = [(source, destination) for group, source, destination in moves if group == number]
             if pairs:
                 self._device.copy_from_host(self.blocks[number], layers, pairs)
+
+
+class DiskCache:
+    """Blocks that go from the device to files, and from files to the host.
+
+    Args:
+        host: the host's blocks.
+        files: started; closed when this one goes.
+    """
+
+    def __init__(self, host: HostCache, files: BlockFiles) -> None:
+        self._host = host
+        self._files = files
+        self._has_nothing_else = False  # the last plan computes nothing
+        self._told = DiskNews()
+        self.close = weakref.finalize(self, files.close)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take copies of what a plan saves, before anything of it is carried out, and ask for what it fetches."""
+        moves = plan.moves
+        self._has_nothing_else = not plan.scheduled
+        for group in {group for group, _, _ in moves.save}:
+            saves = [(block, name) for number, block, name in moves.save if number == group]
+            rows = self._host.copies(group, [block for block, _ in saves]).numpy()
+            for row, (_, name) in zip(rows, saves, strict=True):
+                self._files.write(group, name, row.data)
+        for group, host, name in moves.fetch:
+            self._files.read(group, host, name)
+
+    def finish(self) -> DiskNews | None:
+        """Put what was read in its host blocks, and tell of it; None where there is nothing new."""
+        fetched: list[tuple[int, int, bool]] = []
+        for read in self._files.answers(WAITING_SECONDS if self._has_nothing_else else 0.0):
+            if read.data is not None:
+                self._host.blocks[read.group].numpy()[read.host] = np.frombuffer(read.data, np.uint8)
+            fetched.append((read.group, read.host, read.data is not None))
+        news = self._files.news(fetched)
+        if news == self._told:
+            return None
+        self._told = self._files.news([])
+        return news
+
+    def reset(self) -> None:
+        """Forget what was asked."""
+        self._files.forget_reads()

@@ -6,8 +6,10 @@ a queue or a policy.
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from quire.config.worker import WorkerConfig
 from quire.models.registry import CausalLM, build_model
@@ -17,11 +19,13 @@ from quire.protocol.worker import WorkerReport
 from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
+from quire.worker.blockfiles import BlockFiles, BlockFolder
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
+from quire.worker.fingerprint import kv_fingerprint
 from quire.worker.rows import RowTable
 from quire.worker.runner import KVCache, ModelRunner
-from quire.worker.tiers import HostCache
+from quire.worker.tiers import DiskCache, HostCache
 from quire.worker.weights.cache import place_of
 from quire.worker.weights.load import load_model_weights
 from quire.worker.weights.store import StaleStoreError, WeightStore
@@ -52,6 +56,8 @@ class Worker:
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
+        self._files: BlockFiles | None = None
+        self._disk: DiskCache | None = None
         self._num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
         self.device.adopt(self._num_parameters)
 
@@ -102,15 +108,27 @@ class Worker:
         layer_bytes = [
             itemsize * math.prod(self._cache_shape(i, 1, config.block_size)) for i in range(len(self._layers))
         ]
+        block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         return CacheReport(
             available_bytes=max(0, device.available_bytes() - mapped),
             activation_bytes=device.activation_bytes(
                 self._loaded(), self._layers, config.max_num_batched_tokens, max_rows
             ),
             groups=groups,
-            block_bytes=[sum(layer_bytes[layer] for layer in group.layers) for group in groups],
+            block_bytes=block_bytes,
+            stored=self._open_files(block_bytes),
             copy_bytes_per_second=device.copy_bytes_per_second() if config.swaps else 0.0,
         )
+
+    def _open_files(self, block_bytes: list[int]) -> list[list[bytes]] | None:
+        """Begin to keep blocks on the disk, if that is asked for; returns the names of those that are there."""
+        config = self._config
+        if config.kv_cache_dir is None:
+            return None
+        fingerprint = kv_fingerprint(config, self.device.kernels, self._layers)
+        limit = int(config.kv_cache_dir_size * 2**30)
+        self._files = BlockFiles(BlockFolder(Path(config.kv_cache_dir).expanduser(), fingerprint, limit, block_bytes))
+        return self._files.start()
 
     def initialize_cache(self, layout: CacheLayout) -> None:
         """Allocate the KV cache; its pages cost memory once they are first written."""
@@ -128,6 +146,8 @@ class Worker:
         table = RowTable(num_rows, layout.max_model_len, layout.block_size, len(layout.groups), config.max_num_drafts)
         tensors = [caches[layer] for layer in range(len(self._layers))]
         host = HostCache(device, tensors, layout.groups, layout.num_host_blocks) if layout.num_host_blocks else None
+        if host is not None and self._files is not None:
+            self._disk = DiskCache(host, self._files)
         cache = KVCache(device.backend, tensors, layout.groups, host)
         proposer = None
         if self._make_proposer is not None:
@@ -142,17 +162,29 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> None:
         """Compute a step's tokens."""
+        if self._disk is not None:
+            self._disk.begin(plan)
         with self.device.computing():
             self.runner.begin(plan)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
         """Sample the step that was begun."""
         with self.device.computing():
-            return self.runner.finish(guide)
+            result = self.runner.finish(guide)
+        if self._disk is not None and (news := self._disk.finish()) is not None:
+            result = structs.replace(result, disk=news)
+        return result
 
     def reset(self) -> None:
         """Forget all sequences; what is in the KV cache stays."""
         self.runner.reset()
+        if self._disk is not None:
+            self._disk.reset()
+
+    def close(self) -> None:
+        """Write to the disk what waits for it; safe to call twice."""
+        if self._disk is not None:
+            self._disk.close()
 
     @property
     def runner(self) -> ModelRunner:

@@ -5,9 +5,11 @@ Reads the folder's files alone: no model is loaded and no torch comes in.
 
 import time
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.utils.suggest import nearest
+from quire.worker.blockfiles import block_paths
 from quire.worker.weights.cache import StoredWeights, cache_folder, remove, stored_weights
 
 _UNITS = (("day", 86400), ("hour", 3600), ("minute", 60))
@@ -20,6 +22,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "action", nargs="?", choices=["list", "clear"], default="list", help="what to do (default: list)"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="model, or file, to clear")
+    parser.add_argument("--kv-cache-dir", metavar="DIR", help="of the prefixes kept in this folder, not of weights")
     parser.add_argument("--all", action="store_true", help="clear everything")
 
 
@@ -27,6 +30,9 @@ def run(namespace: Namespace) -> None:
     """List or clear."""
     if namespace.action == "list" and (namespace.name or namespace.all):
         raise ConfigError("'quire cache list' takes no name; 'quire cache clear NAME' removes that one.")
+    if namespace.kv_cache_dir is not None:
+        _tell_of_blocks(Path(namespace.kv_cache_dir).expanduser(), namespace.action == "clear", namespace.all)
+        return
     if (folder := cache_folder()) is None:
         raise ConfigError("nothing is kept: this user has no home; set XDG_CACHE_HOME.")
     try:
@@ -50,6 +56,23 @@ def run(namespace: Namespace) -> None:
     print(f"removed {_size(sum(each.num_bytes for each in chosen if each not in kept))}")
     if kept:
         raise ConfigError(f"{len(kept)} of them can't be removed: {kept[0].path} is not yours to remove.")
+
+
+def _tell_of_blocks(folder: Path, clear: bool, everything: bool) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder.")
+    if clear and not everything:
+        raise ConfigError("prefixes have no names of their own: give --all.")
+    num_files = num_bytes = num_models = 0
+    for model in sorted({path.parent.parent for path in block_paths(folder)}):
+        num_models += 1
+        for path in list(block_paths(folder, model.name)):
+            num_files += 1
+            num_bytes += path.stat().st_size if path.exists() else 0
+            if clear:
+                remove(path)
+    models = f"{num_models} {'model' if num_models == 1 else 'models'}"
+    print(f"{'removed ' if clear else ''}{_size(num_bytes)} in {num_files} blocks of {models}")
 
 
 def _show(files: list[StoredWeights]) -> None:

@@ -47,7 +47,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where there are none for this machine (the reason is logged once)."""
-    path = _path()
+    path = library_path()
     if not path.exists():
         logger.info("no compiled kernels (%s): plain torch is used", path.name)
         return None
@@ -60,12 +60,13 @@ def library() -> ctypes.CDLL | None:
 
 def library_fault() -> str | None:
     """Why compiled kernels that are there can't be used, and what to do; None where they can be, or there are none."""
-    path = _path()
+    path = library_path()
     loaded = _load(path) if path.exists() else None
     return f"{loaded}; {_REMEDY}" if isinstance(loaded, str) else None
 
 
-def _path() -> Path:
+def library_path() -> Path:
+    """Where the compiled kernels are, or would be."""
     return Path(os.environ.get("QUIRE_NATIVE_LIBRARY") or Path(__file__).with_name("_kernels.so"))
 
 

@@ -107,7 +107,7 @@ def find_place(
             logger.warning("packed weights are not kept on disk: this user has no home; set XDG_CACHE_HOME")
             return None
         stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        content = _digest(files)
+        content = content_digest(files)
         name = hashlib.sha256(f"{FORMAT}\n{layout}\n{content}".encode()).hexdigest()[:32]
         place = StorePlace(folder / f"{name}.bin", model, weights, str(_folder_of(files)), content, stamp, limit)
         exists = next(parent for parent in [folder, *folder.parents] if parent.exists())
@@ -266,7 +266,7 @@ def _folder_of(files: list[Path]) -> Path | str:
     return files[0].parent.resolve() if files else ""
 
 
-def _digest(files: list[Path]) -> str:
+def content_digest(files: list[Path]) -> str:
     """Of each file's header and size, and of samples all over it: a second's reading is saved."""
     digest = hashlib.sha256()
     for file in files:

@@ -105,3 +105,20 @@ def test_a_folder_that_is_closed_or_nobodys(
 def test_it_needs_no_torch(folder: Path) -> None:
     code = "import sys\nfrom quire.entrypoints.cli.main import main\nmain(['cache'])\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_prefixes_on_the_disk_are_counted_and_cleared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model, block in (("a" * 32, "12" * 32), ("b" * 32, "12" * 32), ("b" * 32, "34" * 32)):
+        path = tmp_path / model / block[:2] / f"{block}.0.kv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(2**20))
+    (tmp_path / "mine.kv").write_text("mine")
+    main(["cache", "--kv-cache-dir", str(tmp_path)])
+    assert "3.0 MiB in 3 blocks of 2 models" in capsys.readouterr().out
+    assert main(["cache", "clear", "--kv-cache-dir", str(tmp_path)]) != 0
+    assert "give --all" in capsys.readouterr().err
+    main(["cache", "clear", "--all", "--kv-cache-dir", str(tmp_path)])
+    assert "removed 3.0 MiB in 3 blocks" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["mine.kv"]
+    assert main(["cache", "--kv-cache-dir", str(tmp_path / "nothing")]) != 0
+    assert "is no folder" in capsys.readouterr().err

@@ -1,0 +1,266 @@
+"""Block files: KV blocks on the disk, each under the name of its content, for this engine and those that come after it.
+
+The worker's disk tier asks; a thread of its own writes and reads, reads first, so that no step waits. A file is a
+header, the block's bytes and a SHA-256 of both. The header has the fingerprint of everything that decides what is in a
+block: a file of another model, or a damaged one, is counted and never used. Several engines may share a folder.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.protocol.step import DiskNews
+from quire.worker.weights.cache import partial_name, remove, remove_partials
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # raised when what is in a block, or in its file, changes
+MAX_QUEUED_BYTES = 256 * 2**20  # of blocks that wait to be written; more are not kept
+CLOSING_SECONDS = 20.0  # to write what waits when the engine ends
+_KEPT = 0.9  # of the limit, when room is made
+_HEADER = struct.Struct("<8s32s32sII")  # magic, fingerprint, name, group, bytes
+_MAGIC = b"QUIREKV" + bytes([FORMAT])
+_CHECKSUM = 32
+_PLACE = re.compile(r"/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.\d+\.kv$")
+
+
+@dataclass(frozen=True)
+class BlockFolder:
+    """Where block files are, and which of them are meant.
+
+    Attributes:
+        path: the folder, for files of all models.
+        fingerprint: 32 bytes; files of others are in folders of their own.
+        limit: bytes that all files may take.
+        block_bytes: by KV group.
+    """
+
+    path: Path
+    fingerprint: bytes
+    limit: int
+    block_bytes: list[int]
+
+    @property
+    def own(self) -> Path:
+        """The folder of this fingerprint's files."""
+        return self.path / self.fingerprint.hex()[:32]
+
+    def file(self, group: int, name: bytes) -> Path:
+        """The file of a block."""
+        text = name.hex()
+        return self.own / text[:2] / f"{text}.{group}.kv"
+
+
+@dataclass(frozen=True)
+class BlockRead:
+    """An answer: the block's bytes, or None where there is no such file, or not as it should be."""
+
+    group: int
+    host: int
+    data: memoryview | None
+
+
+class BlockFiles:
+    """Writes, reads and removes the files of a folder; only the thread of its own does, once it is made.
+
+    What can't be written is counted, and told once in the log; nothing here raises.
+    """
+
+    def __init__(self, folder: BlockFolder) -> None:
+        self._folder = folder
+        self._has_work = threading.Condition()
+        self._writes: deque[tuple[int, bytes, memoryview]] = deque()
+        self._reads: deque[tuple[int, int, bytes]] = deque()
+        self._answers: deque[BlockRead] = deque()
+        self._num_reading = 0  # asked and not answered yet
+        self._round = 0  # answers of earlier ones are not wanted any more
+        self._queued_bytes = 0
+        self._num_written = self._num_damaged = self._num_failed = self._num_removed = 0
+        self._total = 0  # bytes in the folder, as far as is known
+        self._closed = False
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="quire-blocks", daemon=True)
+
+    def start(self) -> list[list[bytes]]:
+        """Look what there is, and begin; returns the names of this fingerprint's blocks, by group."""
+        found: list[list[bytes]] = [[] for _ in self._folder.block_bytes]
+        try:
+            self._folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_partials(self._folder.path)
+            for path, size, _ in self._scan():
+                self._total += size
+                if path.parent.parent == self._folder.own:
+                    self._take_name(path, size, found)
+        except OSError as error:
+            self._warn(error)
+        self._thread.start()
+        return found
+
+    # The worker's side.
+
+    def write(self, group: int, name: bytes, data: memoryview) -> None:
+        """Have a block written some time; its bytes must not change any more."""
+        with self._has_work:
+            if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+                self._num_failed += 1
+                return
+            self._queued_bytes += len(data)
+            self._writes.append((group, name, data))
+            self._has_work.notify_all()
+
+    def read(self, group: int, host: int, name: bytes) -> None:
+        """Have a block read."""
+        with self._has_work:
+            self._num_reading += 1
+            self._reads.append((group, host, name))
+            self._has_work.notify_all()
+
+    def answers(self, seconds: float) -> list[BlockRead]:
+        """The blocks that were read since the last call, in the order of asking; waits so long for the first."""
+        with self._has_work:
+            if seconds and self._num_reading and not self._answers:
+                self._has_work.wait_for(lambda: bool(self._answers), seconds)
+            found = list(self._answers)
+            self._answers.clear()
+            self._num_reading -= len(found)
+            return found
+
+    def forget_reads(self) -> None:
+        """Nobody wants the answers to what was asked."""
+        with self._has_work:
+            self._reads.clear()
+            self._answers.clear()
+            self._num_reading = 0
+            self._round += 1
+
+    def news(self, fetched: list[tuple[int, int, bool]]) -> DiskNews:
+        """The counts, and these answers."""
+        return DiskNews(fetched, self._num_written, self._num_damaged, self._num_failed, self._num_removed)
+
+    def close(self) -> None:
+        """Write what waits, for some seconds at most, and end; safe to call twice."""
+        with self._has_work:
+            self._closed = True
+            self._has_work.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(CLOSING_SECONDS)
+
+    # The thread's side.
+
+    def _run(self) -> None:
+        while True:
+            with self._has_work:
+                self._has_work.wait_for(lambda: self._reads or self._writes or self._closed)
+                read = self._reads.popleft() if self._reads else None
+                write = self._writes.popleft() if read is None and self._writes else None
+                if write is not None:
+                    self._queued_bytes -= len(write[2])
+                asked_in = self._round
+            if read is not None:
+                group, host, name = read
+                data = self._read(group, name)
+                with self._has_work:
+                    if asked_in == self._round:
+                        self._answers.append(BlockRead(group, host, data))
+                        self._has_work.notify_all()
+            elif write is not None:
+                self._write(*write)
+            else:
+                return
+
+    def _write(self, group: int, name: bytes, data: memoryview) -> None:
+        path = self._folder.file(group, name)
+        header = _HEADER.pack(_MAGIC, self._folder.fingerprint, name, group, len(data))
+        size = len(header) + len(data) + _CHECKSUM
+        partial = partial_name(self._folder.path / path.name)
+        try:
+            if self._total + size > self._folder.limit and not self._make_room(size):
+                self._num_failed += 1
+                return
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            digest = hashlib.sha256(header)
+            digest.update(data)
+            with partial.open("xb") as file:
+                file.writelines((header, data, digest.digest()))
+            partial.replace(path)
+        except OSError as error:
+            remove(partial)
+            self._num_failed += 1
+            self._warn(error)
+            return
+        self._total += size
+        self._num_written += 1
+
+    def _read(self, group: int, name: bytes) -> memoryview | None:
+        path = self._folder.file(group, name)
+        try:
+            content = memoryview(path.read_bytes())
+        except FileNotFoundError:  # another engine made room
+            return None
+        except OSError as error:
+            self._warn(error)
+            return None
+        size = self._folder.block_bytes[group]
+        header = _HEADER.pack(_MAGIC, self._folder.fingerprint, name, group, size)
+        body = content[: len(header) + size]
+        if (
+            len(content) != len(body) + _CHECKSUM
+            or content[: len(header)] != header
+            or hashlib.sha256(body).digest() != content[len(body) :]
+        ):
+            self._num_damaged += 1
+            remove(path)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # those not used for longest are removed first
+        return body[len(header) :]
+
+    def _make_room(self, size: int) -> bool:
+        """Remove the files that were not used for longest, of whatever model; False where none would be enough."""
+        if size > self._folder.limit:
+            return False
+        files = sorted(self._scan(), key=lambda each: each[2])
+        self._total = sum(each[1] for each in files)
+        for path, num_bytes, _ in files:
+            if self._total + size <= self._folder.limit * _KEPT or self._total == 0:
+                break
+            remove(path)
+            self._total -= num_bytes
+            self._num_removed += 1
+        return self._total + size <= self._folder.limit
+
+    def _scan(self) -> list[tuple[Path, int, float]]:
+        """All block files, with bytes and time of last use."""
+        found: list[tuple[Path, int, float]] = []
+        for path in block_paths(self._folder.path):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                found.append((path, stat.st_size, stat.st_mtime))
+        return found
+
+    def _take_name(self, path: Path, size: int, found: Sequence[list[bytes]]) -> None:
+        text, _, group = path.stem.partition(".")
+        sizes = self._folder.block_bytes
+        if int(group) < len(sizes) and size == _HEADER.size + sizes[int(group)] + _CHECKSUM:
+            found[int(group)].append(bytes.fromhex(text))
+        else:
+            self._num_damaged += 1
+            remove(path)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("kv_cache_dir: blocks can't all be kept on the disk (%s); serving goes on", error.strerror)
+
+
+def block_paths(folder: Path, model: str = "*") -> Iterator[Path]:
+    """The block files in a folder, of all models or of one's own folder there; other files are none of ours."""
+    return (path for path in folder.glob(f"{model}/*/*.kv") if _PLACE.search(path.as_posix()))

@@ -1,0 +1,68 @@
+"""The fingerprint of a worker's KV blocks: equal only where the same tokens make the same bytes.
+
+The worker asks for it where blocks outlive it, on the disk. In doubt it differs: a prefix is then computed once more.
+"""
+
+import dataclasses
+import hashlib
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import quire
+from quire.config.worker import WorkerConfig
+from quire.ops.native.library import TORCH, library_path
+from quire.protocol.cache import LayerCache
+from quire.worker.weights.cache import content_digest
+
+FORMAT = 1  # raised when the same tokens make other bytes for a reason that nothing below tells
+
+# What the tokens' keys and values don't depend on.
+_INDIFFERENT = ("model", "path", "max_model_len", "generation_defaults", "bos_token_id", "eos_token_ids")
+
+
+def kv_fingerprint(config: WorkerConfig, kernels: str, layers: Iterable[LayerCache]) -> bytes:
+    """32 bytes of the weights, the model's own configuration, formats, layout, and what computes.
+
+    Raises:
+        OSError: the model's files can't be read.
+    """
+    facts = {
+        field.name: getattr(config.model, field.name)
+        for field in dataclasses.fields(config.model)
+        if field.name not in _INDIFFERENT
+    }
+    files = sorted(config.model.path.glob("*.safetensors")) if config.load_format != "dummy" else []
+    parts = [
+        f"{FORMAT} {quire.__version__}",
+        repr(sorted(facts.items())),
+        repr(
+            [list(layer.__struct_fields__) + [getattr(layer, f) for f in layer.__struct_fields__] for layer in layers]
+        ),
+        f"{config.quantization} {config.kv_cache_dtype} {config.load_format} {config.block_size}",
+        repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]),
+        content_digest(files),
+        f"{kernels} {_computer(kernels)}",
+    ]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{len(part)}:{part}".encode())
+    return digest.digest()
+
+
+def _computer(kernels: str) -> str:
+    """What the bits of a sum may depend on."""
+    if kernels == TORCH:
+        return f"torch {torch.__version__} on {platform.machine()} {_processor()}"
+    return hashlib.sha256(library_path().read_bytes()).hexdigest()
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("model name")), "")

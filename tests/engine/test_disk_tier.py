@@ -1,0 +1,124 @@
+"""Prefixes outlive the engine on the disk, and nothing that is found there ever changes a bit, or ends a server."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_exactness import drain, engine, requests, run
+
+from quire import EngineArgs, LLMEngine, SamplingParams
+from quire.errors import ConfigError
+from quire.protocol.stats import TierStats
+
+SMALL = {"block_size": 8, "max_model_len": 128, "enable_prefix_caching": True, "swap_space": 0.01}
+LONG = [9, *range(20, 90)]
+
+
+def tiers(one: LLMEngine) -> TierStats:
+    found = one.stats().tiers
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def start(model_options, tmp_path: Path) -> Iterator[Callable[..., LLMEngine]]:
+    """Starts engines on one folder, and ends each before the next; `start("llama")`."""
+    running: list[LLMEngine] = []
+
+    def go(model: str = "llama", **changes: Any) -> LLMEngine:
+        for one in running:
+            one.executor.stop()
+        options: dict[str, Any] = SMALL | {"kv_cache_dir": str(tmp_path / "blocks")} | changes
+        running[:] = [engine(model_options(model), "bfloat16", **options)]
+        return running[0]
+
+    yield go
+    for one in running:
+        one.executor.stop()
+
+
+def answer(one: LLMEngine, prompt: list[int]) -> Any:
+    one.add_request("a", prompt, SamplingParams(temperature=0.8, seed=3, max_tokens=6, logprobs=2, ignore_eos=True))
+    return drain(one)["a"]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_a_restarted_engine_finds_its_prefixes(start: Callable[..., LLMEngine], model: str) -> None:
+    first = start(model)
+    expected = answer(first, LONG)
+    second = start(model)
+    assert answer(second, LONG) == expected
+    assert second.stats().prefix_cache_hits_total == 64
+    assert tiers(second).disk_hits_total >= 8
+    assert tiers(second).disk_misses_total == 0
+    assert answer(second, LONG[:50]) == answer(start(model, kv_cache_dir=None), LONG[:50])
+
+
+def test_many_requests_are_what_they_were(start: Callable[..., LLMEngine], model_options) -> None:
+    alone = engine(model_options("llama"), "bfloat16", block_size=8, max_model_len=128)
+    todo = requests(alone.config.model.vocab_size)[:12]
+    expected = run(alone, todo, together=1)
+    assert run(start(), todo, together=7) == expected
+    late = start(late=True, num_kv_blocks=16)
+    assert run(late, todo, together=7) == expected
+    assert tiers(late).disk_hits_total > 10
+    assert tiers(late).num_swaps_total > 0
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [damage, Path.unlink], ids=["damaged", "gone"])
+def test_damaged_files_are_computed_anew(start: Callable[..., LLMEngine], tmp_path: Path, harm: Any) -> None:
+    expected = answer(start(), LONG)
+    second = start()
+    for path in list(tmp_path.rglob("*.kv"))[::2]:
+        harm(path)
+    assert answer(second, LONG) == expected
+    assert tiers(second).disk_misses_total > 0
+    assert (tiers(second).disk_damaged_files_total > 0) == (harm is damage)
+    third = start()
+    assert answer(third, LONG) == expected
+    assert third.stats().prefix_cache_hits_total == 64, "what was lost is written again"
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"block_size": 16}, {"kernels": "torch"}], ids=str)
+def test_what_other_engines_have_kept_is_foreign(start: Callable[..., LLMEngine], change: dict[str, Any]) -> None:
+    answer(start(), LONG)
+    other = start(**change)
+    answer(other, LONG)
+    assert tiers(other).disk_hits_total == other.stats().prefix_cache_hits_total == 0
+
+
+def test_a_disk_that_takes_nothing_stops_nobody(
+    start: Callable[..., LLMEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "blocks").write_text("a file stands where the folder should be")
+    one = start()
+    expected = answer(one, LONG)
+    one.executor.stop()
+    again = start()
+    assert answer(again, LONG) == expected
+    answer(again, LONG[:9])
+    assert caplog.text.count("kv_cache_dir: blocks can't all be kept") == 2
+
+
+def test_a_reset_closes_the_disk(start: Callable[..., LLMEngine]) -> None:
+    one = start()
+    answer(one, LONG)
+    assert one.core.scheduler.reset_prefix_cache()
+    answer(one, LONG)
+    assert one.stats().prefix_cache_hits_total == 0
+
+
+def test_options_that_contradict_it() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dir needs swap_space"):
+        EngineArgs(kv_cache_dir="x", swap_space=0)
+    with pytest.raises(ConfigError, match="needs enable_prefix_caching=True"):
+        EngineArgs(kv_cache_dir="x", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="kv_cache_dir_size"):
+        EngineArgs(kv_cache_dir_size=0)
