@@ -33,6 +33,7 @@ from quire.errors import (
 from quire.inputs import PreparedPrompt, PromptType
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import (
     Abort,
     Add,
@@ -42,10 +43,12 @@ from quire.protocol.core import (
     Event,
     Finish,
     News,
+    Pin,
     Ready,
     Refused,
     Reply,
     SetLimits,
+    Unpin,
 )
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
@@ -284,8 +287,29 @@ class AsyncLLM:
         return snapshot
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False (and nothing done) while requests hold blocks."""
+        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
         return await self._call(partial(Call, name="reset_prefix_cache"))
+
+    async def pin_prefix(
+        self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True
+    ) -> PinnedPrefix:
+        """Compute a prompt and keep its blocks until they are unpinned: see `LLM.pin_prefix`."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        prepared = await self.prepare(prompt, params, add_special_tokens)
+        async for _ in self.generate(prepared):
+            pass
+        name = name or f"prefix-{next(self._ids)}"
+        ids, salt = prepared.token_ids, prepared.cache_salt
+        (prefix,) = await self._call(lambda call_id: Pin(call_id, name, ids, salt))
+        return prefix
+
+    async def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted like all others; False where there is none of this name."""
+        return await self._call(partial(Unpin, name=name))
+
+    async def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """The pinned prefixes, in the order in which they were pinned."""
+        return await self._call(partial(Call, name="pinned_prefixes"))
 
     @property
     def limits(self) -> Limits:
@@ -341,7 +365,7 @@ class AsyncLLM:
             if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
 
-    async def _call(self, make: Callable[[int], Call | SetLimits]) -> Any:
+    async def _call(self, make: Callable[[int], Call | SetLimits | Pin | Unpin]) -> Any:
         self._monitor.attach()
         call_id = next(self._ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()

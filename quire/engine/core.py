@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import Limits
@@ -118,6 +119,17 @@ class EngineCore:
             if self._publisher is not None:
                 self._publish(self._publisher)
         return done
+
+    def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix:
+        """Keep the blocks of a prompt that was just computed: see `Scheduler.pin_prefix`."""
+        self._check_alive()
+        with self.interrupts:
+            return self.scheduler.pin_prefix(name, token_ids, cache_salt)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted; False where there is none of this name."""
+        with self.interrupts:
+            return self.scheduler.kv.pins.remove(name)
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""

@@ -162,13 +162,11 @@ class LLMEngine:
         Raises:
             InvalidRequestError: it is not cached, the name is in use, or it would be too much.
         """
-        with self.core.interrupts:
-            return self.core.scheduler.pin_prefix(name, prompt.token_ids, prompt.cache_salt)
+        return self.core.pin_prefix(name, prompt.token_ids, prompt.cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted; False where there is none of this name."""
-        with self.core.interrupts:
-            return self.core.scheduler.kv.pins.remove(name)
+        return self.core.unpin_prefix(name)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """All of them, in the order in which they were pinned."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import (
     Abort,
     Add,
@@ -19,13 +20,15 @@ from quire.protocol.core import (
     Event,
     Finish,
     News,
+    Pin,
     Ready,
     Refused,
     Reply,
     SetLimits,
     Stop,
+    Unpin,
 )
-from quire.protocol.stats import EngineSnapshot
+from quire.protocol.stats import EngineSnapshot, Limits
 from quire.protocol.step import SequenceOutput
 from quire.scheduler.snapshot import take_snapshot
 
@@ -112,18 +115,28 @@ class CoreLoop:
                     logger.exception("%s failed", name)
                     self._send(Reply(call_id, error=f"{name} failed: {error}"))
             case SetLimits(call_id, changes):
-                try:
-                    self._send(Reply(call_id, self.core.set_limits(changes)))
-                    self._finished = True  # there are new stats to tell
-                except InvalidRequestError as error:
-                    self._send(Reply(call_id, error=str(error), param=error.param or "limits"))
+                self._answer(call_id, lambda: self.core.set_limits(changes), "limits")
+            case Pin(call_id, name, token_ids, cache_salt):
+                self._answer(call_id, lambda: [self.core.pin_prefix(name, token_ids, cache_salt)], "prompt")
+            case Unpin(call_id, name):
+                self._answer(call_id, lambda: self.core.unpin_prefix(name), "name")
             case Stop():
                 self._running = False
 
-    def _call(self, name: str) -> EngineSnapshot | bool:
+    def _answer(self, call_id: int, change: Callable[[], Limits | list[PinnedPrefix] | bool], param: str) -> None:
+        """Make a change that may be refused, and reply."""
+        try:
+            self._send(Reply(call_id, change()))
+            self._finished = True  # there are new stats to tell
+        except InvalidRequestError as error:
+            self._send(Reply(call_id, error=str(error), param=error.param or param))
+
+    def _call(self, name: str) -> EngineSnapshot | list[PinnedPrefix] | bool:
         if name == "snapshot":
             return take_snapshot(self.core.scheduler, time.monotonic())
         if name == "reset_prefix_cache":
             return self.core.reset_prefix_cache()
+        if name == "pinned_prefixes":
+            return self.core.scheduler.kv.pins.listed()
         self.core.check_integrity()
         return True

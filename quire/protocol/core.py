@@ -9,11 +9,12 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 
-CallName = Literal["snapshot", "reset_prefix_cache", "check_integrity"]
+CallName = Literal["snapshot", "reset_prefix_cache", "pinned_prefixes", "check_integrity"]
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +47,22 @@ class SetLimits(msgspec.Struct, frozen=True, tag=True):
 
     call_id: int
     changes: dict[str, Any]
+
+
+class Pin(msgspec.Struct, frozen=True, tag=True):
+    """Keep the blocks of a prompt that was computed; a `Reply` of the same id has the one `PinnedPrefix`."""
+
+    call_id: int
+    name: str
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """Let a pinned prefix be evicted; a `Reply` of the same id says whether there was one."""
+
+    call_id: int
+    name: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +111,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a call, or why there is none."""
 
     call_id: int
-    value: EngineSnapshot | Limits | bool | None = None
+    value: EngineSnapshot | Limits | list[PinnedPrefix] | bool | None = None
     error: str | None = None
     param: str | None = None  # what of the call was wrong: then it is an InvalidRequestError
 
@@ -111,7 +128,7 @@ class Dead(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Add | Abort | Finish | Call | SetLimits | Stop
+Command = Add | Abort | Finish | Call | SetLimits | Pin | Unpin | Stop
 Event = Ready | Failed | News | Refused | Reply | Beat | Dead
 
 

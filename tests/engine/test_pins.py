@@ -1,9 +1,15 @@
 """Pinned prefixes through the whole engine: there when they are needed, and no matter for any answer."""
 
+import asyncio
+
+import msgspec
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, EngineArgs, SamplingParams
+from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.errors import InvalidRequestError
+from quire.protocol.cache import PinnedPrefix
+from quire.protocol.core import Call, Command, Event, Pin, Reply, Unpin
 
 SYSTEM = list(range(100, 150))
 BLOCK = 16
@@ -60,3 +66,30 @@ def test_what_cannot_be_pinned_leaves_nothing_pinned() -> None:
     llm.llm_engine.check_integrity()
     with pytest.raises(InvalidRequestError, match="enable_prefix_caching"):
         make(enable_prefix_caching=False).pin_prefix({"prompt_token_ids": SYSTEM})
+
+
+def test_pins_of_an_engine_in_a_thread() -> None:
+    async def run() -> None:
+        args = EngineArgs(model="demo", num_kv_blocks=40, max_model_len=256, block_size=BLOCK)
+        llm = AsyncLLM.from_engine_args(args, options=AsyncOptions(engine="thread"))
+        try:
+            pinned = await llm.pin_prefix({"prompt_token_ids": SYSTEM})
+            assert (pinned.num_tokens, pinned.num_blocks) == (48, 3)
+            assert await llm.pinned_prefixes() == [pinned]
+            with pytest.raises(InvalidRequestError, match="is pinned already") as refused:
+                await llm.pin_prefix({"prompt_token_ids": SYSTEM}, pinned.name)
+            assert refused.value.param == "name"
+            assert await llm.unpin_prefix(pinned.name)
+            assert not await llm.unpin_prefix(pinned.name)
+            await llm.check_integrity()
+        finally:
+            llm.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("command", [Pin(1, "a", [1, 2], "salt"), Unpin(2, "a"), Call(3, "pinned_prefixes")])
+def test_commands_pass_a_border_of_processes(command: Command) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
+    reply = Reply(1, [PinnedPrefix("a", 32, 2)])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=Event) == reply

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis
+import hypothesis.strategies
 import pytest
 import schemathesis
 from schemathesis import GenerationMode, checks
@@ -31,8 +32,10 @@ LONG_LIST = 200
 POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/admin/limits"]
 GETS = [
     *("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/version", "/load", "/metrics"),
-    "/admin/limits",
+    *("/admin/limits", "/admin/prefixes"),
 ]
+# A server without a key refuses to be changed, whatever it is sent.
+CHANGES = [("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def without_long_lists(schema: Any) -> Any:
 
 def test_every_operation_is_fuzzed(description: Any) -> None:
     operations = {(each.ok().method.upper(), each.ok().path) for each in description.get_all_operations()}
-    assert operations == {*(("POST", path) for path in POSTS), *(("GET", path) for path in GETS)}
+    assert operations == {*(("POST", path) for path in POSTS), *(("GET", path) for path in GETS), *CHANGES}
 
 
 @pytest.mark.parametrize("kind", ["sensible", "positive", "negative"])
@@ -122,6 +125,21 @@ def _bounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_bounded(item) for item in value]
     return abs(int(value)) % VOCAB_SIZE if isinstance(value, int | float) else value
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+def test_nobody_without_a_key_changes_anything(description: Any, method: str, path: str) -> None:
+    modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
+    parameters = {"path_parameters": {"name": "x"}} if "{" in path else {}
+    strategies = [description[path][method].as_strategy(generation_mode=mode, **parameters) for mode in modes]
+
+    @hypothesis.given(case=hypothesis.strategies.one_of(strategies))
+    @hypothesis.settings(max_examples=20, suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
+    def run(case: schemathesis.Case) -> None:
+        answer = case.call_and_validate(checks=CHECKS)
+        assert answer.status_code >= 400
+
+    run()
 
 
 @pytest.mark.parametrize("path", GETS)

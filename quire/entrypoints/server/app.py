@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import admin, chat, completions, info, live, pages
+from quire.entrypoints.server import admin, chat, completions, info, live, pages, prefixes
 from quire.entrypoints.server.errors import error_response
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.state import ServerState
@@ -36,7 +36,7 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.state.quire = state
     app.root_path = args.root_path
-    for module in (info, completions, chat, admin, live, pages):
+    for module in (info, completions, chat, admin, prefixes, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)
@@ -59,9 +59,14 @@ def build_app(state: ServerState) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code == 404 and (meant := _meant_path(request)):
+    if _is_no_route(error) and (meant := _meant_path(request)):
         error = HTTPException(404, f"there is no such route; did you mean {meant}? /docs lists those there are.")
     return error_response(error)
+
+
+def _is_no_route(error: Exception) -> bool:
+    """Whether the framework has said so, and no handler."""
+    return isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found"
 
 
 def _meant_path(request: Request) -> str | None:

@@ -127,6 +127,7 @@ _CODES = {
     403: "api_key_required",
     404: "not_found",
     405: "method_not_allowed",
+    409: "conflict",
     413: "body_too_large",
     415: "unsupported_media_type",
     503: "unavailable",

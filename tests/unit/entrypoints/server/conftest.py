@@ -10,10 +10,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.config.server import ServerArgs
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, InvalidRequestError
 from quire.inputs import PreparedPrompt
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.protocol.cache import PinnedPrefix
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -37,11 +38,29 @@ class FakeAsyncLLM:
         self.death = asyncio.Event()
         self.requests: list[tuple[Any, SamplingParams]] = []
         self.rendered: list[dict[str, Any]] = []
+        self.pinned: list[tuple[Any, bool]] = []
+        self.is_idle = True
         self.num_aborted = self.num_shutdowns = 0
 
     @property
     def policy(self) -> str:
         return self.limits.policy
+
+    async def pin_prefix(self, prompt: Any, name: str | None, add_special_tokens: bool = True) -> PinnedPrefix:
+        await self.check_health()
+        self.pinned.append((prompt, add_special_tokens))
+        if prompt.get("prompt") == "":
+            raise InvalidRequestError("the prompt is empty.", "prompt")
+        return PinnedPrefix(name or "prefix-0", 32, 2)
+
+    async def pinned_prefixes(self) -> list[PinnedPrefix]:
+        return [PinnedPrefix("system", 32, 2)]
+
+    async def unpin_prefix(self, name: str) -> bool:
+        return name == "system"
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.is_idle
 
     async def set_limits(self, **changes: Any) -> Limits:
         self.limits = msgspec.structs.replace(self.limits, **changes)
