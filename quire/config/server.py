@@ -48,6 +48,8 @@ class ServerArgs:
     disable_log_requests: bool = option(False, "No line for each request, at debug level either.")
     disable_uvicorn_access_log: bool = option(False, "The same as --disable-log-requests; there is no other such log.")
     disable_fastapi_docs: bool = option(False, "Do without /docs and /openapi.json.")
+    enable_prompt_tokens_details: bool = option(True, "Tell in each usage how many prompt tokens came from the cache.")
+    enable_force_include_usage: bool = option(False, "End each stream with its usage, asked for or not.")
     enable_request_id_headers: bool = option(
         False, "Answer with an X-Request-Id header: the request's own, or else a new one."
     )

@@ -184,6 +184,12 @@ class GenerationRequest(BaseModel):
     kv_transfer_params: Annotated[None, _ELSEWHERE] = None
     moderation: Annotated[None, _ELSEWHERE] = None
 
+    def force_usage(self) -> None:
+        """Have a stream end with its usage, whether it asked for that or not."""
+        if self.stream:
+            given = self.stream_options or StreamOptions.model_validate({})
+            self.stream_options = given.model_copy(update={"include_usage": True})
+
     @property
     def wants_final_usage(self) -> bool:
         """Whether a stream ends with its usage."""

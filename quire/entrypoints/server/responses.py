@@ -27,12 +27,12 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
-        """Usage, with the sum."""
-        details = PromptTokensDetails(cached_tokens)
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> "Usage":
+        """Usage, with the sum; without details where it is not told what the cache had."""
+        details = None if cached_tokens is None else PromptTokensDetails(cached_tokens)
         return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 

@@ -26,7 +26,7 @@ class Counts(NamedTuple):
 
     prompt: int
     output: int
-    cached: int  # of the prompt, taken from the prefix cache
+    cached: int | None  # of the prompt, taken from the prefix cache; None: not told
 
 
 class Delta(Struct):
@@ -48,12 +48,14 @@ class Rules(Struct, frozen=True):
     Attributes:
         every_token: a delta for tokens without text, too: their ids, logprobs or number are shown.
         at_once: a choice's first delta comes with its first output, text or not: the prompt is echoed.
+        cached_tokens: the usage says how many prompt tokens came from the cache.
         no_tokens: the engine had to draw a token that nobody asked for; it is dropped.
     """
 
     every_token: bool = False
     at_once: bool = False
     no_tokens: bool = False
+    cached_tokens: bool = True
 
 
 class _Choice:
@@ -127,7 +129,7 @@ class Turn:
         return Counts(
             sum(len(output.prompt_token_ids) for output in outputs),
             sum(choice.num_tokens for choice in self._choices),
-            sum(output.num_cached_tokens or 0 for output in outputs),
+            sum(output.num_cached_tokens or 0 for output in outputs) if self._rules.cached_tokens else None,
         )
 
 

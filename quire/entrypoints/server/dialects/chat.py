@@ -52,9 +52,15 @@ class ChatDialect:
         params = chat_params(body, self._llm)
         prompt = await prepared_prompt(self._llm, await self._render(body), params, body)
         check_size(body, params, [len(prompt.token_ids)], self._state)
-        rules = Rules(every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage))
+        args = self._state.args
+        if args.enable_force_include_usage:
+            body.force_usage()
+        rules = Rules(
+            every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage),
+            cached_tokens=args.enable_prompt_tokens_details,
+        )
         turn = Turn(1, params.n, rules)
-        args, head = self._state.args, (f"chatcmpl-{request_id}", int(time.time()), model)
+        head = (f"chatcmpl-{request_id}", int(time.time()), model)
         role = args.response_role if _opens_turn(body) else body.messages[-1].role
         writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
         return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm)), writer

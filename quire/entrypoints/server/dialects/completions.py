@@ -61,10 +61,13 @@ class CompletionDialect:
         lengths = [len(prompt.token_ids) for prompt in prompts]
         check_size(body, params, lengths, self._state)
         as_ids = body.shows_token_ids(self._state.args.return_tokens_as_token_ids)
+        if self._state.args.enable_force_include_usage:
+            body.force_usage()
         rules = Rules(
             every_token=body.logprobs is not None or bool(body.return_token_ids) or body.wants_running_usage,
             at_once=bool(body.echo),
             no_tokens=body.max_tokens == 0,
+            cached_tokens=self._state.args.enable_prompt_tokens_details,
         )
         turn = Turn(len(prompts), params.n, rules)
         logprobs = None if body.logprobs is None else _LogprobWriter(self._llm.tokenizer, as_ids, body)
