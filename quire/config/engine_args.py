@@ -13,7 +13,7 @@ from typing import Any, Literal
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
-from quire.config.options import check_options, option, option_of
+from quire.config.options import by_other_names, check_options, option, option_of
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError, NotYetSupportedError
@@ -43,7 +43,9 @@ class EngineArgs:
     trust_remote_code: bool = option(False, "Accepted and without effect: code shipped with a model is never run.")
     dtype: str = option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
     quantization: Literal["int8", "int4"] | None = option(
-        None, "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row)."
+        None,
+        "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row).",
+        short="-q",
     )
     kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"] = option(
         "auto",
@@ -100,8 +102,15 @@ class EngineArgs:
         most=1,
         over=0,
     )
-    kv_cache_memory: int | None = option(None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", 1)
-    num_kv_blocks: int | None = option(None, "Number of KV blocks; overrides every measurement.", 1)
+    kv_cache_memory: int | None = option(
+        None,
+        "Size of the KV cache in bytes; overrides gpu_memory_utilization.",
+        1,
+        aliases=("kv_cache_memory_bytes",),
+    )
+    num_kv_blocks: int | None = option(
+        None, "Number of KV blocks; overrides every measurement.", 1, aliases=("num_gpu_blocks_override",)
+    )
     swap_space: float | None = option(
         None,
         "Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; on a CPU none by "
@@ -119,13 +128,16 @@ class EngineArgs:
         32.0, "Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first.", over=0
     )
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
-    tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1)
-    pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1)
+    tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1, short="-tp")
+    pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1, short="-pp")
     distributed_executor_backend: Literal["uni"] | None = option(None, "Executor; only 'uni' (in-process) yet.")
     speculative_config: dict[str, Any] | None = option(
         None, "Draft tokens ahead of the model, as {'method': 'ngram', 'num_speculative_tokens': 4} says (JSON)."
     )
     enforce_eager: bool = option(True, "Run without captured graphs, as this version always does on a CPU.")
+    stream_interval: int = option(
+        1, "Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones.", 1
+    )
     disable_log_stats: bool = option(False, "Do not gather per-request timings: outputs have no metrics.")
     debug: bool = option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
 
@@ -154,7 +166,11 @@ class EngineArgs:
 
         One that vLLM has and Quire has not yet is a NotYetSupportedError.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
+        known, aliases = [f.name for f in dataclasses.fields(cls)], by_other_names(cls)
+        for alias in aliases.keys() & kwargs.keys():
+            if aliases[alias] in kwargs:
+                raise ConfigError(f"{alias} and {aliases[alias]} are two names of one option; give one of them.")
+            kwargs[aliases[alias]] = kwargs.pop(alias)
         for name in kwargs:
             if name not in known:
                 if told := not_yet(name):

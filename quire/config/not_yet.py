@@ -7,24 +7,19 @@ _LATER = """
     additional_config allowed_local_media_path api_server_count async_scheduling calculate_kv_scales
     chat_template_content_format compilation_config config convert cpu_offload_gb data_parallel_rank data_parallel_size
     decode_context_parallel_size default_chat_template_kwargs enable_auto_tool_choice enable_expert_parallel
-    enable_force_include_usage enable_lora enable_prompt_tokens_details enable_server_load_tracking enable_sleep_mode
+    enable_lora enable_server_load_tracking enable_sleep_mode
     enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin kv_offloading_size
     kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors long_prefill_token_threshold
     lora_modules max_cpu_loras max_lora_rank max_loras max_num_partial_prefills middleware mm_processor_kwargs
     num_speculative_tokens override_generation_config pooler_config reasoning_parser runner speculative_model
-    stream_interval structured_outputs_config tool_call_parser tool_parser_plugin
+    structured_outputs_config tool_call_parser tool_parser_plugin
 """
 _INSTEAD = {
     "override_generation_config": "requests give their own parameters, and generation_config='vllm' neutral defaults",
-    "num_gpu_blocks_override": "give num_kv_blocks",
-    "kv_cache_memory_bytes": "give kv_cache_memory",
     "uvicorn_log_level": "give log_level",
     "enable_log_requests": "log_level 'debug' adds a line for each request",
     "no_enable_log_requests": "leave it out: requests are logged at log_level 'debug' only",
     "max_log_len": "prompts are never logged",
-    "tp": "give tensor_parallel_size",
-    "pp": "give pipeline_parallel_size",
-    "q": "give quantization",
     "O": "leave it out: nothing is compiled at start-up",
     "device": "leave it out: the machine's processor is used",
     "cpu_kvcache_space": "give kv_cache_memory",

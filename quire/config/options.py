@@ -30,7 +30,8 @@ def option(
         help_text: the documentation, and the flag's text.
         least, most: the range of a number, both ends included. `over` among the facts leaves its end out.
         secret: not shown by repr.
-        facts: further metadata, for the class itself.
+        facts: further metadata, for the class itself. `aliases` among them: vLLM's other names for it; `short`: its
+            flag of one dash.
     """
     metadata = {"help": help_text, "least": least, "most": most, "over": None} | facts
     if isinstance(default, list):
@@ -42,6 +43,11 @@ def option_of(options: type, name: str) -> Any:
     """The same option as another class of options has."""
     found = next(field for field in dataclasses.fields(options) if field.name == name)
     return dataclasses.field(default=found.default, metadata=dict(found.metadata), repr=found.repr)
+
+
+def by_other_names(options: type) -> dict[str, str]:
+    """Other names of the options of a class -> their own."""
+    return {alias: f.name for f in dataclasses.fields(options) for alias in f.metadata.get("aliases", ())}
 
 
 def split_optional(hint: Any) -> tuple[Any, bool]:

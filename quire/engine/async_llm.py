@@ -96,7 +96,8 @@ class AsyncLLM:
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer)
         self.prepare, self.encode, self.render_chat = inputs.prepare, inputs.encode, inputs.render_chat
-        self._outputs = OutputProcessor(tokenizer, with_metrics=not config.args.disable_log_stats)
+        args = config.args
+        self._outputs = OutputProcessor(tokenizer, not args.disable_log_stats, args.stream_interval)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
         self._queued: set[str] = set()  # not yet part of a step

@@ -38,7 +38,8 @@ class LLMEngine:
         self.core = core
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(config, tokenizer)
-        self._outputs = OutputProcessor(tokenizer, with_metrics=not config.args.disable_log_stats)
+        args = config.args
+        self._outputs = OutputProcessor(tokenizer, not args.disable_log_stats, args.stream_interval)
         self._undelivered: list[RequestOutput] = []  # of a step that ended in an interrupt
         self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
 

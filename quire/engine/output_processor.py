@@ -62,7 +62,9 @@ class _SequenceRecord:
 class _RequestRecord:
     """One request's sequences and facts, from its arrival to its last output."""
 
-    def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, with_metrics: bool) -> None:
+    def __init__(
+        self, processed: ProcessedInput, tokenizer: Tokenizer | None, with_metrics: bool, stream_interval: int
+    ) -> None:
         self.request = request = processed.request
         self.num_sequences = processed.task.num_sequences
         self.prompt = processed.prompt
@@ -77,6 +79,7 @@ class _RequestRecord:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time) if with_metrics else None
         self.num_cached_tokens = 0
         self.failed = False
+        self._interval = stream_interval
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
@@ -154,7 +157,7 @@ class _RequestRecord:
         completions = [
             s.completion(params, delta, rank if ranked else s.index)
             for rank, s in enumerate(chosen)
-            if not delta or finished or s.num_sent < len(s.token_ids)
+            if not delta or finished or self._is_due(s)
         ]
         return RequestOutput(
             request_id=self.request.request_id,
@@ -166,6 +169,13 @@ class _RequestRecord:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+    def _is_due(self, sequence: _SequenceRecord) -> bool:
+        """Whether a stream's next piece of a sequence is large enough, or its first, or its last."""
+        num_new = len(sequence.token_ids) - sequence.num_sent
+        if num_new >= self._interval:
+            return True
+        return num_new > 0 and (not sequence.num_sent or sequence.finish_reason is not None)
 
     def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         # By position: a request that was preempted within its prompt computes, and reports, a part twice.
@@ -185,8 +195,10 @@ class _RequestRecord:
 class OutputProcessor:
     """Records of all live requests."""
 
-    def __init__(self, tokenizer: Tokenizer | None, with_metrics: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, with_metrics: bool = True, stream_interval: int = 1) -> None:
+        """`stream_interval`: least new tokens of a piece of a stream, but for the first and the last."""
         self._tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self._with_metrics = with_metrics
         self._records: dict[str, _RequestRecord] = {}
 
@@ -207,7 +219,7 @@ class OutputProcessor:
 
     def add(self, processed: ProcessedInput) -> None:
         """Open a record."""
-        record = _RequestRecord(processed, self._tokenizer, self._with_metrics)
+        record = _RequestRecord(processed, self._tokenizer, self._with_metrics, self._stream_interval)
         self._records[processed.request.request_id] = record
 
     def note_scheduled(self, request_ids: list[str], now: float) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
@@ -71,12 +71,15 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, default: Any, help_text: str) -> None:
+def add_typed_flag(
+    group: argparse._ActionsContainer, name: str, hint: Any, default: Any, help_text: str, others: Iterable[str] = ()
+) -> None:
     """Add the flag of one field. Where the user leaves it out, the namespace has no such attribute.
 
     Args:
         hint: the field's type: bool, int, float, str, a Literal, list[str], a dict, or one of these or None.
         default: shown in the help, unless it is None or a bool.
+        others: further spellings of the flag.
     """
     hint, _ = split_optional(hint)
     spec: dict[str, Any]
@@ -95,7 +98,8 @@ def add_typed_flag(group: argparse._ActionsContainer, name: str, hint: Any, defa
         spec = {"type": reader, "metavar": metavar}
     if default not in (None, "") and hint is not bool:
         help_text += f" (default: {default})"
-    group.add_argument(flag_name(name), dest=name, default=SUPPRESS, help=help_text.replace("%", "%%"), **spec)
+    text = help_text.replace("%", "%%")
+    group.add_argument(flag_name(name), *others, dest=name, default=SUPPRESS, help=text, **spec)
 
 
 def add_option_flags(
@@ -110,9 +114,12 @@ def add_option_flags(
         if only is not None and field.name not in only:
             continue
         own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        add_typed_flag(
-            group, field.name, hints[field.name], (defaults or {}).get(field.name, own), field.metadata["help"]
-        )
+        facts = field.metadata
+        others = [*map(flag_name, facts.get("aliases", ()))]
+        if (short := facts.get("short")) and short not in group._option_string_actions:  # a command may have its own
+            others.append(short)
+        default = (defaults or {}).get(field.name, own)
+        add_typed_flag(group, field.name, hints[field.name], default, facts["help"], others)
 
 
 def options_given(namespace: Namespace, options: type) -> dict[str, Any]:

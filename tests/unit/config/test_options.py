@@ -81,10 +81,19 @@ def test_every_option_is_declared_by_one_function(options: type) -> None:
 def test_options_of_vllm_that_are_not_there_are_named() -> None:
     with pytest.raises(NotYetSupportedError, match="^enable_lora is not supported yet.$"):
         EngineArgs.from_kwargs(enable_lora=True)
-    with pytest.raises(NotYetSupportedError, match="gpu_blocks_override is not an option here: give num_kv_blocks"):
-        EngineArgs.from_kwargs(num_gpu_blocks_override=4)
+    with pytest.raises(NotYetSupportedError, match="cpu_kvcache_space is not an option here: give kv_cache_memory"):
+        EngineArgs.from_kwargs(cpu_kvcache_space=4)
     with pytest.raises(ConfigError, match="unknown engine argument 'max_modl_len'. Did you mean 'max_model_len'?"):
         EngineArgs.from_kwargs(max_modl_len=4)
+
+
+def test_other_names_of_vllm() -> None:
+    assert EngineArgs.from_kwargs(num_gpu_blocks_override=4) == EngineArgs(num_kv_blocks=4)
+    assert EngineArgs.from_kwargs(kv_cache_memory_bytes=1 << 20) == EngineArgs(kv_cache_memory=1 << 20)
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override and num_kv_blocks are two names of one option"):
+        EngineArgs.from_kwargs(num_gpu_blocks_override=4, num_kv_blocks=4)
+    with pytest.raises(ConfigError, match="stream_interval must be an integer, at least 1, got 0"):
+        EngineArgs(stream_interval=0)
 
 
 def test_what_is_there_is_not_called_missing() -> None:
