@@ -95,6 +95,11 @@ class KVManager:
         """Blocks handed out although their content could be found, since the start, of all groups."""
         return sum(group.pool.num_evicted for group in self._groups)
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one owner, of all groups: forks, prefixes that several read, pins."""
+        return sum(group.pool.num_shared for group in self._groups)
+
     def block_states(self) -> bytes:
         """One byte a block, group after group: 0 free, 1 free but holding a cached prefix, 2 used."""
         return b"".join(group.pool.states() for group in self._groups)

@@ -19,6 +19,7 @@ class BlockPool:
     when freed, so that the least recently used content goes first. Every call is O(1) a block.
 
     Attributes:
+        num_shared: blocks with more than one owner.
         num_evicted: blocks handed out although their content could be found, since the start.
         evicted: where a list, `allocate` notes here which blocks held which content.
         on_removed: told of each name that leads nowhere any more, `forget_all` aside.
@@ -28,6 +29,7 @@ class BlockPool:
         """`residency` is told how long the contents of some blocks stay."""
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_shared = 0
         self.num_evicted = 0
         self.ref_counts = [0] * num_blocks
         self.evicted: list[tuple[int, bytes]] | None = None
@@ -61,18 +63,23 @@ class BlockPool:
 
     def acquire(self, block: int) -> None:
         """Add an owner to a block, free or not."""
-        if self.ref_counts[block] == 0:
+        count = self.ref_counts[block]
+        if count == 0:
             self._unlink(block)
             self.num_free -= 1
             self._states[block] = _OWNED
-        self.ref_counts[block] += 1
+        elif count == 1:
+            self.num_shared += 1
+        self.ref_counts[block] = count + 1
         if not block & UNSAMPLED and self._residency is not None:
             self._residency.on_used(block)
 
     def release(self, block: int) -> None:
         """Drop an owner of a block; without any left it is free."""
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0:
+        count = self.ref_counts[block] = self.ref_counts[block] - 1
+        if count == 1:
+            self.num_shared -= 1
+        elif count == 0:
             # Before the sentinel is the end of the list, before the first block its front.
             end, is_known = self._sentinel, self._hashes[block] is not None
             self._link_before(end if is_known else self._next[end], block)
@@ -149,6 +156,7 @@ class BlockPool:
         unowned = [block for block, count in enumerate(self.ref_counts) if count == 0]
         assert sorted(free) == unowned, "the free blocks are not those without an owner"
         assert min(self.ref_counts) >= 0, "a block was released too often"
+        assert self.num_shared == sum(count > 1 for count in self.ref_counts), "shared blocks are miscounted"
         hashed = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
         assert hashed == self._block_of, "blocks and hashes disagree"
         pairs = zip(self.ref_counts, self._hashes, strict=True)

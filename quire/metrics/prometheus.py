@@ -17,6 +17,22 @@ from quire.protocol.stats import EngineStats, SpeculationStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
+# The counters of `TierStats`, as they are called there before "_total".
+_TIERS = {
+    "num_swaps": "Preempted sequences whose blocks went to the host.",
+    "swapped_out_blocks": "KV blocks copied to the host, evicted prefixes included.",
+    "swapped_in_blocks": "KV blocks copied back.",
+    "swapped_out_bytes": "Bytes of them.",
+    "swapped_in_bytes": "Bytes of them.",
+    "host_evictions": "KV blocks of prefixes that were evicted to the host.",
+    "host_hits": "KV blocks of prefixes found on the host.",
+    "disk_hits": "KV blocks of prefixes read from the disk.",
+    "disk_misses": "KV blocks that should have been on the disk and were not.",
+    "disk_written_blocks": "KV blocks written to the disk.",
+    "disk_failed_writes": "KV blocks that the disk did not take.",
+    "disk_damaged_files": "Files of KV blocks that were damaged or foreign, and ignored.",
+    "disk_removed_files": "Files of KV blocks removed to stay within the limit.",
+}
 
 
 def render(metrics: ServingMetrics, stats: EngineStats, model_name: str, now: float) -> tuple[bytes, str]:
@@ -100,6 +116,11 @@ class _Serving(Collector):
             yield "quire:max_num_seqs", "Most sequences that may run at once, now.", stats.limits.max_num_seqs
             tokens = stats.limits.max_num_batched_tokens
             yield "quire:max_num_batched_tokens", "Most tokens that a step may have, now.", tokens
+        yield "quire:kv_blocks_shared", "KV blocks with more than one owner.", stats.kv_blocks_shared
+        yield "quire:kv_blocks_pinned", "KV blocks of pinned prefixes.", stats.kv_blocks_pinned
+        if stats.tiers is not None:
+            usage = stats.tiers.host_cache_usage_perc
+            yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
         stall = self.metrics.event_loop_max_stall
         yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
 
@@ -114,6 +135,10 @@ class _Serving(Collector):
         evictions = stats.prefix_cache_evictions_total
         yield "quire:prefix_cache_evictions", "KV blocks whose cached content made room.", evictions
         yield "vllm:num_preemptions", "Sequences whose blocks were taken from them.", stats.num_preemptions_total
+        yield "quire:forks", "Sequences that began with the blocks of another.", stats.num_forks_total
+        if stats.tiers is not None:
+            for name, help in _TIERS.items():
+                yield f"quire:{name}", help, getattr(stats.tiers, f"{name}_total")
 
 
 def _le(bound: float) -> str:

@@ -63,6 +63,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries_total: int  # prompt tokens looked up
     prefix_cache_hits_total: int  # prompt tokens found
     waiting_reasons: dict[str, int]  # why the waiting wait -> how many
+    num_forks_total: int = 0  # sequences that began with the blocks of another
+    kv_blocks_shared: int = 0  # with more than one owner
+    kv_blocks_pinned: int = 0
     prefix_cache_evictions_total: int = 0  # blocks whose cached content made room
     # How long contents of blocks stay, as `residency_histograms` has them; [] until something was counted.
     kv_block_residency: list[Counts] = []

@@ -30,7 +30,7 @@ class Planner:
         waiting: sequences that hold none and could run if there were room.
         preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once; more may run still, where it was lowered.
-        num_preemptions: sequences preempted since the start.
+        num_preemptions, num_forks: sequences preempted, and begun with the blocks of another, since the start.
         swapping: decides which of them go to the host.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found, at requests' first admission.
 
@@ -42,6 +42,7 @@ class Planner:
         self.running = SequenceQueue()
         self.preparing: dict[int, Sequence] = {}
         self.num_preemptions = 0
+        self.num_forks = 0
         self.swapping = Swapping(kv)
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -153,6 +154,7 @@ class Planner:
         self.waiting.remove(sequence)
         self._start(sequence)
         sequence.announced = True
+        self.num_forks += 1
         self._forks[sequence.sequence_id] = fork
 
     def drop(self, sequence: Sequence) -> None:

@@ -301,7 +301,7 @@ def test_the_live_view_shows_what_runs(page: Browser, server: str) -> None:
     stop = threading.Event()
 
     def work() -> None:
-        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 480, "ignore_eos": True}).encode()
+        body = json.dumps({"model": "demo", "prompt": "Once", "max_tokens": 480, "ignore_eos": True, "n": 2}).encode()
         while not stop.is_set():
             connection = http.client.HTTPConnection(urllib.parse.urlsplit(server).netloc)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -317,6 +317,7 @@ def test_the_live_view_shows_what_runs(page: Browser, server: str) -> None:
         page.wait("latest.blocks.num_used > 0 && $('num-used').textContent !== '0'")
         page.wait("Number(charts[0].values[0].textContent.replace(',', '')) > 0")
         page.wait("charts[2].values[0].textContent !== '–'")
+        assert "fork" in page.wait("$('tiers').textContent")
     finally:
         stop.set()
         for worker in workers:

@@ -25,7 +25,9 @@ def test_a_shared_block_is_free_when_its_last_owner_leaves() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.acquire(block)
+    assert pool.num_shared == 1
     pool.release(block)
+    assert pool.num_shared == 0
     assert pool.num_free == 1
     pool.release(block)
     assert pool.num_free == 2

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.prometheus import render
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import Counts, EngineStats, SpeculationStats
+from quire.protocol.stats import Counts, EngineStats, SpeculationStats, TierStats
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
 # Those of vLLM that its dashboard and the autoscalers read.
@@ -61,6 +62,24 @@ def test_gauges_and_counters(families: dict[str, Metric]) -> None:
     for reason, expected in reasons.items():
         found = value(families, "vllm:request_success", "vllm:request_success_total", finished_reason=reason)
         assert found == expected
+
+
+def test_blocks_and_the_tiers_below_them() -> None:
+    tiers = TierStats(0.25, 2, 30, 20, 3_000, 2_000, 11, 7, disk_hits_total=5, disk_damaged_files_total=1)
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, num_forks_total=4, kv_blocks_shared=3, kv_blocks_pinned=6, tiers=tiers)
+    body, _ = render(ServingMetrics(100), stats, LABELS["model_name"], now=200.0)
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    assert value(families, "quire:kv_blocks_shared") == 3
+    assert value(families, "quire:kv_blocks_pinned") == 6
+    assert value(families, "vllm:cpu_cache_usage_perc") == 0.25
+    counters = {"forks": 4} | {
+        name.removesuffix("_total"): count
+        for name, count in msgspec.structs.asdict(tiers).items()
+        if name.endswith("_total")
+    }
+    assert len(counters) >= 14, "every counter of the tiers is shown"
+    for name, expected in counters.items():
+        assert value(families, f"quire:{name}", f"quire:{name}_total") == expected
 
 
 def test_residency_of_kv_blocks() -> None:
