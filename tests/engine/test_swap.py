@@ -81,3 +81,19 @@ def test_without_swap_space_there_is_no_second_memory(model_options) -> None:
     assert one.stats().tiers is None
     one.add_request("0", [5, 6, 7], SamplingParams(max_tokens=3, logprobs=1))
     assert facts(one.step()[0])
+
+
+def test_beams_that_were_swapped_find_the_same(model_options) -> None:
+    found = []
+    for changes in ({}, {"num_kv_blocks": 18, "swap_space": SPACE}):
+        one = engine(model_options("llama"), "float32", block_size=8, max_model_len=128, **changes)
+        for i in range(4):
+            params = SamplingParams(n=3, best_of=3, use_beam_search=True, temperature=0, max_tokens=30, ignore_eos=True)
+            one.add_request(str(i), [7 + i, *range(20, 41)], params)
+        ended = {}
+        while one.has_unfinished_requests():
+            ended |= {each.request_id: each for each in one.step() if each.finished}
+        one.check_integrity()
+        found.append([[list(c.token_ids) for c in ended[str(i)].outputs] for i in range(4)])
+    assert found[0] == found[1]
+    assert one.stats().tiers.num_swaps_total > 0

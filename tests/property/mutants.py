@@ -13,6 +13,7 @@ import pytest
 
 from quire.executor.simulated import SimulatedExecutor
 from quire.kvcache import manager, prefix
+from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.host import HostTier
 from quire.kvcache.manager import KVManager
@@ -288,3 +289,19 @@ def a_beam_goes_on_from_its_neighbour(
     if len(branches) > 3 and branches[-1].index != branches[-1].parent:
         branches = [*branches[:-1], dataclasses.replace(branches[-1], parent=branches[0].parent)]
     return right(outcomes, group, branches)
+
+
+# The disk.
+
+
+@plant(DiskTier, "take")
+def what_could_not_be_read_is_believed(right: Callable[..., Any], disk: DiskTier, news: Any) -> Any:
+    """A file that is gone or damaged counts as read."""
+    answers, settled = right(disk, news)
+    return [(request, True) for request, _ in answers], settled
+
+
+@plant(DiskTier, "owned")
+def a_block_that_is_read_to_is_forgotten(right: Callable[..., list[int]], disk: DiskTier, group: int) -> list[int]:
+    """The books miss a host block that awaits its content."""
+    return right(disk, group)[1:]
