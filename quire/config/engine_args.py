@@ -15,7 +15,7 @@ from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
-from quire.config.speculative import SpeculativeConfig
+from quire.config.speculative import SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 from quire.utils.suggest import nearest
@@ -214,7 +214,20 @@ class EngineArgs:
                 max_num_drafts=speculative.num_speculative_tokens if speculative is not None else 0,
             ),
             speculative=speculative,
+            draft=self._draft_model(speculative, model) if speculative is not None and speculative.model else None,
         )
+
+    def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
+        """The configuration of the model that drafts, held against that of the model it drafts for."""
+        draft = ModelConfig.from_pretrained(
+            speculative.model or "",
+            dtype=model.dtype,
+            revision=speculative.revision,
+            load_format=self.load_format,
+            download_dir=self.download_dir,
+        )
+        check_draft_model(draft, model)
+        return draft
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,7 @@ class EngineConfig:
     model: ModelConfig
     scheduler: SchedulerConfig
     speculative: SpeculativeConfig | None = None
+    draft: ModelConfig | None = None
 
     @property
     def kv_events(self) -> KVEventsConfig:

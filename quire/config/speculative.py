@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.config.model import ModelConfig
 from quire.config.options import check_options, option
 from quire.errors import ConfigError
 from quire.utils.suggest import nearest
@@ -18,6 +19,9 @@ OPTION = "speculative_config"
 
 # The options that one method alone reads.
 _OF_METHOD = {
+    "model": "draft_model",
+    "revision": "draft_model",
+    "quantization": "draft_model",
     "prompt_lookup_min": "ngram",
     "prompt_lookup_max": "ngram",
     "suffix_decoding_max_spec_factor": "suffix",
@@ -34,10 +38,15 @@ class SpeculativeConfig:
         ConfigError: a value is out of its range, or of no use to the method.
     """
 
-    method: Literal["ngram", "suffix"] = option(
+    method: Literal["ngram", "suffix", "draft_model"] = option(
         "ngram",
         "'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest "
-        "such tokens, in past outputs too where asked.",
+        "such tokens, in past outputs too where asked, 'draft_model' asks a smaller model.",
+    )
+    model: str | None = option(None, "The draft model: a directory, a hub id, or 'demo-draft'; of the same vocabulary.")
+    revision: str | None = option(None, "Branch, tag or commit of the draft model on the hub.")
+    quantization: Literal["int8", "int4"] | None = option(
+        None, "The draft model's weights, as the option of the model."
     )
     num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
     acceptance: Literal["exact"] = option(
@@ -97,4 +106,24 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{OPTION}: {name} is for the method {method!r}, not {config.method!r}; leave it out."
                 )
+        if config.method == "draft_model" and not config.model:
+            raise ConfigError(f"{OPTION}: the method 'draft_model' needs 'model', the name of the model that drafts.")
         return config
+
+
+def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
+    """Refuse a draft model that can't draft for the model (ConfigError)."""
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{OPTION}: the draft model {draft.model!r} has a vocabulary of {draft.vocab_size} tokens, and the model "
+            f"{model.model!r} one of {model.vocab_size}; they must have the same tokenizer."
+        )
+    if draft.max_model_len < model.max_model_len:
+        raise ConfigError(
+            f"{OPTION}: the draft model {draft.model!r} has a context of {draft.max_model_len} tokens, shorter than "
+            f"max_model_len={model.max_model_len}; lower that."
+        )
+    if any(window is not None for window in draft.layer_windows):
+        raise ConfigError(
+            f"{OPTION}: the draft model {draft.model!r} has a sliding window, which is not supported yet."
+        )

@@ -20,6 +20,7 @@ class WorkerConfig:
         max_num_batched_tokens: most tokens computed in one step.
         max_num_drafts: most draft tokens of a row in one step.
         speculative: how they are drafted, where they are.
+        draft: the model that drafts them, where one does.
         quantization: weight format made at load time, None for the checkpoint's own.
         kv_cache_dtype: "auto" for the model's, or the name of a cache format.
         kernels: level of compiled kernels, "auto" or "torch".
@@ -38,6 +39,7 @@ class WorkerConfig:
     max_num_batched_tokens: int
     max_num_drafts: int = 0
     speculative: SpeculativeConfig | None = None
+    draft: ModelConfig | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"

@@ -34,6 +34,7 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_drafts=config.scheduler.max_num_drafts,
         speculative=config.speculative,
+        draft=config.draft,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         kernels=args.kernels,

@@ -38,12 +38,16 @@ class BuildContext:
     cache_layers: list[LayerCache] = field(default_factory=list)
     attentions: list[SelfAttention] = field(default_factory=list)
 
-    def assign_groups(self) -> None:
-        """Tell each attention layer its KV group; the last thing that is done to a model's layers."""
-        for number, group in enumerate(group_layers(self.cache_layers)):
+    def assign_groups(self, layers: list[LayerCache] | None = None, first: int = 0) -> None:
+        """Tell each attention layer its KV group; the last thing that is done to a model's layers.
+
+        Where other models' layers are in the same groups, `layers` are all of them, and this one's begin at `first`.
+        """
+        for number, group in enumerate(group_layers(layers or self.cache_layers)):
             for layer in group.layers:
-                attention = self.attentions[layer]
-                attention.spec = replace(attention.spec, group=number)
+                if 0 <= layer - first < len(self.attentions):
+                    attention = self.attentions[layer - first]
+                    attention.spec = replace(attention.spec, group=number)
 
 
 class Builder:

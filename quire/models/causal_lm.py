@@ -17,6 +17,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
+from quire.protocol.cache import LayerCache
 
 
 class CausalLM(nn.Module):
@@ -53,6 +54,7 @@ class CausalLM(nn.Module):
         self.tied = config.tie_word_embeddings
         self.lm_head = builder.head(embedding, tied=self.tied)
         builder.context.assign_groups()
+        self._context = builder.context
         self._form = form
         self._logit_softcap = logit_softcap
         slots = weight_slots(self, form)
@@ -67,6 +69,10 @@ class CausalLM(nn.Module):
         """[R, H] -> [R, V], in the model's dtype or float32."""
         logits = self.lm_head(hidden, wide=True)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
+
+    def assign_groups(self, layers: list[LayerCache], first: int) -> None:
+        """Let its cache layers, those of `layers` from `first` on, share KV groups with others; not later."""
+        self._context.assign_groups(layers, first)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""

@@ -122,3 +122,15 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
                 lane.logprobs = [of_token for found in output.logprobs[start : last + 1] for of_token in found or ()]
         start = stop
     return others
+
+
+def sample_ahead(
+    logits: Tensor, states: Sequence[SamplingState], ahead: int, target: Target | None = None
+) -> list[int | None]:
+    """A token from each of [R, V] logits, drawn as `ahead` positions beyond a sequence's next one; None where it fails.
+
+    Nothing may look back: no state has penalties, bad words, processors or a least number of tokens.
+    """
+    num = len(states)
+    output = sample(logits, Draws(states, [1] * num, range(num), None, [ahead] * num), target)
+    return [token_ids[0] if token_ids else None for token_ids in output.token_ids]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from quire.config.speculative import SpeculativeConfig
 from quire.speculative.base import Proposer
+from quire.speculative.draft_model import DraftModelProposer, DraftRunner
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.suffix import SuffixProposer
 
@@ -16,8 +17,12 @@ _METHODS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
 }
 
 
-def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """What drafts tokens."""
-    proposer = _METHODS[config.method](config)
+def make_proposer(config: SpeculativeConfig, vocab_size: int, draft: DraftRunner | None = None) -> Proposer:
+    """What drafts tokens; `draft` runs the draft model, where the method has one."""
+    if config.method == "draft_model":
+        assert draft is not None, "a draft model is configured and not loaded"
+        proposer: Proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft)
+    else:
+        proposer = _METHODS[config.method](config)
     proposer.max_batch = config.disable_by_batch_size or math.inf
     return proposer

@@ -56,11 +56,15 @@ class StepBatch:
 def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
     """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
     rows = [table[s.sequence_id] for s in scheduled]
-    if len(rows) == 1 and scheduled[0].num_new_tokens == 1:
-        return StepBatch(rows, [1], _next_token(rows[0], table))
-    counts = [s.num_new_tokens for s in scheduled]
+    return gather_tokens(rows, [row.num_computed for row in rows], [s.num_new_tokens for s in scheduled], table)
+
+
+def gather_tokens(rows: list[Row], first: Sequence[int], counts: Sequence[int], table: RowTable) -> StepBatch:
+    """Likewise for `counts[i]` tokens, drafts included, of row i from position `first[i]` on."""
+    if len(rows) == 1 and counts[0] == 1:
+        return StepBatch(rows, [1], _next_token(rows[0], first[0], table))
     indices = np.array([row.index for row in rows])
-    starts = np.array([row.num_computed for row in rows], INT)
+    starts = np.array(first, INT)
     if max(counts) == 1:  # all decode: most steps are this
         ends = list(range(1, len(rows) + 1))
         query_start_loc = np.arange(len(rows) + 1, dtype=INT)
@@ -89,9 +93,9 @@ def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch
     return StepBatch(rows, ends, arrays)
 
 
-def _next_token(row: Row, table: RowTable) -> StepArrays:
+def _next_token(row: Row, position: int, table: RowTable) -> StepArrays:
     """One token of one sequence: a lone stream's every step, where each call of numpy shows in a small model's time."""
-    position, block_size = row.num_computed, table.block_size
+    block_size = table.block_size
     place = position // block_size
     slots = [int(held[row.index, place]) * block_size + position % block_size for held in table.block_tables]
     return StepArrays(

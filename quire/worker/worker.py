@@ -22,6 +22,7 @@ from quire.speculative.registry import make_proposer
 from quire.worker.blockfiles import BlockFiles, BlockFolder
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
+from quire.worker.draft import DraftModel
 from quire.worker.fingerprint import kv_fingerprint
 from quire.worker.rows import RowTable
 from quire.worker.runner import KVCache, ModelRunner
@@ -52,7 +53,8 @@ class Worker:
         self.device: Device = CpuDevice(config)
         self._store: WeightStore | None = None
         self._model = self._build()
-        self._layers = self._model.cache_layers
+        self._draft = DraftModel(config, self.device, self._model) if config.draft is not None else None
+        self._layers = [*self._model.cache_layers, *(self._draft.model.cache_layers if self._draft else ())]
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
@@ -83,6 +85,8 @@ class Worker:
         if self._store is not None:
             self._store.finish()
         self._runnable = device.compile(self._model)
+        if self._draft is not None:
+            self._draft.load(progress)
         return WorkerReport(
             kernels=device.kernels,
             kernels_reason=device.kernels_reason,
@@ -149,16 +153,23 @@ class Worker:
         if host is not None and self._files is not None:
             self._disk = DiskCache(host, self._files)
         cache = KVCache(device.backend, tensors, layout.groups, host)
-        proposer = None
+        self._runner = self._make_runner(cache, table)
+
+    def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
+        config, model, proposer = self._config, self._loaded(), None
         if self._make_proposer is not None:
             proposer = self._make_proposer(self._model)
         elif config.speculative is not None:
-            proposer = make_proposer(config.speculative)
-        self._runner = ModelRunner(device, model, cache, table, proposer, poison=config.debug)
+            own = cache.tensors[len(self._model.cache_layers) :]
+            drafts = self._draft.runner(table, own) if self._draft is not None else None
+            proposer = make_proposer(config.speculative, model.vocab_size, drafts)
+        runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
         if config.speculative is not None and config.speculative.adaptive:
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
-            seconds = device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
-            self._runner.pace = Pace(StepCosts(seconds, HOST_SECONDS))
+            seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
+            of_draft = self._draft.round_seconds(self._layers) + HOST_SECONDS if self._draft is not None else 0.0
+            runner.pace = Pace(StepCosts(seconds, HOST_SECONDS), of_draft)
+        return runner
 
     def begin(self, plan: StepPlan) -> None:
         """Compute a step's tokens."""

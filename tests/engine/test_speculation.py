@@ -73,14 +73,19 @@ def check(plain: dict[str, list[Any]], method: dict[str, Any], *, together: bool
     return llm
 
 
-@pytest.mark.parametrize(("method", "k"), [("ngram", 3), ("suffix", 8)])
+def method_of(name: str, k: int) -> dict[str, Any]:
+    model = {"model": "demo-draft"} if name == "draft_model" else {}
+    return {"method": name, "num_speculative_tokens": k} | model
+
+
+@pytest.mark.parametrize(("method", "k"), [("ngram", 3), ("suffix", 8), ("draft_model", 3)])
 def test_drafts_change_no_answer(plain: dict[str, list[Any]], method: str, k: int) -> None:
-    check(plain, {"method": method, "num_speculative_tokens": k})
+    check(plain, method_of(method, k))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,7 +100,7 @@ def test_drafts_change_no_answer(plain: dict[str, list[Any]], method: str, k: in
 def test_drafts_change_no_answer_however_it_runs(
     plain: dict[str, list[Any]], method: str, k: int, options: dict[str, Any]
 ) -> None:
-    llm = check(plain, {"method": method, "num_speculative_tokens": k}, **options)
+    llm = check(plain, method_of(method, k), **options)
     if "num_kv_blocks" in options:
         assert llm.get_metrics().num_preemptions_total > 0
     if options.get("enable_prefix_caching", True):
@@ -111,6 +116,31 @@ def test_how_much_is_drafted_changes_no_answer(plain: dict[str, list[Any]]) -> N
     if "{}" not in plain:
         plain["{}"] = answers(LLM("demo", max_num_seqs=1, enable_prefix_caching=False))
     assert answers(llm) == plain["{}"]
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_a_model_that_drafts_for_itself_is_always_right(block_size: int) -> None:
+    """It has read the same and draws with the same bits, greedy and seeded, through chunks and cached prefixes."""
+    llm = LLM(
+        "demo-draft",
+        "demo",
+        speculative_config=method_of("draft_model", 4) | {"model": "demo-draft", "adaptive": False},
+        max_num_batched_tokens=24,
+        block_size=block_size,
+        debug=True,
+    )
+    for _ in range(2):
+        params = [
+            SamplingParams(temperature=t, top_p=0.95, seed=1, max_tokens=40, ignore_eos=True) for t in (0, 0.8, 1)
+        ]
+        llm.generate([TEXT, TEXT[9:], "Once"], params, use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
+
+
+def test_draft_models_may_be_quantized(plain: dict[str, list[Any]]) -> None:
+    check(plain, method_of("draft_model", 2) | {"quantization": "int8"})
 
 
 def test_a_request_may_do_without() -> None:

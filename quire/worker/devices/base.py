@@ -82,10 +82,16 @@ class Device(ABC):
 
     @abstractmethod
     def step_seconds(
-        self, model: RunnableModel, layers: Sequence[LayerCache], sizes: Sequence[int], limit: float
+        self,
+        model: RunnableModel,
+        layers: Sequence[LayerCache],
+        sizes: Sequence[int],
+        limit: float,
+        num_groups: int = 0,
     ) -> dict[int, float]:
         """How long steps of so many tokens take, each of them sampled: measured, in about `limit` seconds in all.
 
+        `num_groups`: KV groups of a step, where they are not those of `layers`, the model's own, alone.
         Sizes that the time does not suffice for, but for the first two, are left out.
         """
 
@@ -136,6 +142,13 @@ class Device(ABC):
     @abstractmethod
     def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
         """Sample [N, V] logits into lanes, as `quire.sampling.waves.draw_lanes`."""
+
+    @abstractmethod
+    def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
+        """Draw a token from each of [R, V] logits, as `draw` would `ahead` positions later; None where that fails.
+
+        The states are of parameters that don't look back. Nothing is appended.
+        """
 
     @abstractmethod
     def rank(self, logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:

@@ -29,7 +29,7 @@ from quire.quantization.registry import WeightFormats, select_formats
 from quire.sampling import prompt_logprobs, rank
 from quire.sampling.processing import Mask
 from quire.sampling.state import SamplingState
-from quire.sampling.waves import Lane, draw_lanes
+from quire.sampling.waves import Lane, draw_lanes, sample_ahead
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.meter import BLOCK_SIZE, measure_activations, measure_steps
@@ -104,9 +104,14 @@ class CpuDevice(Device):
         return num_bytes + (model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0)
 
     def step_seconds(
-        self, model: RunnableModel, layers: Sequence[LayerCache], sizes: Sequence[int], limit: float
+        self,
+        model: RunnableModel,
+        layers: Sequence[LayerCache],
+        sizes: Sequence[int],
+        limit: float,
+        num_groups: int = 0,
     ) -> dict[int, float]:
-        caches, num_groups = self._caches_of_a_block(layers), len(group_layers(list(layers)))
+        caches, num_groups = self._caches_of_a_block(layers), num_groups or len(group_layers(list(layers)))
         with self.computing():
             return measure_steps(model, lambda arrays: self.upload(arrays, caches), num_groups, sizes, limit)
 
@@ -181,6 +186,9 @@ class CpuDevice(Device):
 
     def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
         draw_lanes(logits, lanes, self._target)
+
+    def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
+        return sample_ahead(logits, states, ahead, self._target)
 
     def rank(self, logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
         return rank(logits, state, num, mask)

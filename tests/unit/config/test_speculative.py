@@ -1,18 +1,21 @@
 """speculative_config, read and refused by name."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.config.speculative import SpeculativeConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
+from quire.utils.hub import resolve_model_path
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "oracle"}, "speculative_config: method must be one of 'ngram', 'suffix'"),
+        ({"method": "oracle"}, "speculative_config: method must be one of 'ngram', 'suffix', 'draft_model'"),
         ({"method": ["ngram"]}, "speculative_config: method must be one of"),
         ({}, "speculative_config needs 'method'"),
         ({"num_speculative_tokens": 3}, "speculative_config needs 'method'"),
@@ -24,6 +27,9 @@ from quire.errors import ConfigError
         ({"method": "ngram", "acceptance": "sloppy"}, "acceptance must be one of 'exact'"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method 'ngram', not 'suffix'"),
+        ({"method": "draft_model"}, "the method 'draft_model' needs 'model'"),
+        ({"method": "ngram", "model": "demo-draft"}, "model is for the method 'draft_model', not 'ngram'"),
+        ({"method": "draft_model", "model": "demo-draft", "quantization": "int3"}, "quantization must be one of"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer, at least 1"),
     ],
 )  # fmt: skip
@@ -53,3 +59,22 @@ def test_it_reaches_scheduler_and_worker() -> None:
     assert config.speculative is not None
     assert config.speculative.method == "suffix"
     assert EngineArgs().resolve().speculative is None
+
+
+def test_draft_models_are_held_against_the_model(tmp_path: Path) -> None:
+    config = json.loads((resolve_model_path("demo-draft") / "config.json").read_text())
+    for change, message in (
+        ({"vocab_size": 4095}, "has a vocabulary of 4095 tokens, and the model 'demo' one of 4096"),
+        ({"max_position_embeddings": 256}, "has a context of 256 tokens, shorter than max_model_len=512"),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding window"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        given = {"method": "draft_model", "model": str(tmp_path)}
+        with pytest.raises(ConfigError, match=message):
+            EngineArgs(speculative_config=given, load_format="dummy").resolve()
+
+
+def test_a_draft_model_that_is_not_there_is_named() -> None:
+    args = EngineArgs(speculative_config={"method": "draft_model", "model": "/no/such/model"})
+    with pytest.raises(QuireError, match="/no/such/model"):
+        args.resolve()
