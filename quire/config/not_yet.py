@@ -16,10 +16,6 @@ _LATER = """
 """
 _INSTEAD = {
     "override_generation_config": "requests give their own parameters, and generation_config='vllm' neutral defaults",
-    "uvicorn_log_level": "give log_level",
-    "enable_log_requests": "log_level 'debug' adds a line for each request",
-    "no_enable_log_requests": "leave it out: requests are logged at log_level 'debug' only",
-    "max_log_len": "prompts are never logged",
     "O": "leave it out: nothing is compiled at start-up",
     "device": "leave it out: the machine's processor is used",
     "cpu_kvcache_space": "give kv_cache_memory",

@@ -45,6 +45,15 @@ class ServerArgs:
     log_level: Literal["debug", "info", "warning", "error", "critical"] = option(
         "info", "Least severity that is logged; 'debug' adds a line for each request."
     )
+    uvicorn_log_level: Literal["debug", "info", "warning", "error", "critical"] | None = option(
+        None, "The same of the web server's own log; errors only by default, as any client could fill it with more."
+    )
+    enable_log_requests: bool = option(
+        False, "Log what each request asks for, its prompts among it, when it goes to the engine."
+    )
+    max_log_len: int | None = option(
+        None, "Most characters of a prompt, or numbers of its token ids, that --enable-log-requests shows.", 0
+    )
     disable_log_requests: bool = option(False, "No line for each request, at debug level either.")
     disable_uvicorn_access_log: bool = option(False, "The same as --disable-log-requests; there is no other such log.")
     disable_fastapi_docs: bool = option(False, "Do without /docs and /openapi.json.")
@@ -90,6 +99,10 @@ class ServerArgs:
             raise ConfigError("ssl_keyfile and ssl_certfile go together: give both, or neither.")
         if self.ssl_certfile is None and (self.ssl_ca_certs is not None or self.ssl_cert_reqs):
             raise ConfigError("ssl_ca_certs and ssl_cert_reqs need ssl_keyfile and ssl_certfile.")
+        if self.enable_log_requests and self.disable_log_requests:
+            raise ConfigError("enable_log_requests and disable_log_requests contradict each other; give one of them.")
+        if self.max_log_len is not None and not self.enable_log_requests:
+            raise ConfigError(f"max_log_len={self.max_log_len} needs enable_log_requests: prompts are not logged else.")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}.")
         if not self.response_role:

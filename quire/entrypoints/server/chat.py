@@ -5,6 +5,7 @@ from fastapi import APIRouter, Request, Response
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatDialect
+from quire.entrypoints.server.request_log import request_log
 from quire.entrypoints.server.service import TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
 from quire.entrypoints.server.state import ServerState, get_state
@@ -20,4 +21,4 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 def chat_service(state: ServerState) -> TurnService[ChatCompletionRequest]:
     """What answers chat requests, over HTTP or not."""
-    return TurnService(state.llm, ChatDialect(state))
+    return TurnService(state.llm, ChatDialect(state), request_log(state.args))

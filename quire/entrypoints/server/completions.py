@@ -5,6 +5,7 @@ from fastapi import APIRouter, Request, Response
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.completions import CompletionDialect
+from quire.entrypoints.server.request_log import request_log
 from quire.entrypoints.server.service import TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
 from quire.entrypoints.server.state import ServerState, get_state
@@ -20,4 +21,4 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 def completion_service(state: ServerState) -> TurnService[CompletionRequest]:
     """What answers completion requests, over HTTP or not."""
-    return TurnService(state.llm, CompletionDialect(state))
+    return TurnService(state.llm, CompletionDialect(state), request_log(state.args))

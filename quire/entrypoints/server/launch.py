@@ -251,7 +251,7 @@ def _configure_logging(args: ServerArgs) -> None:
     web = logging.getLogger("uvicorn")
     web.handlers, web.propagate = logging.getLogger("quire").handlers, False
     # Its warnings are about what clients send: any client could fill the log.
-    web.setLevel(logging.WARNING if args.log_level == "debug" else logging.ERROR)
+    web.setLevel((args.uvicorn_log_level or ("warning" if args.log_level == "debug" else "error")).upper())
 
 
 def _open_standard_streams() -> None:

@@ -5,7 +5,7 @@ is built and encoded in a thread. Knows the engine by `AsyncLLM` only, and nothi
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -80,8 +80,11 @@ class Dialect(Protocol[_Body]):
 class TurnService(Generic[_AnyBody]):
     """Answers the requests of one dialect."""
 
-    def __init__(self, llm: AsyncLLM, dialect: Dialect[_AnyBody]) -> None:
-        self._llm, self._dialect = llm, dialect
+    def __init__(
+        self, llm: AsyncLLM, dialect: Dialect[_AnyBody], note: Callable[[TurnRequest], None] | None = None
+    ) -> None:
+        """`note` is told of each request that goes to the engine."""
+        self._llm, self._dialect, self._note = llm, dialect, note
 
     async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON, which may come in several parts.
@@ -119,6 +122,8 @@ class TurnService(Generic[_AnyBody]):
 
     def _run(self, request: TurnRequest, client: str | None) -> AsyncGenerator[_Batch, None]:
         request_id, prompts = request.request_id, request.prompts
+        if self._note is not None:
+            self._note(request)
         terms = msgspec.structs.asdict(request.terms)
         if client is not None:
             terms["client"] = client

@@ -122,7 +122,6 @@ def test_both_ways_to_name_the_model() -> None:
         (["serve", "--reasoning_parser=x"], "--reasoning-parser is not supported yet."),
         (["serve", "--no-enable-lora"], "--no-enable-lora is not supported yet."),
         (["serve", "--override-generation-config", "{}"], "--override-generation-config is not supported yet: "),
-        (["serve", "--max-log-len", "5"], "--max-log-len is not an option here: prompts are never logged."),
         (["serve", "-O3"], "-O3 is not an option here"),
     ],
 )

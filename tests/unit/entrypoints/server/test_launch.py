@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
@@ -380,3 +381,19 @@ def test_chat_templates(tmp_path: Path) -> None:
     assert read_chat_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"
     with pytest.raises(ConfigError, match=r"can't be read \(No such file"):
         read_chat_template(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize(
+    ("options", "web_level"),
+    [({}, logging.ERROR), ({"log_level": "debug"}, logging.WARNING), ({"uvicorn_log_level": "info"}, logging.INFO)],
+)
+def test_the_web_servers_own_log(options: dict[str, Any], web_level: int) -> None:
+    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    try:
+        launch._configure_logging(ServerArgs(**options))
+        assert logging.getLogger("uvicorn.error").getEffectiveLevel() == web_level
+    finally:
+        for logger, (handlers, own_level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(own_level)
