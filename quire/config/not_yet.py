@@ -8,7 +8,7 @@ _LATER = """
     chat_template_content_format compilation_config config convert cpu_offload_gb data_parallel_rank data_parallel_size
     decode_context_parallel_size default_chat_template_kwargs enable_auto_tool_choice enable_expert_parallel
     enable_lora enable_server_load_tracking enable_sleep_mode
-    enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin kv_offloading_size
+    enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin
     kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors long_prefill_token_threshold
     lora_modules max_cpu_loras max_lora_rank max_loras max_num_partial_prefills middleware mm_processor_kwargs
     num_speculative_tokens override_generation_config pooler_config reasoning_parser runner speculative_model
@@ -18,6 +18,7 @@ _INSTEAD = {
     "override_generation_config": "requests give their own parameters, and generation_config='vllm' neutral defaults",
     "O": "leave it out: nothing is compiled at start-up",
     "device": "leave it out: the machine's processor is used",
+    "kv_offloading_size": "give swap_space, in GiB",
     "cpu_kvcache_space": "give kv_cache_memory",
 }
 

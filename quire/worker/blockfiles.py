@@ -85,6 +85,7 @@ class BlockFiles:
         self._queued_bytes = 0
         self._num_written = self._num_damaged = self._num_failed = self._num_removed = 0
         self._total = 0  # bytes in the folder, as far as is known
+        self._is_full = False
         self._closed = False
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="quire-blocks", daemon=True)
@@ -166,7 +167,11 @@ class BlockFiles:
                 asked_in = self._round
             if read is not None:
                 group, host, name = read
-                data = self._read(group, name)
+                try:
+                    data = self._read(group, name)
+                except Exception:  # whoever waits must have an answer
+                    logger.exception("a block could not be read")
+                    data = None
                 with self._has_work:
                     if asked_in == self._round:
                         self._answers.append(BlockRead(group, host, data))
@@ -182,7 +187,8 @@ class BlockFiles:
         size = len(header) + len(data) + _CHECKSUM
         partial = partial_name(self._folder.path / path.name)
         try:
-            if self._total + size > self._folder.limit and not self._make_room(size):
+            if self._is_full or (self._total + size > self._folder.limit and not self._make_room(size)):
+                self._is_full = True  # with what can't be removed: looking again would take long each time
                 self._num_failed += 1
                 return
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -55,6 +55,7 @@ def test_a_restarted_engine_finds_its_prefixes(start: Callable[..., LLMEngine], 
     assert answer(second, LONG[:50]) == answer(start(model, kv_cache_dir=None), LONG[:50])
 
 
+@pytest.mark.slow
 def test_many_requests_are_what_they_were(start: Callable[..., LLMEngine], model_options) -> None:
     alone = engine(model_options("llama"), "bfloat16", block_size=8, max_model_len=128)
     todo = requests(alone.config.model.vocab_size)[:12]

@@ -172,3 +172,31 @@ def test_answers_to_what_was_forgotten_do_not_come(tmp_path: Path) -> None:
     assert answer.host == 9
     assert files.answers(0.0) == []
     files.close()
+
+
+def test_a_folder_that_can_t_be_made_smaller_takes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(folder(tmp_path))
+    monkeypatch.setattr("quire.worker.blockfiles.remove", lambda path: None)
+    monkeypatch.setattr(BlockFiles, "_make_room", lambda self, size: False)
+    files = BlockFiles(folder(tmp_path, limit=5000))
+    files.start()
+    for i in range(4, 8):
+        files.write(0, NAMES[i], content(i))
+    files.close()
+    assert files.news([]).num_failed == 4
+
+
+def test_a_fault_in_reading_is_an_answer_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Path) -> bytes:
+        raise MemoryError
+
+    written(folder(tmp_path))
+    files = BlockFiles(folder(tmp_path))
+    files.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", broken)
+        assert read(files, 0, NAMES[0]) is None
+    assert read(files, 0, NAMES[0]) == bytes(content(0))
+    files.close()
