@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.metrics.prometheus import render
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import Counts, EngineStats, SpeculationStats, TierStats
+from quire.protocol.stats import Counts, EngineStats, Limits, SpeculationStats, TierStats
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
 # Those of vLLM that its dashboard and the autoscalers read.
@@ -139,3 +139,12 @@ def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> 
         assert value(found, family, f"{family}_total") == expected
     family = "vllm:spec_decode_num_accepted_tokens_per_pos"
     assert [value(found, family, f"{family}_total", position=str(i)) for i in range(3)] == [4, 3, 2]
+
+
+def test_limits_and_the_policy() -> None:
+    limits = Limits(3, 512, "fair", {"fair_input_weight": 1.0}, 8, 2048)
+    body, _ = render(ServingMetrics(100), EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=limits), LABELS["model_name"], 0.0)
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    assert value(families, "quire:max_num_seqs") == 3
+    assert value(families, "quire:max_num_batched_tokens") == 512
+    assert value(families, "quire:scheduling_policy_info", policy="fair") == 1
