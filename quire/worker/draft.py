@@ -28,39 +28,31 @@ class DraftModel:
 
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no draft model is configured"
-        self._config, self._device = config, device
+        assert config.speculative is not None, "a draft model, and nothing that uses it"
+        self._config, self._draft, self._device = config, config.draft, device
         self._store = WeightStore(None) if device.packs_weights else None
-        speculative = config.speculative
-        formats = device.weight_formats(speculative.quantization if speculative is not None else None, self._store)
+        formats = device.weight_formats(config.speculative.quantization, self._store)
         self.model = build_model(config.draft, device.backend, formats)
         layers = [*model.cache_layers, *self.model.cache_layers]
         model.assign_groups(layers, 0)
         self.model.assign_groups(layers, len(model.cache_layers))
-        self._runnable: RunnableModel | None = None
-
-    @property
-    def runnable(self) -> RunnableModel:
-        """The loaded model as the device runs it."""
-        assert self._runnable is not None, "load comes first"
-        return self._runnable
+        self._runnable: RunnableModel = self.model  # until it is loaded
 
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing or broken)."""
-        config = self._config
-        assert config.draft is not None
-        load_model_weights(self.model, config.draft, load_format=config.load_format, progress=progress)
+        load_model_weights(self.model, self._draft, load_format=self._config.load_format, progress=progress)
         if self._store is not None:
             self._store.finish()
         self._runnable = self._device.compile(self.model)
 
     def runner(self, table: RowTable, caches: list[Tensor]) -> "RowDraftRunner":
         """What drafts for the rows; `caches` are those of the draft model's own layers."""
-        return RowDraftRunner(self._device, self.runnable, table, caches, self._config.max_num_batched_tokens)
+        return RowDraftRunner(self._device, self._runnable, table, caches, self._config.max_num_batched_tokens)
 
     def round_seconds(self, layers: list[LayerCache]) -> float:
         """How long one draft of a sequence takes, measured; `layers` are those of both models."""
         seconds = self._device.step_seconds(
-            self.runnable, self.model.cache_layers, [1, 2], 0.1, len(group_layers(layers))
+            self._runnable, self.model.cache_layers, [1, 2], 0.1, len(group_layers(layers))
         )
         return seconds[1]
 
