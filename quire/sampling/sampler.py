@@ -106,12 +106,43 @@ def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> Sample
     return output
 
 
-def rank(logits: Tensor, state: SamplingState, num: int, mask: Mask | None = None) -> TokenLogprobs | Failure:
-    """The `num` best tokens of one row, [V], as it is after processing, best first; fewer where more are masked.
+def rank(logits: Tensor, draws: Draws, target: Target | None = None) -> list[TokenLogprobs | Failure]:
+    """Each sequence's `num_samples` best tokens of its row after processing, best first; fewer if more are masked.
 
     Log-probabilities and ranks are those of the raw row, as everywhere.
     """
-    raw = float32_array(logits.cpu())
+    logits = logits.cpu()
+    masks = draws.masks or [None] * len(draws.states)
+    plain = [i for i, state in enumerate(draws.states) if not state.processes and masks[i] is None]
+    found = _rank_natively(logits, draws.some(plain), target) if plain else []
+    ranked: dict[int, TokenLogprobs | Failure] = {i: one for i, one in zip(plain, found, strict=False) if one}
+    return [
+        ranked[i] if i in ranked else _rank_one(logits[draws.rows[i]], state, draws.num_samples[i], masks[i])
+        for i, state in enumerate(draws.states)
+    ]
+
+
+def _rank_natively(logits: Tensor, draws: Draws, target: Target | None) -> list[TokenLogprobs | None]:
+    """Of rows that nothing is done to, all at once; None for those that can't be sampled, [] if there is no library."""
+    num = max(draws.num_samples)
+    if native.library() is None or num > native.MAX_LOGPROBS:
+        return []
+    rows = list(draws.rows)
+    if rows != list(range(len(logits))):
+        logits = torch.from_numpy(float32_array(logits)[rows])
+    ranked: list[TokenLogprobs | None] = []
+    entries = native.given_logprobs(target or default_target(), logits, [0] * len(rows), num)
+    for entry, wanted in zip(entries, draws.num_samples, strict=True):
+        logprobs = entry.logprobs[1 : wanted + 1]
+        if math.isfinite(logprobs[-1]):
+            ranked.append(TokenLogprobs(entry.token_ids[1 : wanted + 1], logprobs, entry.ranks[1 : wanted + 1]))
+        else:
+            ranked.append(None)
+    return ranked
+
+
+def _rank_one(logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
+    raw = float32_array(logits)
     try:
         processed = _processed(raw, state, mask)
         _largest(processed)

@@ -28,6 +28,7 @@ from quire.protocol.step import (
     StepResult,
     TokenLogprobs,
 )
+from quire.sampling.sampler import Draws
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
@@ -234,16 +235,9 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         if guide is not None:
             _attach_masks(guide, lanes)
-        ranked = [place for place in lanes if scheduled[place].sampling == Sampling.RANK]
-        for place in ranked:
-            lane = lanes.pop(place)
-            mask = lane.masks[0] if lane.masks else None
-            found = self.device.rank(logits[lane.first_row], lane.state, lane.num_samples, mask)
-            if isinstance(found, Failure):
-                result = SequenceResult(failure=found)
-            else:
-                result = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
-            results[place] = _with_prompt(results[place], result)
+        ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling == Sampling.RANK}
+        if ranked:
+            self._rank(logits, ranked, results)
         self.device.draw(logits, list(lanes.values()))
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
@@ -256,6 +250,20 @@ class ModelRunner:
             else:
                 result = SequenceResult(lane.token_ids, lane.logprobs, drafts.get(place, []))
                 results[place] = result if results[place] is _NOTHING else _with_prompt(results[place], result)
+
+    def _rank(self, logits: Tensor, lanes: dict[int, Lane], results: list[SequenceResult]) -> None:
+        """Candidates by place in the plan."""
+        several = list(lanes.values())
+        masks = [lane.masks[0] if lane.masks else None for lane in several]
+        draws = Draws(
+            [s.state for s in several], [s.num_samples for s in several], [s.first_row for s in several], masks
+        )
+        for (place, lane), found in zip(lanes.items(), self.device.rank(logits, draws), strict=True):
+            if isinstance(found, Failure):
+                result = SequenceResult(failure=found)
+            else:
+                result = SequenceResult(candidates=found, logprobs=self._likeliest(logits, lane, found))
+            results[place] = _with_prompt(results[place], result)
 
     def _likeliest(self, logits: Tensor, lane: Lane, candidates: TokenLogprobs) -> list[TokenLogprobs] | None:
         """The best candidate, and as many of the likeliest tokens as the request wants to see."""

@@ -18,7 +18,7 @@ from quire.models.causal_lm import CausalLM
 from quire.protocol.cache import LayerCache
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats
-from quire.sampling.processing import Mask
+from quire.sampling.sampler import Draws
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane
 from quire.worker.gather import StepArrays
@@ -151,8 +151,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def rank(self, logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
-        """The best tokens of one row, as `quire.sampling.rank`."""
+    def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:
+        """The best tokens of some rows, as `quire.sampling.rank`."""
 
     @abstractmethod
     def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -26,8 +26,7 @@ from quire.ops.native.library import TORCH, Target, choose_level, prefault
 from quire.protocol.cache import LayerCache, group_layers
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats, select_formats
-from quire.sampling import prompt_logprobs, rank
-from quire.sampling.processing import Mask
+from quire.sampling import Draws, prompt_logprobs, rank
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane, draw_lanes, sample_ahead
 from quire.utils.host_memory import available_memory_bytes
@@ -190,8 +189,8 @@ class CpuDevice(Device):
     def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
         return sample_ahead(logits, states, ahead, self._target)
 
-    def rank(self, logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
-        return rank(logits, state, num, mask)
+    def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:
+        return rank(logits, draws, self._target)
 
     def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
         return prompt_logprobs(logits, token_ids, k, self._target)

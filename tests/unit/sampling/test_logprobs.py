@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.protocol.step import TokenLogprobs
-from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, prompt_logprobs, sampler
+from quire.protocol.step import Failure, TokenLogprobs
+from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, rank, sampler
 from quire.sampling_params import SamplingParams
 
 
@@ -99,3 +99,24 @@ def test_an_id_beyond_the_vocabulary_comes_after_all_others(top: int) -> None:
 
 def test_no_rows() -> None:
     assert prompt_logprobs(torch.zeros(0, 9), [], 3) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_sampler_ranks_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates of several rows at once, from any rows: ties, masked tokens, rows that can't be sampled."""
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(5)).to(dtype)
+    logits[1, 40:60] = 7.0
+    logits[2, 3:] = -math.inf
+    logits[3, 9] = math.nan
+    logits[4, :] = -math.inf
+    params = [SamplingParams(temperature=0, allowed_token_ids=[5, 9, 40] if i == 5 else None) for i in range(6)]
+    states = [
+        SamplingState(one, SequenceTokens.of([1], room=4), seed=0, sequence_index=0, vocab_size=300) for one in params
+    ]
+    rows = [[0, 1, 2, 3, 4, 5], [5, 3, 0], [1]]
+    draws = [Draws([states[i] for i in some], [8, 3, 12, 1, 4, 6][: len(some)], some) for some in rows]
+    found = [rank(logits, one) for one in draws]
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert found == [rank(logits, one) for one in draws]
+    assert [len(one.token_ids) for one in found[0] if isinstance(one, TokenLogprobs)] == [8, 3, 3, 3]
+    assert [type(one) for one in found[0]].count(Failure) == 2
