@@ -77,7 +77,7 @@ class FairShare(Policy):
         """By the clients' counters."""
         own, other = self.rank(request.client), self.rank(first.client)
         if request.client == first.client:
-            return f"its client's earlier requests among them, and its client's counter stands at {own:.0f}"
+            return f"its own client's, whose turn it is: its counter stands at {own:.0f}"
         return f"its client's counter stands at {own:.0f}, that of the next in turn at {other:.0f}"
 
     def state(self) -> Any:
