@@ -91,7 +91,11 @@ class HostTier:
     def reserve(self, group: int) -> int | None:
         """Own a block that something is to be read to; None where none is free."""
         pool = self.pools[group]
-        return pool.allocate(1)[0] if pool.num_free else None
+        if not pool.num_free:
+            return None
+        (host,) = pool.allocate(1)
+        self._out.pop((group, host), None)  # this plan was to write it for somebody who has given it up since
+        return host
 
     def settle(self, group: int, block: int, name: bytes | None) -> None:
         """A reserved block has been read, or, without a name, has not: it is a cached one, or free."""

@@ -2,6 +2,7 @@
 
 import itertools
 
+from quire.kvcache.host import HostTier
 from quire.kvcache.manager import KVManager
 from quire.kvcache.table import NO_MATCH, BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
@@ -184,3 +185,13 @@ def test_a_reset_forgets_the_hosts_prefixes_too() -> None:
     assert kv.reset_prefix_cache()
     assert kv.match_prefix(kv.open(next(ids), list(range(9)), [], None)).num_tokens == 0
     kv.check_integrity()
+
+
+def test_a_block_that_is_to_be_read_to_is_not_written_in_the_same_plan() -> None:
+    layout = CacheLayout(
+        block_size=4, groups=[CacheGroup([0])], num_blocks=[2], max_model_len=8, num_host_blocks=[1], block_bytes=[1]
+    )
+    tier = HostTier(layout)
+    tier.keep(0, [(1, b"evicted, and pushed out again before it went")])
+    assert tier.reserve(0) == 0
+    assert tier.end_plan() == ([], [])
