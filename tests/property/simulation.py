@@ -39,6 +39,7 @@ class Scenario:
     windows: Windows = (None,)
     policy: str | None = None
     hosts: int | None = None  # host blocks, in quarters of the device's
+    disturbed: float = 0.015  # share of the steps in which something is aborted, interrupted or dies
 
     def command(self) -> str:
         """What runs it again."""
@@ -51,6 +52,8 @@ class Scenario:
             words.append(f"--policy {self.policy}")
         if self.hosts is not None:
             words.append(f"--hosts {self.hosts}")
+        if self.disturbed != 0.015:
+            words.append(f"--disturbed {self.disturbed}")
         return f"python tests/property/simulation.py {' '.join(words)}"
 
 
@@ -127,13 +130,30 @@ class Load:
         live = list(self.world.expectations)
         return self.rng.choice(live) if live and self.rng.random() < 0.9 else "nobody"
 
-    def disturbance(self) -> Disturbance | None:
+    def change_limits(self, may_change_policy: bool) -> None:
+        """The operator has the engine keep to other limits, or to another policy."""
+        rng, most = self.rng, self.world.config
+        changes: dict[str, object] = {"max_num_seqs": rng.randint(1, most.max_num_seqs)}
+        if most.enable_chunked_prefill:
+            changes["max_num_batched_tokens"] = rng.randint(1, most.max_num_batched_tokens)
+        policy = rng.choice(list(POLICIES))
+        if may_change_policy:
+            changes["policy"] = policy
+        self.world.scheduler.set_limits(changes)
+        self.world.ends["limits"] += 1
+
+    def pin(self) -> None:
+        """A beginning that many requests share is to stay, or may go."""
+        prefix = self.rng.choice(self.prefixes)
+        self.world.pin(self.rng.choice("ab"), prefix[: self.rng.randrange(1, len(prefix) + 1)], None)
+
+    def disturbance(self, share: float) -> Disturbance | None:
         """What happens while the next step is under way, mostly nothing."""
-        chance = self.rng.random()
-        if chance >= 0.015:
+        chance = self.rng.random() / share
+        if chance >= 1.0:
             return None
-        act: Callable[[], None] = interrupt if chance < 0.003 else fail
-        if chance >= 0.005:
+        act: Callable[[], None] = interrupt if chance < 0.2 else fail
+        if chance >= 0.33:
             act = partial(self.world.abort, self.victim())
         return Disturbance(act, self.rng.choice(("submitted", "computed")))
 
@@ -217,7 +237,11 @@ def run(scenario: Scenario) -> World:
                 world.abort(load.victim())
             if rng.random() < 0.002:
                 world.go_on_elsewhere()
-            world.step(load.disturbance())
+            if rng.random() < 0.004:
+                load.change_limits(scenario.policy is None)
+            if rng.random() < 0.01:
+                load.pin()
+            world.step(load.disturbance(scenario.disturbed))
             if step % 32 == 0 and world.disk and rng.random() < 0.5:  # a file is lost, or damaged
                 del world.disk[rng.choice(list(world.disk))]
             if step % 64 == 0:
@@ -241,6 +265,7 @@ def parse_scenarios(words: list[str] | None = None) -> list[Scenario]:
     parser.add_argument("--windows", default="0", help="each KV group's window, 0 for none, as 0,20")
     parser.add_argument("--policy", choices=list(POLICIES), help="one policy only")
     parser.add_argument("--hosts", type=int, help="host blocks, in quarters of the device's; 0: none")
+    parser.add_argument("--disturbed", type=float, default=0.015, help="share of the steps in which something happens")
     args = parser.parse_args(words)
     kind = None
     if args.kind is not None:
@@ -248,7 +273,7 @@ def parse_scenarios(words: list[str] | None = None) -> list[Scenario]:
         kind = Kind(int(flight), int(drafts), float(accuracy))
     windows = tuple(int(window) or None for window in args.windows.split(","))
     seeds = range(args.first, args.first + args.seeds)
-    return [Scenario(seed, args.steps, kind, windows, args.policy, args.hosts) for seed in seeds]
+    return [Scenario(seed, args.steps, kind, windows, args.policy, args.hosts, args.disturbed) for seed in seeds]
 
 
 def main() -> None:

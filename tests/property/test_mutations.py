@@ -15,10 +15,12 @@ SCENARIOS = [
     Scenario(5, NUM_STEPS, windows=(None, 20)),
     Scenario(6, NUM_STEPS, Kind(2)),
     Scenario(4, NUM_STEPS, hosts=4),
+    Scenario(2, NUM_STEPS, Kind(2, 3, 0.5), hosts=4, disturbed=0.15),
     Scenario(40, NUM_STEPS),
 ]
 
 FURTHER = [Scenario(seed, 2 * NUM_STEPS) for seed in range(20)]  # those of test_long_simulation
+FURTHER += [Scenario(seed, NUM_STEPS, Kind(2, 3, 0.5), hosts=4, disturbed=0.15) for seed in range(10)]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -16,7 +16,7 @@ LONG_SEEDS, LONG_STEPS = (200, 20_000) if NIGHTLY else (20, 2_000)
 KINDS = [Kind(flight, *drafts) for flight in (1, 2) for drafts in ((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))]
 WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
 ENDS = ("stop", "length", "string", "abort", "error", "refused", "beam")
-EVENTS = ("reset", "interrupted", "restored", "died")
+EVENTS = ("reset", "interrupted", "restored", "died", "limits", "pinned")
 
 
 @pytest.mark.parametrize("seed", [1, 3])

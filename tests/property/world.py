@@ -197,6 +197,15 @@ class World:
         for output in outputs:
             self._take(output)
 
+    def pin(self, name: str, tokens: list[int], cache_salt: str | None) -> None:
+        """Pin a prefix, if it is cached and leaves room for everybody, or give up the one of this name."""
+        try:
+            if not self.scheduler.kv.pins.remove(name):
+                self.scheduler.pin_prefix(name, tokens, cache_salt)
+                self.ends["pinned"] += 1
+        except InvalidRequestError:
+            pass
+
     def check_integrity(self) -> None:
         """Everything that is checked between steps (invariants 1 and 2, and that no request is lost)."""
         self.core.check_integrity()
@@ -212,13 +221,17 @@ class World:
         self.check_integrity()
         assert not self.expectations
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        assert self.scheduler.stats().kv_cache_usage_perc == 0.0
+        pinned = any(self.scheduler.kv.pins.num_blocks)  # `check_integrity` has counted them
+        assert (self.scheduler.stats().kv_cache_usage_perc == 0.0) != pinned
 
     def check_plan(self, plan: StepPlan) -> None:
         """Every plan keeps to the limits, serves people in their order, and those who wait have a reason."""
-        config, planned = self.config, plan.scheduled
+        config, planned = self.scheduler.config, plan.scheduled  # as it is now: limits change
         scheduled, announced = {s.sequence_id for s in planned}, {new.sequence_id for new in plan.new_sequences}
-        assert plan.num_tokens <= config.max_num_batched_tokens
+        budget = config.max_num_batched_tokens
+        if budget < self.config.max_num_batched_tokens:  # what runs goes on where it was lowered, with a token each
+            budget = max(budget, self.config.max_num_seqs)
+        assert plan.num_tokens <= budget
         assert len(scheduled) == len(planned), "a sequence is scheduled twice"
         assert announced <= scheduled, "announced, but not scheduled"
         assert not any(s.new_block_ids or s.edits for s in planned if s.sequence_id in announced)
@@ -241,6 +254,7 @@ class World:
 
     def drain(self, max_steps: int = 100_000) -> None:
         """Step until idle, and once more for the last rows."""
+        self.scheduler.kv.pins.remove_all()
         for _ in range(max_steps):
             if not self.core.has_unfinished():
                 break
