@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import quire
+from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
 from quire.ops.native.library import TORCH, library_path
 from quire.protocol.cache import LayerCache
@@ -29,27 +30,32 @@ def kv_fingerprint(config: WorkerConfig, kernels: str, layers: Iterable[LayerCac
     Raises:
         OSError: the model's files can't be read.
     """
-    facts = {
-        field.name: getattr(config.model, field.name)
-        for field in dataclasses.fields(config.model)
-        if field.name not in _INDIFFERENT
-    }
-    files = sorted(config.model.path.glob("*.safetensors")) if config.load_format != "dummy" else []
     parts = [
         f"{FORMAT} {quire.__version__}",
-        repr(sorted(facts.items())),
         repr(
             [list(layer.__struct_fields__) + [getattr(layer, f) for f in layer.__struct_fields__] for layer in layers]
         ),
         f"{config.quantization} {config.kv_cache_dtype} {config.load_format} {config.block_size}",
-        repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]),
-        content_digest(files),
         f"{kernels} {_computer(kernels)}",
     ]
+    for model in (config.model, config.draft):  # a draft model's layers are in the same blocks
+        if model is not None:
+            parts += _facts(model, config.load_format != "dummy")
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
     return digest.digest()
+
+
+def _facts(model: ModelConfig, has_weights: bool) -> list[str]:
+    """A model's own configuration, and its files."""
+    names = [field.name for field in dataclasses.fields(model) if field.name not in _INDIFFERENT]
+    files = sorted(model.path.glob("*.safetensors")) if has_weights else []
+    return [
+        repr([(name, getattr(model, name)) for name in sorted(names)]),
+        repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]),
+        content_digest(files),
+    ]
 
 
 def _computer(kernels: str) -> str:
