@@ -207,3 +207,58 @@ def test_what_is_no_beam_search_params_is_refused(doors: Doors) -> None:
     with pytest.raises(InvalidRequestError, match="concurrency_limit must be at least 1, got 0"):
         doors.llm.beam_search(PROMPT, BeamSearchParams(2, 4), concurrency_limit=0)
     assert doors.llm.beam_search([], BeamSearchParams(2, 4)) == []
+
+
+# --- exactness: the same outputs and floats, whatever runs beside them and however
+
+ASKED: list[dict[str, Any]] = [
+    {**BEAMS, "n": 2, "best_of": 4, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 2},
+    {**BEAMS, "n": 3, "length_penalty": 0.0, "early_stopping": True, "logprobs": 0},
+    {"temperature": 0.9, "seed": 3, "n": 3, "logprobs": 1},
+    {**BEAMS, "n": 5, "early_stopping": "never", "min_tokens": 4, "logprobs": 1},
+    {**BEAMS, "n": 2, "stop_token_ids": list(range(5, 400, 7)), "logprobs": 0},
+]
+BESIDE: list[dict[str, Any]] = [
+    {},
+    {"num_kv_blocks": 31, "block_size": 8, "max_num_seqs": 12},
+    {"num_kv_blocks": 31, "block_size": 8, "enable_prefix_caching": False, "max_num_batched_tokens": 40},
+    {"num_kv_blocks": 31, "block_size": 8, "swap_space": 0.1},
+    {"block_size": 8, "max_num_batched_tokens": 11, "enable_chunked_prefill": True},
+    {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}},
+    {"speculative_config": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}},
+]
+
+
+def found_by(dtype: str, together: bool, **options: Any) -> tuple[list[Any], int]:
+    """All that users see of the requests, and how often something was preempted."""
+    base = {"model": "demo", "max_model_len": 128, "max_num_seqs": 16, "debug": True, "show_progress": False}
+    llm = LLM(**(base | {"dtype": dtype} | options))
+    prompts = [
+        f"The old house {i % 2} stood at the edge of the wood, and nobody knew why. " + "It " * i for i in range(6)
+    ]
+    params = [SamplingParams(max_tokens=24 + 2 * i, **asked) for i, asked in enumerate(ASKED)]
+    if together:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    else:
+        pairs = zip(prompts, params, strict=True)
+        outputs = [llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in pairs]
+    llm.llm_engine.check_integrity()
+    num_preempted = llm.get_metrics().num_preemptions_total
+    return [[(p.token_ids, p.cumulative_logprob, p.logprobs) for p in o.outputs] for o in outputs], num_preempted
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[Any]]:
+    return {d: found_by(d, together=False, enable_prefix_caching=False)[0] for d in ("float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+@pytest.mark.slow
+def test_beams_are_the_same_whatever_runs_beside_them(
+    alone: dict[str, list[Any]], dtype: str, beside: dict[str, Any]
+) -> None:
+    found, num_preempted = found_by(dtype, together=True, **beside)
+    assert found == alone[dtype]
+    assert num_preempted > 0 or "num_kv_blocks" not in beside, "nothing was preempted, so nothing was tested"

@@ -275,3 +275,15 @@ def size_of_forks(driver: Any, num_prompt: int, **fields: Any) -> int:
 def test_a_fork_costs_the_same_on_the_wire_for_any_prompt(driver, fields: dict[str, Any]) -> None:
     # A number may take two bytes more where it is large.
     assert size_of_forks(driver, 900, **fields) <= size_of_forks(driver, 10, **fields) + 8 * 8
+
+
+def test_beams_go_on_where_fewer_may_run_than_there_are(driver) -> None:
+    """Limits may be lowered while they run: those that have a place keep it, and others get on by turns."""
+    d = driver(max_num_seqs=4)
+    d.candidates = EVEN
+    d.add("a", 6, n=3, max_tokens=6, **BEAMS)
+    d.step()
+    d.scheduler.set_limits({"max_num_seqs": 1})
+    with pytest.raises(InvalidRequestError, match="n = 2 beams are more than this engine runs at once, 1"):
+        d.add("b", 6, n=2, max_tokens=6, **BEAMS)
+    assert len(finish(d)) == 3
