@@ -25,6 +25,7 @@ from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _NONE, _DRAW, _RANK = Sampling.NONE, Sampling.DRAW, Sampling.RANK
 _WAITING, _RUNNING, _PREPARING = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.PREPARING
+_FINISHED = SequenceStatus.FINISHED
 
 
 class Outcomes:
@@ -72,18 +73,17 @@ class Outcomes:
 
     # Results.
 
-    def take(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Take in what a step brought; results of sequences that have ended are dropped."""
+    def take(self, plan: StepPlan, sequences: list[Sequence], result: StepResult) -> list[SequenceOutput]:
+        """Take in what a step brought its sequences; results of those that have ended are dropped."""
         # Whole requests fail, so before anything is made of their other sequences' results.
-        outputs = self._take_failures(plan, result)
-        live, decode, num_failed = self.live, self._decode, len(outputs)
-        served = self._groups_of(plan) if self._planner.watches_service else {}
-        for item, found in zip(plan.scheduled, result.results, strict=True):
-            sequence = live.get(item.sequence_id)
-            if sequence is None:
+        outputs = self._take_failures(sequences, result)
+        decode, num_failed = self._decode, len(outputs)
+        served = self._groups_of(sequences) if self._planner.watches_service else {}
+        for sequence, item, found in zip(sequences, plan.scheduled, result.results, strict=True):
+            if sequence.status is _FINISHED:
                 continue
             sequence.num_in_flight -= 1
-            if item.num_new_tokens == 1 and decode(sequence, item, found, outputs):
+            if decode(sequence, item, found, outputs):
                 continue
             prompt_logprobs = found.prompt_logprobs
             if prompt_logprobs is not None:
@@ -105,18 +105,18 @@ class Outcomes:
                     self._planner.note_served(group, len(output.new_token_ids))
         return outputs
 
-    def _groups_of(self, plan: StepPlan) -> dict[str, SequenceGroup]:
+    @staticmethod
+    def _groups_of(sequences: list[Sequence]) -> dict[str, SequenceGroup]:
         """The live requests that a plan computes, by id."""
-        groups = [sequence.group for item in plan.scheduled if (sequence := self.live.get(item.sequence_id))]
+        groups = [sequence.group for sequence in sequences if sequence.status is not _FINISHED]
         return {group.request_id: group for group in groups}
 
-    def _take_failures(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+    def _take_failures(self, sequences: list[Sequence], result: StepResult) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
-        for place, found in enumerate(result.results):
-            if found.failure is not None:
-                sequence = self.live.get(plan.scheduled[place].sequence_id)
-                if sequence is not None:
-                    outputs += self.end_request(sequence.group, "error", found.failure)
+        for place in [place for place, found in enumerate(result.results) if found.failure is not None]:
+            sequence, failure = sequences[place], result.results[place].failure
+            if sequence.status is not _FINISHED:
+                outputs += self.end_request(sequence.group, "error", failure)
         return outputs
 
     def _decode(
@@ -126,8 +126,7 @@ class Outcomes:
         group, tokens = sequence.group, found.token_ids
         num_tokens = sequence.num_tokens + 1
         if (
-            not sequence.draws_one
-            or item.sampling is not _DRAW
+            (item is not sequence.next_step and not _is_decode(sequence, item))
             or sequence.status is not _RUNNING
             or num_tokens >= sequence.limit
             or tokens[0] in group.stop_token_ids
@@ -386,6 +385,11 @@ class Outcomes:
             self._planner.policy.on_ended(group.request)
             if group.announced:
                 self._planner.forget_request(request_id)
+
+
+def _is_decode(sequence: Sequence, item: ScheduledSequence) -> bool:
+    """Whether one token is computed and one drawn, as `Sequence.next_step` says it where no block was added."""
+    return item.num_new_tokens == 1 and sequence.draws_one and item.sampling is _DRAW
 
 
 def _output(

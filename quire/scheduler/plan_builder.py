@@ -16,13 +16,14 @@ _NONE = Sampling.NONE
 class PlanBuilder:
     """The parts of a plan, and the tokens that may still be added to it."""
 
-    __slots__ = ("budget", "new_requests", "new_sequences", "scheduled")
+    __slots__ = ("budget", "new_requests", "new_sequences", "scheduled", "sequences")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.new_requests: list[NewRequest] = []
         self.new_sequences: list[NewSequence] = []
         self.scheduled: list[ScheduledSequence] = []
+        self.sequences: list[Sequence] = []  # those of `scheduled`
 
     def add(self, sequence: Sequence, num_new_tokens: int, appended: Appended, num_drafts: int = 0) -> None:
         """Schedule tokens of a sequence whose block table covers them, the last `num_drafts` of them drafts.
@@ -41,6 +42,7 @@ class PlanBuilder:
             # What can be told without the result: one more token, unless that is the last there may be.
             if sequence.draws_one and not num_drafts and not sequence.proposes and stop + 1 < sequence.limit:
                 sequence.num_expected = stop + 1
+        self.sequences.append(sequence)
         self.scheduled.append(
             ScheduledSequence(
                 sequence.sequence_id,
@@ -66,6 +68,7 @@ class PlanBuilder:
         sequence.num_in_flight += 1
         if stop + 1 < sequence.limit and not sequence.proposes:
             sequence.num_expected = stop + 1
+        self.sequences.append(sequence)
         if appended is NOTHING_APPENDED:
             self.scheduled.append(sequence.next_step)
         else:
@@ -82,7 +85,7 @@ class PlanBuilder:
             if item.sequence_id == sequence_id:
                 self.budget += item.num_new_tokens
                 sequence.num_in_flight -= 1
-                del self.scheduled[place]
+                del self.scheduled[place], self.sequences[place]
                 break
 
     def plan(

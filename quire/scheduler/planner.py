@@ -28,6 +28,7 @@ class Planner:
         watches_service, watches_steps: whether the policy wants to be told what was served, and what steps took.
         running: sequences that hold blocks.
         waiting: sequences that hold none and could run if there were room.
+        planned: sequences of the last plan, in its order.
         preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once; more may run still, where it was lowered.
         num_preemptions, num_forks: sequences preempted, and begun with the blocks of another, since the start.
@@ -40,6 +41,7 @@ class Planner:
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
         self.running = SequenceQueue()
+        self.planned: list[Sequence] = []
         self.preparing: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self.num_forks = 0
@@ -86,6 +88,7 @@ class Planner:
         assert builder.scheduled or not (moves.copies or moves.in_), "blocks are copied for nobody"
         for request in builder.new_requests:  # an id that is used again: the new request takes the old one's place
             self._ended.pop(request.request_id, None)
+        self.planned = builder.sequences
         plan = builder.plan(step_id, self._removed, list(self._ended), list(self._forks.values()), moves)
         self._removed, self._ended, self._forks = [], {}, {}
         return plan

@@ -63,7 +63,8 @@ class Scheduler:
         )
         self._num_added = 0
         self._step_id = 0
-        self._in_flight: deque[tuple[int, float]] = deque()  # step ids, and when they were planned
+        # Step ids, when they were planned, and for which sequences.
+        self._in_flight: deque[tuple[int, float, list[Sequence]]] = deque()
         self._last_update = 0.0
 
     # Requests come and go.
@@ -155,7 +156,7 @@ class Scheduler:
         """
         plan = self._planner.plan(self._step_id, may_be_empty=not self._in_flight)
         if plan is not None:
-            self._in_flight.append((self._step_id, now))
+            self._in_flight.append((self._step_id, now, self._planner.planned))
             self._step_id += 1
         return plan
 
@@ -165,7 +166,7 @@ class Scheduler:
         Results of sequences that ended while the step was under way are dropped.
         """
         assert self._in_flight, "update() without a plan in flight"
-        step_id, planned_at = self._in_flight[0]
+        step_id, planned_at, sequences = self._in_flight[0]
         assert plan.step_id == result.step_id == step_id, "update() with another step's plan or result"
         self._in_flight.popleft()
         # With several in flight, it began when the one before it was done.
@@ -176,7 +177,7 @@ class Scheduler:
             self._planner.swapping.learn(plan, seconds)
         self._last_update = self.kv.times.now = now
         self.kv.plan_done(result.disk)
-        return self._outcomes.take(plan, result)
+        return self._outcomes.take(plan, sequences, result)
 
     def cancel(self) -> None:
         """Forget all plans in flight, whose results will not come, and all that workers know.
