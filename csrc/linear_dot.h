@@ -14,8 +14,8 @@ namespace quire::QUIRE_NS {
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while few rows are multiplied
 constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way
 constexpr int kPanelTileRows = 6;      // rows whose sums of a block stay in registers
-constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 256 << 10;  // of x and of weights that share L2
-constexpr int64_t kMostRows = 96, kMostBlocks = 8;
+constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 512 << 10;  // of x and of weights that share L2
+constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3. The pair is a constant: which bits an i4 row has follows from it.
