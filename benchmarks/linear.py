@@ -1,12 +1,16 @@
-"""Speed of the linear kernel against what this machine can do: python benchmarks/linear.py [N K] [--threads T]
+"""Speed of the linear kernel against what this machine can do: python benchmarks/linear.py [N K] [--threads T] [--busy]
 
 For each number of rows and each weight format: milliseconds, GB/s of weights and TFLOP/s, best of several passes over
 different copies of the weights (more than any cache holds). The machine's own limits are measured in the same minutes:
-a pure read of the same memory, and the kernel on rows and weights that stay in the first-level cache.
+a pure read of the same memory, and torch's product of the same shape in bf16. Where others use the machine, --busy
+takes the processor time of one thread, and the best four products of a second.
 """
 
 import argparse
+import itertools
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +25,33 @@ from quire.worker.pages import huge_pages
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 TOTAL_BYTES = 1 << 30  # of all copies together
+TORCH_BYTES = 1 << 28
 
 
-def best_seconds(programs: list[Program], x: torch.Tensor, out: torch.Tensor, passes: int = 4) -> float:
-    """Seconds of one product: the best mean over a pass through all copies."""
+def best_seconds(products: list[Callable[[], object]], busy: bool, passes: int = 4) -> float:
+    """Seconds of one product: the best mean over a pass through all copies or, `busy`, the best of some at a time."""
     best = float("inf")
+    if busy:
+        end, turn = time.perf_counter() + 1, itertools.cycle(products)
+        while time.perf_counter() < end:
+            few = list(itertools.islice(turn, 4))
+            start = time.thread_time()
+            for product in few:
+                product()
+            best = min(best, (time.thread_time() - start) / len(few))
+        return best
     for _ in range(passes):
         start = time.perf_counter()
-        for program in programs:
-            program.run([x, out])
-        best = min(best, (time.perf_counter() - start) / len(programs))
+        for product in products:
+            product()
+        best = min(best, (time.perf_counter() - start) / len(products))
     return best
+
+
+def torch_products(rows: int, cols: int, x: torch.Tensor) -> list[Callable[[], object]]:
+    """The same work as torch does it, with as many copies of the weights as the caches don't hold."""
+    weights = [torch.randn(rows, cols).bfloat16() * 0.02 for _ in range(max(2, TORCH_BYTES // (2 * rows * cols)))]
+    return [partial(torch.nn.functional.linear, x, weight) for weight in weights]
 
 
 def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
@@ -60,8 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="*", type=int, default=[8192, 2048], help="output and input features")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--busy", action="store_true", help="one thread's processor time, where others use the machine")
     args = parser.parse_args()
     rows, cols = args.shape
+    if args.busy:
+        args.threads = 1
+    torch.set_num_threads(args.threads)
     target = Target(default_target().level, args.threads)
     torch.manual_seed(0)
     print(f"[{rows} x {cols}], {args.threads} threads, level {target.level}")
@@ -77,10 +101,12 @@ def main() -> None:
         for m in ROWS:
             x, out = torch.randn(m, cols).bfloat16(), torch.zeros(m, rows, dtype=torch.bfloat16)
             few = programs if m <= 64 else programs[: max(2, len(programs) * 64 // m)]
-            seconds = best_seconds(few, x, out)
+            seconds = best_seconds([partial(program.run, [x, out]) for program in few], args.busy)
+            beside = best_seconds(torch_products(rows, cols, x), args.busy) if type is Type.BF16 else None
             print(
                 f"  M = {m:4}  {seconds * 1e3:7.3f} ms  {num_bytes / seconds / 1e9:5.1f} GB/s  "
-                f"{2 * m * rows * cols / seconds / 1e12:5.2f} TFLOP/s",
+                f"{2 * m * rows * cols / seconds / 1e12:5.3f} TFLOP/s"
+                + (f"  torch {2 * m * rows * cols / beside / 1e12:5.3f}" if beside else ""),
                 flush=True,
             )
 
