@@ -24,11 +24,15 @@ MAX_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
+    return make_pair("llama", tmp_path_factory.mktemp("beams"))
+
+
+def make_pair(name: str, home: Path) -> tuple[Any, LLM]:
     """A model that ends often enough for beams of all lengths, theirs and ours."""
-    theirs = tiny.build_theirs("llama")
+    theirs = tiny.build_theirs(name)
     theirs.lm_head.weight.data[[2, 40, 41]] *= 1.6  # what ends is likely now and then
     theirs.generation_config.eos_token_id = None
-    directory = tiny.save(theirs, tmp_path_factory.mktemp("beams") / "llama")
+    directory = tiny.save(theirs, home / name)
     ours = LLM(
         str(directory),
         skip_tokenizer_init=True,
@@ -42,12 +46,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
     return theirs, ours
 
 
-def their_search(theirs: Any, prompt: list[int], width: int, stops: list[int], **options: Any) -> list[Any]:
-    """(output tokens, score) of all `width` sequences."""
+def their_search(
+    theirs: Any, prompts: list[list[int]], width: int, stops: list[int], **options: Any
+) -> list[list[tuple[list[int], float]]]:
+    """(output tokens, score) of all `width` sequences of each prompt, padded on the left to one batch."""
     config = GenerationConfig(
         num_beams=width,
         num_return_sequences=width,
-        max_new_tokens=MAX_TOKENS,
+        max_new_tokens=options.pop("max_tokens", MAX_TOKENS),
         do_sample=False,
         eos_token_id=stops or None,
         pad_token_id=0,
@@ -55,12 +61,15 @@ def their_search(theirs: Any, prompt: list[int], width: int, stops: list[int], *
         output_scores=True,
         **options,
     )
-    found = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), generation_config=config)
-    sequences: list[Any] = []
-    for ids, places, score in zip(found.sequences, found.beam_indices, found.sequences_scores, strict=True):
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    found = theirs.generate(ids, attention_mask=mask, generation_config=config)
+    sequences: list[tuple[list[int], float]] = []
+    for row, places, score in zip(found.sequences, found.beam_indices, found.sequences_scores, strict=True):
         length = int((places >= 0).sum())
-        sequences.append((ids[len(prompt) : len(prompt) + length].tolist(), float(score)))
-    return sequences
+        sequences.append((row[longest : longest + length].tolist(), float(score)))
+    return [sequences[i : i + width] for i in range(0, len(sequences), width)]
 
 
 def our_search(ours: LLM, width: int, stops: list[int], **options: Any) -> list[RequestOutput]:
@@ -68,7 +77,7 @@ def our_search(ours: LLM, width: int, stops: list[int], **options: Any) -> list[
         n=width,
         use_beam_search=True,
         temperature=0.0,
-        max_tokens=MAX_TOKENS,
+        max_tokens=options.pop("max_tokens", MAX_TOKENS),
         ignore_eos=True,
         stop_token_ids=stops,
         detokenize=False,
@@ -86,7 +95,7 @@ def check(pair: tuple[Any, LLM], width: int, stops: list[int], **options: Any) -
     penalty = options.get("length_penalty", 1.0)
     ends: set[str | None] = set()
     for prompt, output in zip(PROMPTS, our_search(ours, width, stops, **options), strict=True):
-        expected = their_search(theirs, prompt, width, stops, **renamed)
+        (expected,) = their_search(theirs, [prompt], width, stops, **renamed)
         found = [(part.token_ids, part.cumulative_logprob) for part in output.outputs]
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         for (tokens, score), (_, their_score) in zip(found, expected, strict=True):
@@ -141,6 +150,13 @@ def test_min_tokens(pair) -> None:
     check(pair, 4, [2, 40, 41], min_tokens=6)
 
 
+def test_one_padded_batch_of_theirs(pair) -> None:
+    theirs, ours = pair
+    expected = their_search(theirs, PROMPTS, 3, [2, 40])
+    found = our_search(ours, 3, [2, 40])
+    assert [[tokens for tokens, _ in beams] for beams in expected] == [[p.token_ids for p in o.outputs] for o in found]
+
+
 def test_n_best_of_the_beams(pair) -> None:
     _, ours = pair
     several = our_search(ours, 4, [2, 40])
@@ -148,3 +164,12 @@ def test_n_best_of_the_beams(pair) -> None:
     for many, few in zip(several, best, strict=True):
         assert [part.token_ids for part in few.outputs] == [part.token_ids for part in many.outputs[:2]]
         assert [part.index for part in few.outputs] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "mixtral", "gpt2"])
+def test_other_families(name: str, tmp_path: Path) -> None:
+    """Windows among them: what they leave behind is no longer shared."""
+    ours_and_theirs = make_pair(name, tmp_path)
+    for width in (2, 5):
+        check(ours_and_theirs, width, [2, 40], max_tokens=40)
