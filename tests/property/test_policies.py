@@ -181,7 +181,7 @@ def test_backlogged_clients_are_served_alike(seed: int, num_blocks: int) -> None
     rng = random.Random(seed)
     core, executor = make("fair", num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=32)
     planner, sizes = executor.scheduler._planner, {"long": (60, 8), "short": (4, 3), "talker": (3, 40)}
-    options, number, given = PolicyOptions(), 0, Counter[str]()
+    options, number, given = PolicyOptions(), 0, dict.fromkeys(sizes, 0.0)
     longest, most_output = 60, 40 * 6
     bound = max(options.fair_input_weight * longest, options.fair_output_weight * most_output)
     for step in range(600):

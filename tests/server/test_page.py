@@ -25,7 +25,7 @@ import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
-PATIENCE = 30.0  # seconds; no test measures time
+PATIENCE = 60.0  # seconds; no test measures time
 
 
 class Browser:
