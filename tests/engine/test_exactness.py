@@ -7,6 +7,7 @@ running the same requests on the same kernels, weight format and cache type must
 import dataclasses
 import itertools
 import random
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,30 +41,32 @@ class Variant(NamedTuple):
     preempted: bool  # too few blocks for what runs
     late: bool  # two plans in flight, on a device that answers one step late
     policy: str  # who comes first; the requests have clients, priorities and targets of their own
-    host: bool  # a second memory, for what is preempted and for what the prefix cache evicts
+    tier: str  # "host": a second memory for what is preempted or evicted; "disk": and prefixes outlive the engine
     chunked: bool = True
 
 
 # Every value of every axis meets every value of every other one (a test below counts).
 VARIANTS = [
-    Variant(2, 16, 64, prefix=False, preempted=True, late=False, policy="priority", host=False),
-    Variant(2, 64, 8, prefix=False, preempted=False, late=True, policy="shortest", host=False),
-    Variant(2, 64, 16, prefix=True, preempted=True, late=False, policy="fcfs", host=False),
-    Variant(2, 64, 64, prefix=False, preempted=False, late=False, policy="fair", host=True),
-    Variant(2, 512, 64, prefix=False, preempted=True, late=True, policy="deadline", host=False),
-    Variant(7, 16, 8, prefix=False, preempted=False, late=True, policy="fcfs", host=True),
-    Variant(7, 64, 16, prefix=True, preempted=False, late=False, policy="deadline", host=False),
-    Variant(7, 512, 8, prefix=True, preempted=True, late=True, policy="priority", host=False),
-    Variant(7, 512, 16, prefix=True, preempted=True, late=True, policy="fair", host=True),
-    Variant(7, 512, 64, prefix=True, preempted=False, late=False, policy="shortest", host=True),
-    Variant(32, 16, 8, prefix=True, preempted=True, late=False, policy="fair", host=False),
-    Variant(32, 16, 8, prefix=True, preempted=True, late=False, policy="deadline", host=True),
-    Variant(32, 16, 16, prefix=False, preempted=True, late=False, policy="shortest", host=False),
-    Variant(32, 64, 16, prefix=False, preempted=False, late=True, policy="priority", host=True),
-    Variant(32, 512, 64, prefix=True, preempted=True, late=True, policy="fcfs", host=True),
-    Variant(7, 512, 16, prefix=False, preempted=False, late=False, policy="fcfs", host=False, chunked=False),
+    Variant(2, 16, 8, prefix=False, preempted=False, late=True, policy="priority", tier="host"),
+    Variant(2, 16, 64, prefix=False, preempted=True, late=False, policy="fair", tier="none"),
+    Variant(2, 64, 16, prefix=True, preempted=False, late=False, policy="fcfs", tier="disk"),
+    Variant(2, 512, 8, prefix=True, preempted=False, late=False, policy="deadline", tier="disk"),
+    Variant(2, 512, 16, prefix=True, preempted=False, late=False, policy="shortest", tier="none"),
+    Variant(7, 16, 16, prefix=True, preempted=True, late=True, policy="deadline", tier="host"),
+    Variant(7, 16, 64, prefix=False, preempted=False, late=True, policy="fcfs", tier="host"),
+    Variant(7, 64, 8, prefix=False, preempted=True, late=False, policy="shortest", tier="host"),
+    Variant(7, 512, 8, prefix=True, preempted=False, late=True, policy="fair", tier="none"),
+    Variant(7, 512, 8, prefix=True, preempted=True, late=True, policy="fair", tier="disk"),
+    Variant(7, 512, 64, prefix=True, preempted=True, late=False, policy="priority", tier="disk"),
+    Variant(32, 16, 64, prefix=True, preempted=True, late=True, policy="shortest", tier="disk"),
+    Variant(32, 64, 16, prefix=True, preempted=True, late=True, policy="priority", tier="none"),
+    Variant(32, 64, 16, prefix=True, preempted=False, late=False, policy="fair", tier="host"),
+    Variant(32, 64, 64, prefix=False, preempted=False, late=True, policy="deadline", tier="none"),
+    Variant(32, 512, 8, prefix=True, preempted=True, late=True, policy="fcfs", tier="none"),
+    Variant(32, 512, 16, prefix=False, preempted=False, late=False, policy="priority", tier="host"),
+    Variant(7, 512, 16, prefix=False, preempted=False, late=False, policy="fcfs", tier="none", chunked=False),
 ]
-SOME_VARIANTS = [VARIANTS[1], VARIANTS[8], VARIANTS[11]]
+SOME_VARIANTS = [VARIANTS[0], VARIANTS[9], VARIANTS[15]]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
 
 
@@ -234,13 +237,21 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
         "enable_prefix_caching": variant.prefix,
         "enable_chunked_prefill": variant.chunked,
         "scheduling_policy": variant.policy,
-        "swap_space": 0.01 if variant.host else 0.0,  # GiB
+        "swap_space": 0.0 if variant.tier == "none" else 0.01,  # GiB
     }
     if variant.preempted:
         changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
-    one = engine(model_options(model), dtype, late=variant.late, **changes)
+    with tempfile.TemporaryDirectory() as folder:
+        if variant.tier == "disk":
+            changes["kv_cache_dir"] = folder
+        check_runs(model_options(model), dtype, variant, changes, baseline(model, dtype, **options))
+
+
+def check_runs(
+    model: dict[str, Any], dtype: str, variant: Variant, changes: dict[str, Any], expected: list[Any]
+) -> None:
+    one = engine(model, dtype, late=variant.late, **changes)
     todo = requests(one.config.model.vocab_size)
-    expected = baseline(model, dtype, **options)
     assert run(one, todo, variant.together) == expected
     stats = one.stats()
     assert not isinstance(one.executor, LateExecutor) or one.executor.most == 2, "nothing was in flight"
@@ -251,14 +262,23 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
         if not variant.preempted:
             hits = one.stats().prefix_cache_hits_total
             assert hits > stats.prefix_cache_hits_total, "no prefix was found again"
+    one.executor.stop()
+    if variant.tier == "disk":
+        restarted = engine(model, dtype, late=variant.late, **changes)
+        assert run(restarted, todo, variant.together) == expected
+        tiers = restarted.stats().tiers
+        assert tiers is not None
+        assert tiers.disk_hits_total > 0, "no prefix has outlived the engine"
+        restarted.executor.stop()
 
 
 def test_the_variants_cover_every_pair_of_values() -> None:
     axes = [sorted({v[i] for v in VARIANTS if v.chunked}) for i in range(8)]
-    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2, len(POLICIES), 2]
+    assert [len(values) for values in axes] == [3, 3, 3, 2, 2, 2, len(POLICIES), 3]
     for i, j in itertools.combinations(range(8), 2):
         met = {(v[i], v[j]) for v in VARIANTS}
-        assert met >= set(itertools.product(axes[i], axes[j])), f"axes {i} and {j}"
+        impossible = {(False, "disk")} if (i, j) == (3, 7) else set()  # what it keeps are prefixes
+        assert met >= set(itertools.product(axes[i], axes[j])) - impossible, f"axes {i} and {j}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
