@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from quire.speculative.base import DraftedSequence
 
 _DECAY = 0.9  # of what is known of a sequence, each time that its drafts are verified
-_SLOW_DECAY = 0.995  # of what is known of all
+_SLOW_DECAY = 0.98  # of what is known of all
 _PRIOR_WEIGHT = 2.0  # trials that the rate of all counts for, of a sequence
 _FIRST_RATE = 0.6
 _GAIN = 1.04  # what drafts must promise: figures are not exact
@@ -46,9 +46,9 @@ class Acceptance:
 
     __slots__ = ("_accepted", "_trials", "patience", "steps_without")
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int = _PATIENCE) -> None:
         self._accepted = self._trials = 0.0
-        self.steps_without, self.patience = 0, _PATIENCE
+        self.steps_without, self.patience = 0, patience
 
     def observe(self, num_drafts: int, num_accepted: int, decay: float) -> None:
         self._accepted = self._accepted * decay + num_accepted
@@ -70,16 +70,19 @@ class Pace:
         self._costs = costs
         self._draft_seconds = draft_seconds
         self._all = Acceptance()
+        # A draft model has all to read again that it has missed.
+        self._patience = 4 * _PATIENCE if draft_seconds else _PATIENCE
+        self._break_even: dict[tuple[int, int], float] = {}
 
     def observe(self, row: DraftedSequence, num_drafts: int, num_accepted: int) -> None:
         """A sequence's drafts were verified."""
         found = row.acceptance
         if found is None:
-            found = row.acceptance = Acceptance()
+            found = row.acceptance = Acceptance(self._patience)
         found.observe(num_drafts, num_accepted, _DECAY)
         self._all.observe(num_drafts, num_accepted, _SLOW_DECAY)
         if num_accepted:
-            found.patience = _PATIENCE
+            found.patience = self._patience
 
     def choose(self, rows: Sequence[DraftedSequence], num_scheduled: int, most: int) -> None:
         """Set `max_drafts` of each row: those drafts of all that make the most tokens a second, at most `most` of one.
@@ -87,10 +90,15 @@ class Pace:
         `num_scheduled`: sequences of the step, which will have a token each in the next one.
         """
         prior = self._all.rate(_FIRST_RATE)
-        chances: list[tuple[float, int]] = []  # that a draft is accepted, and whose it is
-        for place, row in enumerate(rows):
+        rates = [prior if row.acceptance is None else row.acceptance.rate(prior) for row in rows]
+        for row in rows:
             row.max_drafts = 0
-            rate = chance = row.acceptance.rate(prior) if row.acceptance is not None else prior
+        if max(rates) < self._least_rate(num_scheduled, most * len(rows)):
+            self._try_again(rows)
+            return
+        chances: list[tuple[float, int]] = []  # that a draft is accepted, and whose it is
+        for place, rate in enumerate(rates):
+            chance = rate
             for _ in range(most):
                 chances.append((chance, place))
                 chance *= rate
@@ -112,12 +120,25 @@ class Pace:
         if num_best < len(rows):
             self._try_again([row for row in rows if not row.max_drafts])
 
+    def _least_rate(self, num_scheduled: int, most: int) -> float:
+        """Below this no number of drafts, of at most so many in all, pays, even if all were first ones."""
+        key = num_scheduled, most
+        found = self._break_even.get(key)
+        if found is None:
+            costs = self._costs
+            speed = num_scheduled / costs(num_scheduled) * _GAIN
+            found = self._break_even[key] = min(
+                (speed * (costs(num_scheduled + num) + self._draft_seconds) - num_scheduled) / num
+                for num in range(1, most + 1)
+            )
+        return found
+
     def _try_again(self, rows: Sequence[DraftedSequence]) -> None:
         """Let one that has long gone without have a draft, or nothing would ever be learnt of it."""
         for row in rows:
             found = row.acceptance
             if found is None:
-                found = row.acceptance = Acceptance()
+                found = row.acceptance = Acceptance(self._patience)
             found.steps_without += 1
             if found.steps_without >= found.patience:
                 found.steps_without, found.patience = 0, min(2 * found.patience, _MOST_PATIENCE)

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
 _SEPARATOR = -1
+_LEAST_LENGTH = 2  # of a suffix; what follows a lone token is anyone's guess
 _MAX_CACHED_TOKENS = 2**18  # of past outputs; a token takes about half a kilobyte
 
 
@@ -158,7 +159,7 @@ class SuffixProposer(Proposer):
             if memory.length > length:
                 length, end, token_ids = memory.length, past.end_of(memory.state), past.token_ids
         count = min(row.max_drafts, int(length * self._factor))
-        if count <= 0:
+        if length < _LEAST_LENGTH or count <= 0:
             return []
         drafts = token_ids[end : end + count]
         if _SEPARATOR in drafts:
