@@ -67,7 +67,8 @@ def check(plain: dict[str, list[Any]], method: dict[str, Any], *, together: bool
     assert answers(llm) == plain[key]
     stats = llm.get_metrics().speculation
     assert stats is not None
-    assert stats.num_accepted_tokens > 20
+    # Else nothing was tested. With int8 and one draft a step it is 17 or 23: what is drawn differs by level of kernels.
+    assert stats.num_accepted_tokens > 10
     assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
     assert stats.num_drafts <= stats.num_draft_tokens
     return llm
