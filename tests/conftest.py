@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import itertools
 import os
 import sys
@@ -46,11 +47,13 @@ def count_bytecodes() -> Callable[[Callable[[], Any]], int]:
             return trace
 
         before = sys.gettrace()
+        gc.disable()  # what it would call, finalizers of other tests' objects, is not the function's
         sys.settrace(trace)
         try:
             function()
         finally:
             sys.settrace(before)
+            gc.enable()
         return num_bytecodes
 
     return count
