@@ -1,6 +1,7 @@
 """Every row of RELIABILITY.md's table of bad inputs, over sockets: what each gets, and that nothing else changes."""
 
 import contextlib
+import io
 import json
 import re
 import socket
@@ -402,8 +403,21 @@ def _send(connection: socket.socket, request: bytes) -> None:
         connection.sendall(request)
 
 
-def read_response(connection: socket.socket) -> Answer:
-    response = HTTPResponse(connection)
+class Answers(io.BufferedReader):
+    """Of one connection, for `HTTPResponse`: what was received beyond one answer is the next one's beginning."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(socket.SocketIO(connection, "r"))
+
+    def makefile(self, mode: str) -> "Answers":
+        return self
+
+    def close(self) -> None:
+        """Each answer closes it at its end."""
+
+
+def read_response(connection: socket.socket | Answers) -> Answer:
+    response: HTTPResponse = HTTPResponse(connection)  # type: ignore[arg-type]
     response.begin()
     return Answer(response.status, response.headers, response.read())
 
@@ -490,7 +504,8 @@ def test_pipelined_requests_are_answered_in_turn(server: RunningServer) -> None:
     first, second = (completion(max_tokens=count).replace(b"Connection: close\r\n", b"") for count in (3, 4))
     with server.connect() as connection:
         connection.sendall(first + second)
-        answers = [read_response(connection).json() for _ in range(2)]
+        received = Answers(connection)
+        answers = [read_response(received).json() for _ in range(2)]
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [3, 4]
 
 
