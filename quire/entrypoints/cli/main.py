@@ -15,6 +15,7 @@ from typing import NoReturn
 import quire
 from quire.config.not_yet import not_yet
 from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, run_batch, serve
+from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
 
@@ -43,11 +44,13 @@ def build_parser() -> Parser:
     _add_leaf(
         commands, "run-batch", "answer a file of requests in OpenAI's batch form", run_batch.add_flags, run_batch.run
     )
-    bench_help = "measure latency or throughput"
+    bench_help = "measure latency, throughput or what drafts gain"
     measures = commands.add_parser("bench", help=bench_help).add_subparsers(metavar="WHAT", required=True)
     latency_help, throughput_help = "time one batch of prompts, run again and again", "time many requests given at once"
     _add_leaf(measures, "latency", latency_help, bench.add_latency_flags, bench.run_latency)
     _add_leaf(measures, "throughput", throughput_help, bench.add_throughput_flags, bench.run_throughput)
+    spec_help = "compare ways of speculative decoding with plain decoding"
+    _add_leaf(measures, "spec", spec_help, bench_spec.add_flags, bench_spec.run)
     _add_leaf(measures, "serve", "put load on a running server", bench.add_serve_flags, bench.run_serve)
     _add_leaf(commands, "cache", "show or clear the packed weights kept on disk", cache.add_flags, cache.run)
     _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)

@@ -3,22 +3,19 @@
 It follows the reader's light or dark colours. Must not know how the load was made.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from quire.entrypoints.cli.load.outcome import Outcome
+from quire.entrypoints.cli.svg import Box, axis, curve, document, text
 
-_STYLE = """svg { color-scheme: light dark; background: Canvas; font: 12px system-ui, sans-serif }
-text { fill: CanvasText } path { fill: none } .grid { stroke: CanvasText; opacity: 0.15 }
-.held { stroke: #9aa4ae } .first { stroke: #e8a33d } .generating, .curve { stroke: #3a7bd5 } .failed { stroke: #d23f57 }
+_STYLE = """.held { stroke: #9aa4ae } .first { stroke: #e8a33d } .failed { stroke: #d23f57 }
+.generating, .curve { stroke: #3a7bd5 }
 """
 
 _TIMELINE = "Requests over time (s): grey held back, orange until the first token, blue generating, red failed"
-Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 def render(outcomes: Sequence[Outcome], figures: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
@@ -29,15 +26,11 @@ def render(outcomes: Sequence[Outcome], figures: Mapping[str, Any], facts: Mappi
         f"{facts['request_rate']}), {figures['output_throughput']:,.0f} output tokens/s, {figures['failed']:,} failed"
     )
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 700" role="img">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
-        _text(56, 30, title, "start", 'font-size="15"'),
         *_timeline((56, 80, 850, 300), outcomes),
         *_distribution((56, 450, 390, 200), "Time to first token", [outcome.ttft for outcome in good]),
         *_distribution((516, 450, 390, 200), "Inter-token latency", [gap for outcome in good for gap in outcome.itls]),
-        "</svg>\n",
     ]
-    return "\n".join(parts)
+    return document(960, 700, title, _STYLE, parts)
 
 
 def _timeline(box: Box, outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -46,7 +39,7 @@ def _timeline(box: Box, outcomes: Sequence[Outcome]) -> Iterator[str]:
     ordered = sorted(outcomes, key=lambda outcome: outcome.arrival)
     zero = ordered[0].arrival if ordered else 0.0
     span = max([outcome.end - zero for outcome in ordered] + [1e-6])
-    yield from _axis(box, span, _TIMELINE)
+    yield from axis(box, span, _TIMELINE)
     pitch = min(height / max(len(ordered), 1), 14.0)
     for row, outcome in enumerate(ordered):
         phases = [("held", outcome.arrival, outcome.start), ("failed", outcome.start, outcome.end)]
@@ -65,25 +58,9 @@ def _distribution(box: Box, label: str, seconds: Sequence[float]) -> Iterator[st
     values = np.array(seconds or [0.0]) * 1000
     median, p99 = np.percentile(values, [50, 99])
     span = max(float(p99), 1e-3)
-    yield from _axis(box, span, f"{label} (ms): median {median:,.4g}, p99 {p99:,.4g}" if seconds else f"{label}: none")
+    yield from axis(box, span, f"{label} (ms): median {median:,.4g}, p99 {p99:,.4g}" if seconds else f"{label}: none")
     for share in (0, 50, 100):
-        yield _text(x - 6, y + height * (1 - share / 100) + 4, f"{share}%", "end")
+        yield text(x - 6, y + height * (1 - share / 100) + 4, f"{share}%", "end")
     shares = np.linspace(0, 99, 199)
     points = zip(x + width * np.percentile(values, shares) / span, y + height * (1 - shares / 100), strict=True)
-    yield f'<path class="curve" stroke-width="2" d="M{"L".join(f"{px:.1f} {py:.1f}" for px, py in points)}"/>'
-
-
-def _axis(box: Box, span: float, title: str) -> Iterator[str]:
-    """The title above, and vertical lines at round numbers from 0 to `span` with the numbers below."""
-    x, y, width, height = box
-    yield _text(x, y - 14, title, "start", 'font-weight="600"')
-    power = 10.0 ** math.floor(math.log10(span / 6))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / 6)
-    for number in range(int(span / step) + 1):
-        place = x + width * number * step / span
-        yield f'<path class="grid" d="M{place:.1f} {y}v{height}"/>'
-        yield _text(place, y + height + 18, f"{number * step:g}", "middle")
-
-
-def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {style}>{escape(text)}</text>'
+    yield curve(list(points), "curve")
