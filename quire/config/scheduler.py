@@ -6,6 +6,7 @@ Resolved by the engine from its arguments, read by `quire.scheduler`. It holds n
 from dataclasses import dataclass, fields
 from typing import Any
 
+from quire.config.draft_tree import DraftTree
 from quire.config.options import check_number, check_options, option
 from quire.errors import ConfigError
 
@@ -75,6 +76,7 @@ class SchedulerConfig:
             (whole prompts, first) or decode.
         long_prefill_token_threshold: most tokens of one sequence in one step, so that prompts share it; 0: no limit.
         max_num_drafts: most draft tokens of a sequence in one step, where workers draft any.
+        draft_tree: their shape, where they are no chain.
 
     Raises:
         ConfigError: a number is out of range, or two contradict each other.
@@ -88,6 +90,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_num_drafts: int = 0
+    draft_tree: DraftTree | None = None
 
     def __post_init__(self) -> None:
         minima = {

@@ -7,8 +7,10 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
+from quire.config.draft_tree import DraftTree
 from quire.config.model import ModelConfig
 from quire.config.options import check_options, option
 from quire.errors import ConfigError
@@ -28,6 +30,7 @@ _OF_METHOD = {
     "suffix_decoding_max_cached_requests": "suffix",
 }
 _REQUIRED = ("method",)
+_DRAFT_TREES = ("medusa", "eagle", "eagle3")  # methods that can
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class SpeculativeConfig:
         None, "The draft model's weights, as the option of the model."
     )
     num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
+    speculative_token_tree: str | None = option(
+        None, "Draft a tree: its nodes by their choices, the best one 0, as '[(0,), (1,), (0, 0)]'."
+    )
     acceptance: Literal["exact"] = option(
         "exact", "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts."
     )
@@ -70,6 +76,25 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"prompt_lookup_min={self.lookup_min} is above prompt_lookup_max={self.lookup_max}; swap them."
             )
+        if self.tree is not None and self.method not in _DRAFT_TREES:
+            raise ConfigError(
+                f"speculative_token_tree is for the methods {', '.join(_DRAFT_TREES)}, and {self.method!r} drafts "
+                "chains; leave it out."
+            )
+        if self.tree is not None and self.acceptance != "exact":
+            raise ConfigError(
+                f"speculative_token_tree is for acceptance='exact', not {self.acceptance!r}; leave one of them out."
+            )
+
+    @cached_property
+    def tree(self) -> DraftTree | None:
+        """The shape of the drafts, where they are no chain."""
+        return None if self.speculative_token_tree is None else DraftTree.read(self.speculative_token_tree)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a sequence in one step."""
+        return self.num_speculative_tokens if self.tree is None else len(self.tree)
 
     @property
     def lookup_min(self) -> int:
@@ -106,6 +131,12 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{OPTION}: {name} is for the method {method!r}, not {config.method!r}; leave it out."
                 )
+        num_drafts = given.get("num_speculative_tokens", config.max_drafts)
+        if config.tree is not None and num_drafts != config.max_drafts:
+            raise ConfigError(
+                f"{OPTION}: num_speculative_tokens={num_drafts} are not the {config.max_drafts} nodes of "
+                "speculative_token_tree; leave it out."
+            )
         if config.method == "draft_model" and not config.model:
             raise ConfigError(f"{OPTION}: the method 'draft_model' needs 'model', the name of the model that drafts.")
         return config

@@ -5,6 +5,7 @@ The engine makes it from its options; an executor hands it to each worker. It ho
 
 from dataclasses import dataclass
 
+from quire.config.draft_tree import DraftTree
 from quire.config.model import ModelConfig
 from quire.config.speculative import SpeculativeConfig
 
@@ -19,6 +20,7 @@ class WorkerConfig:
         max_num_seqs: most rows held at once.
         max_num_batched_tokens: most tokens computed in one step.
         max_num_drafts: most draft tokens of a row in one step.
+        draft_tree: their shape, where they are no chain.
         speculative: how they are drafted, where they are.
         draft: the model that drafts them, where one does.
         quantization: weight format made at load time, None for the checkpoint's own.
@@ -38,6 +40,7 @@ class WorkerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_drafts: int = 0
+    draft_tree: DraftTree | None = None
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None
     quantization: str | None = None

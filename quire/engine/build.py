@@ -33,6 +33,7 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_drafts=config.scheduler.max_num_drafts,
+        draft_tree=config.scheduler.draft_tree,
         speculative=config.speculative,
         draft=config.draft,
         quantization=args.quantization,

@@ -30,6 +30,9 @@ from quire.utils.hub import resolve_model_path
         ({"method": "draft_model"}, "the method 'draft_model' needs 'model'"),
         ({"method": "ngram", "model": "demo-draft"}, "model is for the method 'draft_model', not 'ngram'"),
         ({"method": "draft_model", "model": "demo-draft", "quantization": "int3"}, "quantization must be one of"),
+        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "for the methods medusa, eagle, eagle3, and 'ngram'"),
+        ({"method": "suffix", "speculative_token_tree": "[(0,"}, "must be the text of a list of tuples of choices"),
+        ({"method": "ngram", "speculative_token_tree": [[0]]}, "speculative_token_tree must be a text, got [[0]]"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer, at least 1"),
     ],
 )  # fmt: skip

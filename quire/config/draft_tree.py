@@ -1,0 +1,110 @@
+"""The shape of a tree of drafts, as `speculative_token_tree` says it.
+
+Proposers fill it with tokens, the scheduler counts its levels, and workers verify it. A node is a path of choices from
+the newest token: (0,) is the best next token, (1,) the second best, (0, 2) the third best after the best. It knows no
+tokens.
+"""
+
+import ast
+from dataclasses import dataclass
+from functools import cached_property
+
+from quire.errors import ConfigError
+
+MAX_NODES = 64
+_EXAMPLE = "'[(0,), (1,), (0, 0)]'"
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Nodes in order of depth, and of choices within one: parents come first, and any first few nodes are a tree, too.
+
+    Attributes:
+        paths: each node's choices from the newest token on.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def read(cls, text: str) -> "DraftTree":
+        """A tree from the text of a list of tuples, in any order.
+
+        Raises:
+            ConfigError: it is none, or has a node without its parent, twice the same, or too many of them.
+        """
+        name = "speculative_token_tree"
+        try:
+            given = ast.literal_eval(text) if isinstance(text, str) else text
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            given = None
+        if not isinstance(given, list | tuple) or not given or not all(_is_path(path) for path in given):
+            raise ConfigError(
+                f"{name} must be the text of a list of tuples of choices, each 0 or more, as {_EXAMPLE}; "
+                f"got {str(text)[:80]!r}."
+            )
+        paths = sorted((tuple(path) for path in given), key=lambda path: (len(path), path))
+        if len(paths) > MAX_NODES:
+            raise ConfigError(f"{name} has {len(paths)} nodes, and {MAX_NODES} are allowed; leave some out.")
+        known = set(paths)
+        if len(known) < len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise ConfigError(f"{name} has the node {twice} twice; leave one out.")
+        for path in paths:
+            if len(path) > 1 and path[:-1] not in known:
+                raise ConfigError(f"{name} has the node {path} without its parent {path[:-1]}; add that.")
+        return cls(tuple(paths))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Of each node, the number of its parent; -1: the newest token."""
+        places = {path: place for place, path in enumerate(self.paths)}
+        return tuple(places.get(path[:-1], -1) for path in self.paths)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """How far each node lies beyond the newest token, >= 1."""
+        return tuple(len(path) for path in self.paths)
+
+    @cached_property
+    def choices(self) -> tuple[int, ...]:
+        """Which of its parent's likeliest tokens each node stands for, 0 the best."""
+        return tuple(path[-1] for path in self.paths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """[1 + nodes]: the children of the newest token first, and then of each node."""
+        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents):
+            found[parent + 1].append(node)
+        return tuple(tuple(nodes) for nodes in found)
+
+    @cached_property
+    def ancestors(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, those on the way to it, the topmost first, and itself."""
+        found: list[tuple[int, ...]] = []
+        for node, parent in enumerate(self.parents):
+            found.append((*(found[parent] if parent >= 0 else ()), node))
+        return tuple(found)
+
+    @property
+    def max_depth(self) -> int:
+        """Most drafts that can be accepted."""
+        return self.depths[-1]
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """[1 + max_depth]: how many nodes lie no deeper than each depth, from 0 on."""
+        return tuple(sum(depth <= limit for depth in self.depths) for limit in range(self.max_depth + 1))
+
+    def num_within(self, depth: int) -> int:
+        """How many nodes lie no deeper; they are the first ones."""
+        return self.ends[max(0, min(depth, self.max_depth))]
+
+
+def _is_path(path: object) -> bool:
+    return (
+        isinstance(path, list | tuple) and len(path) > 0 and all(type(choice) is int and choice >= 0 for choice in path)
+    )
