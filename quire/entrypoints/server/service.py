@@ -99,7 +99,7 @@ class TurnService(Generic[_AnyBody]):
         """
         request, writer = await self._dialect.read(body, request_id)
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._run(request, client)) as batches:
+        async with aclosing(outputs_of(self._llm, request, client, self._note)) as batches:
             async for batch in batches:
                 outputs.update(batch)
         if _size(outputs.values(), request.params) <= _MANY:
@@ -110,7 +110,7 @@ class TurnService(Generic[_AnyBody]):
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
         request, writer = await self._dialect.read(body, request_id)
         turn = writer.turn
-        async with aclosing(self._run(request, client)) as batches:
+        async with aclosing(outputs_of(self._llm, request, client, self._note)) as batches:
             async for batch in batches:
                 if writer.opens_large and turn.num_begun < turn.num_choices:
                     for part in await asyncio.to_thread(_events_in_parts, writer, batch):
@@ -120,20 +120,21 @@ class TurnService(Generic[_AnyBody]):
                 if turn.num_unfinished == 0:
                     return
 
-    def _run(self, request: TurnRequest, client: str | None) -> AsyncGenerator[_Batch, None]:
-        request_id, prompts = request.request_id, request.prompts
-        if self._note is not None:
-            self._note(request)
-        terms = msgspec.structs.asdict(request.terms)
-        if client is not None:
-            terms["client"] = client
-        ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
-        return _merged(
-            [
-                self._llm.generate(prompt, request_id=own_id, **terms)
-                for prompt, own_id in zip(prompts, ids, strict=True)
-            ]
-        )
+
+def outputs_of(
+    llm: AsyncLLM, request: TurnRequest, client: str | None, note: Callable[[TurnRequest], None] | None
+) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    """What the engine makes of a request: places of prompts and their outputs, those of one step together."""
+    request_id, prompts = request.request_id, request.prompts
+    if note is not None:
+        note(request)
+    terms = msgspec.structs.asdict(request.terms)
+    if client is not None:
+        terms["client"] = client
+    ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
+    return _merged(
+        [llm.generate(prompt, request_id=own_id, **terms) for prompt, own_id in zip(prompts, ids, strict=True)]
+    )
 
 
 def _events(writer: Writer, batch: _Batch) -> list[bytes]:

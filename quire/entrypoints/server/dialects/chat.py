@@ -115,7 +115,7 @@ class ChatWriter:
     def chunk(self, delta: Delta) -> Struct:
         text, finish = text_of(delta.events), delta.finish
         content = ChatDelta(self._echo + text, self._role) if delta.begins else ChatDelta(text)
-        choice = ChatChunkChoice(delta.index, content, self._logprobs(delta))
+        choice = ChatChunkChoice(delta.index, content, self.logprobs(delta))
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
         chunk = ChatChunk(*self._head, [choice])
@@ -134,7 +134,7 @@ class ChatWriter:
     def choice(self, delta: Delta) -> ChatChoice:
         message, finish = ChatMessage(self._role, self._echo + text_of(delta.events)), delta.finish
         assert finish is not None, "a whole choice has finished"
-        choice = ChatChoice(delta.index, message, self._logprobs(delta), finish.reason, finish.stop_reason)
+        choice = ChatChoice(delta.index, message, self.logprobs(delta), finish.reason, finish.stop_reason)
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         return choice
@@ -150,7 +150,8 @@ class ChatWriter:
     def _usage(self) -> Usage:
         return Usage.of(*self.turn.counts())
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        """Of the delta's tokens, where they were asked for."""
         if not self._body.logprobs:
             return None
         num_top = self._body.top_logprobs or 0
