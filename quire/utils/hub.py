@@ -21,6 +21,7 @@ CONFIG_PATTERNS = (
     "vocab.txt",
 )
 WEIGHT_PATTERNS = ("*.safetensors",)
+HEAD_PATTERNS = ("config.json", "*.safetensors", "*.pt", "*.bin")  # heads that draft are mostly published as pickles
 
 # Copies of the weights in other layouts, which some repositories carry beside the one that is read.
 _IGNORE_PATTERNS = ("original/*", "consolidated*.safetensors", "*/*.safetensors", "*/*.json", "adapter_model*")
