@@ -26,6 +26,8 @@ class DraftedSequence:
         max_drafts: most drafts of it for the next step, >= 1.
         memory: what the proposer keeps of it, which goes with the row; None at first.
         acceptance: likewise of `quire.speculative.pace.Pace`.
+        probs: [num_drafts, V] float64, the distribution that each of the newest drafts was drawn from, for the
+            acceptance "rejection"; None where they are certain. A proposer that draws sets it in `propose`.
     """
 
     sequence_id: int
@@ -34,6 +36,7 @@ class DraftedSequence:
     max_drafts: int = 0
     memory: Any = None
     acceptance: Any = None
+    probs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,14 @@ class Proposer(ABC):
         max_drafts: most that it proposes for a sequence.
         max_batch: in steps of so many sequences it is not asked.
         uses_hidden: whether it looks at hidden states; where not, none are handed to it.
+        from_prefix: whether a draft, and what it was drawn from, follows from the tokens before it alone, so that it
+            may be asked for at any position. Only such a proposer may set `probs`.
     """
 
     max_drafts: int
     max_batch: float = math.inf
     uses_hidden: bool = True
+    from_prefix: bool = False
 
     @abstractmethod
     def propose(
