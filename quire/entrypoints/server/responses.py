@@ -86,10 +86,33 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class CalledFunction(Struct):
+    name: str | UnsetType = UNSET  # a stream has it with the first piece of the arguments only
+    arguments: str = ""
+
+
+class ToolCall(Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ToolCallPiece(Struct):
+    """What a chunk brings of a call."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+
+
 class ChatMessage(Struct):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | None = None  # what the model thought, where a parser tells it apart
+    reasoning: str | None = None  # the same, under a newer name
 
 
 class ChatChoice(Struct):
@@ -114,8 +137,11 @@ class ChatResponse(Struct):
 
 
 class ChatDelta(Struct):
-    content: str
+    content: str | None | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

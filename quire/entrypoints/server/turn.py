@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextDelta, TextParser
+from quire.entrypoints.server.parsers.base import ContentEvent, Parser, TextDelta, TextParser, ToolCallStart, merged
 from quire.errors import OverloadedError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -17,7 +17,7 @@ from quire.outputs import CompletionOutput, Logprob, RequestOutput
 class Finish(Struct, frozen=True):
     """The end of a choice."""
 
-    reason: str  # "stop" or "length"
+    reason: str  # "stop", "length", or "tool_calls" where a choice that called tools ended by itself
     stop_reason: int | str | None  # the stop token or stop string that ended it
 
 
@@ -63,7 +63,7 @@ class _Choice:
 
     def __init__(self, parser: Parser) -> None:
         self.parser = parser
-        self.begun = self.finished = False
+        self.begun = self.finished = self.calls_tools = False
         self.num_tokens = 0
 
 
@@ -108,12 +108,17 @@ class Turn:
                 raise OverloadedError(message)
             if self._rules.no_tokens:
                 part = CompletionOutput(part.index, "", [], logprobs=[], finish_reason="length")
-            finish = None if part.finish_reason is None else Finish(part.finish_reason, part.stop_reason)
-            events = choice.parser.push(part.text)
-            if finish is not None:
+            events, finish = choice.parser.push(part.text), None
+            if part.finish_reason is not None:
                 events += choice.parser.finish()
                 choice.finished = True
                 self.num_unfinished -= 1
+            if len(events) > 1 or (events and not isinstance(events[0], TextDelta)):
+                events = merged(events)
+                choice.calls_tools |= any(isinstance(event, ToolCallStart) for event in events)
+            if part.finish_reason is not None:
+                calls = choice.calls_tools and part.finish_reason == "stop"
+                finish = Finish("tool_calls" if calls else part.finish_reason, part.stop_reason)
             choice.num_tokens += len(part.token_ids)
             begins, rules = not choice.begun, self._rules
             if events or finish is not None or rules.every_token or (begins and rules.at_once):
@@ -134,9 +139,9 @@ class Turn:
 
 
 def text_of(events: list[ContentEvent]) -> str:
-    """The text of a delta from `TextParser`, which is the only one that the dialects know to write as yet."""
+    """The text of a delta from `TextParser`."""
     if not events:
         return ""
     (event,) = events
-    assert isinstance(event, TextDelta), "another parser needs dialects that write its events"
+    assert isinstance(event, TextDelta), "another parser needs a dialect that writes its events"
     return event.text

@@ -10,8 +10,10 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.prompts import conversation_text, template_of
 from quire.entrypoints.server.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -20,6 +22,8 @@ from quire.entrypoints.server.responses import (
     ChatMessage,
     ChatResponse,
     TokenLogprob,
+    ToolCall,
+    ToolCallPiece,
     TopLogprob,
     Usage,
     bounded,
@@ -29,7 +33,7 @@ from quire.entrypoints.server.responses import (
 from quire.entrypoints.server.sampling import chat_params, check_size, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
+from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, RequestOutput
 
@@ -113,8 +117,12 @@ class ChatWriter:
         self._echo = _text_of_content(last.content) if body.echo and last.role == self._role else ""
 
     def chunk(self, delta: Delta) -> Struct:
-        text, finish = text_of(delta.events), delta.finish
-        content = ChatDelta(self._echo + text, self._role) if delta.begins else ChatDelta(text)
+        finish, content = delta.finish, _delta_of(delta.events)
+        if delta.begins:
+            content.role = self._role
+            content.content = self._echo or None if content.content is UNSET else self._echo + (content.content or "")
+        elif finish is not None and finish.reason == "tool_calls" and not content.content:
+            content.content = UNSET  # null to the end
         choice = ChatChunkChoice(delta.index, content, self.logprobs(delta))
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
@@ -132,7 +140,7 @@ class ChatWriter:
         return ChatChunk(*self._head, [], self._usage())
 
     def choice(self, delta: Delta) -> ChatChoice:
-        message, finish = ChatMessage(self._role, self._echo + text_of(delta.events)), delta.finish
+        message, finish = _message_of(delta.events, self._role, self._echo), delta.finish
         assert finish is not None, "a whole choice has finished"
         choice = ChatChoice(delta.index, message, self.logprobs(delta), finish.reason, finish.stop_reason)
         if self._body.return_token_ids:
@@ -171,6 +179,39 @@ class ChatWriter:
         # A replacement character stands for bytes that are no text by themselves.
         given = None if text is None or "\ufffd" in text else list(text.encode())
         return TopLogprob(token_name(token_id, text, self._as_ids), bounded(entry.logprob), given)
+
+
+def _delta_of(events: Sequence[ContentEvent]) -> ChatDelta:
+    """One chunk's news: text, thoughts, and for each call that it touches one entry."""
+    if not events:
+        return ChatDelta("")
+    delta, pieces = ChatDelta(), dict[int, ToolCallPiece]()
+    for event in events:
+        match event:
+            case TextDelta(text):
+                delta.content = (delta.content or "") + text
+            case ReasoningDelta(text):
+                delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
+            case ToolCallStart(number, id, name):
+                pieces[number] = ToolCallPiece(number, id, "function", CalledFunction(name))
+            case ToolCallDelta(number, arguments):
+                piece = pieces.setdefault(number, ToolCallPiece(number, function=CalledFunction()))
+                assert piece.function, "made so"
+                piece.function.arguments += arguments
+    if pieces:
+        delta.tool_calls = list(pieces.values())
+    return delta
+
+
+def _message_of(events: Sequence[ContentEvent], role: str, echo: str) -> ChatMessage:
+    delta = _delta_of(events)
+    message = ChatMessage(role, echo + (delta.content or ""))
+    if delta.reasoning:
+        message.reasoning = message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.content = message.content or None
+        message.tool_calls = [ToolCall(str(call.id), call.function or CalledFunction()) for call in delta.tool_calls]
+    return message
 
 
 def _text_of_content(content: str | Sequence[str | dict[str, Any]] | None) -> str:

@@ -1,10 +1,12 @@
 """What a parser is, the events it makes of a model's text, and the one for text that means nothing but itself.
 
 A `Turn` has one parser for each choice. A parser sees the text as it comes, in pieces of any length, and may hold back
-an end that could be part of a mark. It knows neither engine nor HTTP.
+an end that could be part of a mark; how the text was cut never changes what it makes of the whole. It knows neither
+engine nor HTTP.
 """
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -22,7 +24,7 @@ class ReasoningDelta(Struct, frozen=True):
 
 
 class ToolCallStart(Struct, frozen=True):
-    """A call of a tool begins."""
+    """A call of a tool begins. The one before it has ended."""
 
     number: int  # of the call within the choice, from 0
     id: str
@@ -37,12 +39,39 @@ class ToolCallDelta(Struct, frozen=True):
 
 
 class ToolCallEnd(Struct, frozen=True):
-    """A call's arguments are complete."""
+    """A call's arguments are complete, or the text ended within them."""
 
     number: int
 
 
 ContentEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+
+
+class Function(Struct, frozen=True):
+    """A tool that the model may call."""
+
+    name: str
+    parameters: dict[str, Any] = {}  # JSON schema of an object
+    strict: bool = False  # arguments have to obey the schema, so a grammar holds them
+    description: str = ""
+
+
+class Offer(Struct, frozen=True):
+    """The tools of a request, and what the model is to do with them.
+
+    Attributes:
+        functions: those that may be called.
+        choice: "auto" leaves it to the model, "required" asks for at least one call, "none" forbids calls.
+        named: the one function that has to be called, if the request names it.
+        parallel: several calls in one answer are allowed.
+        closed: only `functions` may be called, though the template shows others too.
+    """
+
+    functions: tuple[Function, ...] = ()
+    choice: Literal["auto", "required", "none"] = "auto"
+    named: str | None = None
+    parallel: bool = True
+    closed: bool = False
 
 
 class Parser(Protocol):
@@ -65,3 +94,40 @@ class TextParser:
 
     def finish(self) -> list[ContentEvent]:
         return []
+
+
+class Chain:
+    """A parser of thoughts, and one of what it leaves as the answer."""
+
+    def __init__(self, thoughts: Parser, answer: Parser) -> None:
+        self._thoughts, self._answer = thoughts, answer
+
+    def push(self, text: str) -> list[ContentEvent]:
+        return self._passed_on(self._thoughts.push(text))
+
+    def finish(self) -> list[ContentEvent]:
+        return self._passed_on(self._thoughts.finish()) + self._answer.finish()
+
+    def _passed_on(self, events: Iterable[ContentEvent]) -> list[ContentEvent]:
+        passed: list[ContentEvent] = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                passed += self._answer.push(event.text)
+            else:
+                passed.append(event)
+        return passed
+
+
+def merged(events: Iterable[ContentEvent]) -> list[ContentEvent]:
+    """The same with neighbours of one kind as one event."""
+    result: list[ContentEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        match last, event:
+            case (TextDelta(), TextDelta()) | (ReasoningDelta(), ReasoningDelta()):
+                result[-1] = type(event)(last.text + event.text)
+            case ToolCallDelta(), ToolCallDelta():
+                result[-1] = ToolCallDelta(event.number, last.arguments + event.arguments)
+            case _:
+                result.append(event)
+    return result

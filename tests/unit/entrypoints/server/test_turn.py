@@ -11,7 +11,15 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.dialects.completions import CompletionWriter
-from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, TextParser
+from quire.entrypoints.server.parsers.base import (
+    ContentEvent,
+    ReasoningDelta,
+    TextDelta,
+    TextParser,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from quire.entrypoints.server.turn import Delta, Finish, Rules, Turn, text_of
 from quire.errors import OverloadedError
 from quire.outputs import CompletionOutput, RequestOutput
@@ -264,10 +272,65 @@ def test_a_turn_gives_the_events_of_its_parser() -> None:
     second = turn.take(0, output(part(0, "o. Yes", [3], "stop"), part(1, "m", [4], "length"), finished=True))
     assert [delta.events for delta in second] == [
         [ReasoningDelta("oo"), TextDelta(" Yes")],
-        [ReasoningDelta("H"), ReasoningDelta("m")],
+        [ReasoningDelta("Hm")],
     ]
     assert [delta.finish for delta in second] == [Finish("stop", None), Finish("length", None)]
     assert turn.counts() == (2, 4, 1)
+
+
+class _Calls:
+    """A parser for tests: each word is a call of the tool of that name, a full stop text."""
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    def push(self, text: str) -> list[ContentEvent]:
+        events: list[ContentEvent] = []
+        for word in text.split():
+            if word == ".":
+                events.append(TextDelta(word))
+                continue
+            self._number += 1
+            id = f"call_{self._number}"
+            events += [ToolCallStart(self._number, id, word), ToolCallDelta(self._number, "{")]
+            events += [ToolCallDelta(self._number, "}"), ToolCallEnd(self._number)]
+        return events
+
+    def finish(self) -> list[ContentEvent]:
+        return []
+
+
+def called(number: int, name: str) -> dict[str, Any]:
+    return {"id": f"call_{number}", "function": {"name": name, "arguments": "{}"}, "type": "function"}
+
+
+@pytest.mark.parametrize(("ends", "told"), [("stop", "tool_calls"), ("length", "length")])
+def test_calls_of_tools(ends: str, told: str) -> None:
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "stream": True})
+    pieces = [(0, output(part(0, "a", [1]))), (0, output(part(0, "b c", [2]))), (0, output(part(0, "", [3], ends)))]
+
+    def writer() -> ChatWriter:
+        return ChatWriter(body, ("id", 1, "m"), Turn(1, 1, make_parser=_Calls), "assistant", False)
+
+    def plain(struct: msgspec.Struct) -> Any:
+        return msgspec.json.decode(msgspec.json.encode(struct))
+
+    stream = writer()
+    chosen = [plain(stream.chunk(d))["choices"][0] for each in pieces for d in stream.turn.take(*each)]
+    assert [choice["delta"].get("tool_calls", []) for choice in chosen] == [
+        [{"index": 0, **called(0, "a")}],
+        [{"index": 1, **called(1, "b")}, {"index": 2, **called(2, "c")}],
+        [],
+    ]
+    assert chosen[0]["delta"]["content"] is None
+    assert [choice["finish_reason"] for choice in chosen] == [None, None, told]
+    whole = writer()
+    (delta,) = whole.turn.take(0, output(part(0, "a b c", [1, 2, 3], ends), finished=True))
+    choice = plain(whole.choice(delta))
+    assert choice["message"]["tool_calls"] == [called(0, "a"), called(1, "b"), called(2, "c")]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, told)
+    (mixed,) = writer().turn.take(0, output(part(0, ". a .", [1], "stop"), finished=True))
+    assert plain(whole.choice(mixed))["message"]["content"] == ".."
 
 
 def test_text_is_text() -> None:
