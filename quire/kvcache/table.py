@@ -100,11 +100,6 @@ class PrefixMatch(NamedTuple):
     num_from_host: int = 0  # blocks to be brought in
     is_swapped: bool = False  # these are the sequence's own
 
-    @property
-    def next_is_computing(self) -> bool:
-        """Whether waiting a little would make the match longer."""
-        return self.awaits is not None
-
 
 NO_MATCH = PrefixMatch(0, [])
 

@@ -1,6 +1,6 @@
-"""How much memory this process may still take, and how much it has: the host's word and the control group's.
+"""How much memory this process may still take: the host's word and the control group's.
 
-Called by the worker to size the KV cache on a CPU, and by benchmarks. Linux is measured exactly; elsewhere the answer
+Called by the worker to size the KV cache on a CPU. Linux is measured exactly; elsewhere the answer
 is the system's own estimate. Must not know what the memory is for.
 """
 
@@ -20,18 +20,6 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     if host is None:
         host = _sysconf_available()
     return max(0, min([host, *_cgroup_headrooms(proc / "self" / "cgroup", cgroup)]))
-
-
-def process_rss_bytes(proc: Path = Path("/proc")) -> int:
-    """Bytes of this process that are resident now (where there is no /proc: at the peak)."""
-    try:
-        return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        import resource  # absent on Windows; only reached where there is no /proc
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
 
 
 def _meminfo_available(path: Path) -> int | None:

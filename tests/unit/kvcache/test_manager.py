@@ -68,13 +68,13 @@ def test_the_next_missing_block_may_be_on_its_way() -> None:
     kv.free(first)
     second, _ = admit(kv, [9] * 8)
     waiting = kv.open(101, [9] * 9, [], None)
-    assert kv.match_prefix(waiting).next_is_computing
+    assert kv.match_prefix(waiting).awaits is not None
     twin = kv.open(102, [9] * 8, [], None)
     kv.allocate(twin, NO_MATCH, 8)
     kv.free(twin)  # it computed the same, but it was not waited for
-    assert kv.match_prefix(waiting).next_is_computing
+    assert kv.match_prefix(waiting).awaits is not None
     kv.free(second)  # it will never be computed now
-    assert not kv.match_prefix(waiting).next_is_computing
+    assert kv.match_prefix(waiting).awaits is None
 
 
 def test_a_watched_block_is_told_once_it_is_computed_or_given_up() -> None:

@@ -1,12 +1,11 @@
 """Available memory on hand-made /proc and control-group files of both versions."""
 
-import mmap
 import os
 from pathlib import Path
 
 import pytest
 
-from quire.utils.host_memory import available_memory_bytes, process_rss_bytes
+from quire.utils.host_memory import available_memory_bytes
 
 MIB = 2**20
 
@@ -98,11 +97,3 @@ def test_without_meminfo_the_system_is_asked(host: Path, text: str, monkeypatch:
 
 def test_this_machine() -> None:
     assert 0 < available_memory_bytes() < 2**50
-
-
-def test_resident_bytes_grow_with_what_is_touched(tmp_path: Path) -> None:
-    before = process_rss_bytes()
-    with mmap.mmap(-1, 32 * MIB) as block:  # not malloc's: that may hand out memory which was touched before
-        block.write(b"x" * (32 * MIB))
-        assert process_rss_bytes() - before > 24 * MIB
-    assert process_rss_bytes(tmp_path) > 0  # without /proc: the peak
