@@ -14,6 +14,7 @@ inline vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456080286536f 
 template <Epilogue kEpilogue>
 inline vf activate(vf x) {
     switch (kEpilogue) {
+        case Epilogue::silu:
         case Epilogue::silu_mul: return silu(x);
         case Epilogue::gelu:
         case Epilogue::gelu_mul: return gelu(x);
@@ -51,6 +52,7 @@ void activation_of(const ActivationSpec& s, const Operands& o, Context& context)
         case Epilogue::relu: return activate_rows<T, Epilogue::relu>(s, o, context);
         case Epilogue::gelu_mul: return activate_rows<T, Epilogue::gelu_mul>(s, o, context);
         case Epilogue::gelu_tanh_mul: return activate_rows<T, Epilogue::gelu_tanh_mul>(s, o, context);
+        case Epilogue::silu: return activate_rows<T, Epilogue::silu>(s, o, context);
     }
 }
 

@@ -76,6 +76,7 @@ void finish_with(const LinearArgs& a, const Sums& s) {
         case Epilogue::relu: return run(finish_rows<T, Out, Epilogue::relu>);
         case Epilogue::gelu_mul: return run(finish_rows<T, Out, Epilogue::gelu_mul>);
         case Epilogue::gelu_tanh_mul: return run(finish_rows<T, Out, Epilogue::gelu_tanh_mul>);
+        case Epilogue::silu: return run(finish_rows<T, Out, Epilogue::silu>);
     }
 }
 

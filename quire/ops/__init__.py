@@ -10,6 +10,7 @@ from quire.ops.activation import gelu_and_mul as gelu_and_mul
 from quire.ops.activation import gelu_tanh as gelu_tanh
 from quire.ops.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
 from quire.ops.activation import relu as relu
+from quire.ops.activation import silu as silu
 from quire.ops.activation import silu_and_mul as silu_and_mul
 from quire.ops.add import add as add
 from quire.ops.attention import Scoring as Scoring

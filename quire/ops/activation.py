@@ -66,6 +66,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 @op
+def silu(x: Tensor) -> Tensor:
+    """``x / (1 + exp(-x))``, in fp32 (arXiv:1702.03118)."""
+    return in_blocks(lambda rows: _silu(rows.float()), x.shape[-1], x)
+
+
+@op
 def relu(x: Tensor) -> Tensor:
     """``max(x, 0)``."""
     return torch.relu(x)
@@ -78,6 +84,7 @@ FUNCTIONS: dict[Epilogue, Operation[Any, Tensor]] = {
     Epilogue.GELU: gelu,
     Epilogue.GELU_TANH: gelu_tanh,
     Epilogue.RELU: relu,
+    Epilogue.SILU: silu,
 }
 
 

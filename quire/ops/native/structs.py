@@ -36,6 +36,7 @@ class Epilogue(IntEnum):
     RELU = 4
     GELU_MUL = 5
     GELU_TANH_MUL = 6
+    SILU = 7
 
 
 GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL})  # function(first half) * second half

@@ -35,6 +35,7 @@ SHAPES: dict[str, Arguments] = {
     "relu": lambda n, t: (1, []),
     "rms_norm": lambda n, t: (1, [vector(n, t), 1e-5]),
     "scale": lambda n, t: (1, [-1.7]),
+    "silu": lambda n, t: (1, []),
     "silu_and_mul": lambda n, t: (1, []),
     "softcap": lambda n, t: (1, [1.5]),
 }
