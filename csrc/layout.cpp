@@ -4,8 +4,7 @@
 #include <vector>
 
 #include "api.h"
-#include "program.h"
-#include "sample_args.h"
+#include "rounds.h"
 
 namespace quire {
 namespace {
@@ -31,6 +30,12 @@ constexpr Field kFields[] = {
     FIELD(SampleArgs, num_rows), FIELD(SampleArgs, rows), FIELD(SampleArgs, logits_rows), FIELD(SampleArgs, positions),
     FIELD(SampleArgs, first_sample), FIELD(SampleArgs, errors), FIELD(SampleArgs, token_ids), FIELD(SampleArgs, width),
     FIELD(SampleArgs, listed_ids), FIELD(SampleArgs, logprobs), FIELD(SampleArgs, ranks),
+    WHOLE(RoundsArgs), FIELD(RoundsArgs, body), FIELD(RoundsArgs, head), FIELD(RoundsArgs, kernels), FIELD(RoundsArgs, num_rows),
+    FIELD(RoundsArgs, num_rounds), FIELD(RoundsArgs, rows), FIELD(RoundsArgs, records), FIELD(RoundsArgs, token_ids),
+    FIELD(RoundsArgs, token_stride), FIELD(RoundsArgs, block_tables), FIELD(RoundsArgs, table_stride),
+    FIELD(RoundsArgs, group_stride), FIELD(RoundsArgs, num_groups), FIELD(RoundsArgs, block_size), FIELD(RoundsArgs, caches),
+    FIELD(RoundsArgs, cache_type), FIELD(RoundsArgs, hidden_type), FIELD(RoundsArgs, hidden), FIELD(RoundsArgs, hidden_stride),
+    FIELD(RoundsArgs, logits), FIELD(RoundsArgs, vocab_size), FIELD(RoundsArgs, drafts),
 };
 
 // With those of the operations' own structs, which every level has alike.

@@ -50,6 +50,8 @@ public:
           num_threads_(spec.num_threads), seconds_(spec.kernels->num_operations) {}
 
     int num_threads() const { return num_threads_; }
+    int64_t num_buffers() const { return int64_t(buffers_.size()); }
+    int64_t size() const { return int64_t(instructions_.size()); }
 
     // Makes room for that many rows and touches it: fresh pages are slow.
     void reserve(int64_t num_rows);

@@ -16,6 +16,7 @@ from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
 from quire.ops.native.program import Caches
+from quire.ops.native.rounds import Rounds
 from quire.ops.native.structs import TYPE_OF
 
 
@@ -55,6 +56,13 @@ class CompiledModel:
     def times(self) -> dict[str, float]:
         """Seconds in each kind of kernel since this was first called; "head" is the output head's product."""
         return self._body.times() | {"head": sum(self._head.times().values())}
+
+    def rounds(self, caches: Sequence[Tensor]) -> Rounds | None:
+        """Several tokens of rows in one call; None where parts of the model are not kernels."""
+        if not (self._body.is_whole and self._head.is_whole) or self._tapped:
+            return None
+        held = Caches(caches, TYPE_OF[caches[0].dtype])
+        return Rounds(self._body, self._head, self._width, self._dtype, self.vocab_size, held)
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""

@@ -167,6 +167,13 @@ def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: 
     return [TokenLogprobs(*entry) for entry in call.entries()]
 
 
+def fixed_record(state: SamplingState) -> bytes:
+    """The record of a row that nothing makes look back, and that reports nothing."""
+    if state.record is None:
+        state.record = _pack(state)
+    return state.record
+
+
 def _current(state: SamplingState) -> bytes | bytearray:
     """The record of a row, new or brought up to date."""
     live: _LiveRow | None = state.live_row

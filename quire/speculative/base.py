@@ -80,5 +80,9 @@ class Proposer(ABC):
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Take note of what became of earlier drafts."""
 
+    def num_behind(self, row: DraftedSequence) -> int:
+        """Tokens of a sequence that drafting would read first; 0 where that costs nothing."""
+        return 0
+
     def forget(self, row: DraftedSequence) -> None:  # noqa: B027 - most have nothing to do
         """A sequence ended or was preempted; its tokens are still there."""

@@ -7,6 +7,8 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -16,44 +18,55 @@ from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
 
+@dataclass(slots=True)
+class Reader:
+    """How far the draft model has read a sequence, and how it draws for it.
+
+    Attributes:
+        row: the runner's own.
+        state: of the sampler, without what looks back.
+        num_read: tokens whose keys and values are in its caches.
+    """
+
+    row: Any
+    state: SamplingState
+    num_read: int = 0
+
+
+@dataclass(slots=True)
+class DraftOrder:
+    """What is wanted of a sequence: tokens [start, num_tokens) are to be read, then so many drafts drawn."""
+
+    reader: Reader
+    start: int
+    num_tokens: int
+    num_drafts: int
+
+
 class DraftRunner(ABC):
     """A draft model, its caches, and the sequences' rows."""
 
-    max_tokens: int  # of one run
+    max_tokens: int  # read at once
 
     @abstractmethod
-    def num_slots(self, row: DraftedSequence) -> int:
+    def open(self, row: DraftedSequence) -> tuple[Any, SamplingParams, int, int]:
+        """The runner's own of a sequence; its parameters, seed and sequence index."""
+
+    @abstractmethod
+    def num_slots(self, reader: Reader) -> int:
         """Positions of a sequence that have a place in the KV cache."""
 
     @abstractmethod
-    def run(self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Compute so many of each row's tokens and drafts from a position on.
-
-        Returns:
-            Logits [R, V] after the last one of each.
-        """
+    def read(self, reader: Reader, start: int, count: int) -> None:
+        """Compute tokens, and draw none."""
 
     @abstractmethod
-    def draw(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
-        """Draw as the sampler would for `ahead` positions beyond the next one; None where it can't be done."""
-
-    @abstractmethod
-    def sampling(self, row: DraftedSequence) -> tuple[SamplingParams, int, int]:
-        """A sequence's parameters, seed and sequence index."""
-
-
-class _Memory:
-    """How far the draft model has read a sequence, and how it draws for it."""
-
-    __slots__ = ("num_read", "state")
-
-    def __init__(self, state: SamplingState) -> None:
-        self.num_read = 0
-        self.state = state
+    def draft(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
+        """Read and draw, as the sampler would at those positions; fewer where it can't be done. Most drafts first."""
 
 
 class DraftModelProposer(Proposer):
-    """Drafts one token of all sequences after another.
+    """Drafts for all sequences at once, one token of each after another.
 
     Args:
         max_drafts: of a sequence.
@@ -70,59 +83,43 @@ class DraftModelProposer(Proposer):
     def propose(
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
-        drafts: dict[int, list[int]] = {row.sequence_id: [] for row in rows}
-        drafting, starts, counts = self._catch_up(rows)
-        num_drawn = 0
-        while drafting:
-            states = [row.memory.state for row in drafting]
-            drawn = self._runner.draw(self._runner.run(drafting, starts, counts), states, num_drawn)
-            num_drawn += 1
-            going_on: list[DraftedSequence] = []
-            for row, token_id in zip(drafting, drawn, strict=True):
-                tokens = row.tokens
-                row.memory.num_read = tokens.num + num_drawn - 1
-                if token_id is None:
-                    continue
-                drafts[row.sequence_id].append(token_id)
-                if num_drawn < row.max_drafts and tokens.num + num_drawn <= self._runner.num_slots(row):
-                    tokens.set_drafts(drafts[row.sequence_id])
-                    going_on.append(row)
-            drafting = going_on
-            starts, counts = [row.memory.num_read for row in drafting], [1] * len(drafting)
-        return [drafts[row.sequence_id] for row in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
+        runner, orders, places = self._runner, list[DraftOrder](), list[int]()
+        budget = runner.max_tokens
+        for place, row in enumerate(rows):
+            reader: Reader = row.memory or self._open(row)
+            num = row.tokens.num
+            # Of what was drafted, it has read right what was accepted; the newest token is nobody's yet.
+            start = reader.num_read = min(reader.num_read, num - 1)
+            count = min(row.max_drafts, runner.num_slots(reader) - num + 1)
+            if count <= 0:
+                continue
+            if num - start <= budget:
+                budget -= num - start
+                orders.append(DraftOrder(reader, start, num, count))
+                places.append(place)
+            elif budget == runner.max_tokens:  # it will take several steps
+                runner.read(reader, start, budget)
+                reader.num_read += budget
+                budget = 0
+        if len(orders) > 1:
+            ranked = sorted(range(len(orders)), key=lambda i: -orders[i].num_drafts)
+            orders, places = [orders[i] for i in ranked], [places[i] for i in ranked]
+        for place, order, drawn in zip(places, orders, runner.draft(orders) if orders else (), strict=True):
+            order.reader.num_read = order.num_tokens + min(len(drawn), order.num_drafts - 1)
+            drafts[place] = drawn
+        return drafts
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         pass
 
-    def _catch_up(self, rows: Sequence[DraftedSequence]) -> tuple[list[DraftedSequence], list[int], list[int]]:
-        """The rows that can be drafted for now, and what is to be read of each; others are read a part further."""
-        drafting: list[DraftedSequence] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        budget = self._runner.max_tokens
-        for row in rows:
-            memory: _Memory | None = row.memory
-            if memory is None:
-                memory = row.memory = _Memory(self._state(row))
-            num = row.tokens.num
-            # Of what was drafted, it has read right what was accepted; the newest token is nobody's yet.
-            start = memory.num_read = min(memory.num_read, num - 1)
-            if num > self._runner.num_slots(row):
-                continue
-            if num - start <= budget:
-                drafting.append(row)
-                starts.append(start)
-                counts.append(num - start)
-                budget -= num - start
-            elif budget == self._runner.max_tokens:
-                self._runner.run([row], [start], [budget])
-                memory.num_read += budget
-                budget = 0
-        return drafting, starts, counts
+    def num_behind(self, row: DraftedSequence) -> int:
+        reader: Reader | None = row.memory
+        return row.tokens.num - (reader.num_read if reader is not None else 0)
 
-    def _state(self, row: DraftedSequence) -> SamplingState:
+    def _open(self, row: DraftedSequence) -> Reader:
         """How the sampler draws for the sequence, but for what looks back at tokens or reports."""
-        params, seed, sequence_index = self._runner.sampling(row)
+        own, params, seed, sequence_index = self._runner.open(row)
         plain = msgspec.structs.replace(
             params,
             presence_penalty=0.0,
@@ -133,4 +130,6 @@ class DraftModelProposer(Proposer):
             logprobs=None,
             prompt_logprobs=None,
         )
-        return SamplingState(plain, row.tokens, seed=seed, sequence_index=sequence_index, vocab_size=self._vocab_size)
+        state = SamplingState(plain, row.tokens, seed=seed, sequence_index=sequence_index, vocab_size=self._vocab_size)
+        reader = row.memory = Reader(own, state)
+        return reader

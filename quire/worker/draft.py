@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quire.config.worker import WorkerConfig
+from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM, build_model
 from quire.protocol.cache import LayerCache, group_layers
 from quire.protocol.requests import SamplingTask
-from quire.sampling.state import SamplingState
+from quire.sampling.native import fixed_record
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
-from quire.speculative.draft_model import DraftRunner
+from quire.speculative.draft_model import DraftOrder, DraftRunner, Reader
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.gather import gather_tokens
-from quire.worker.rows import RowTable
+from quire.worker.gather import StepBatch, gather_tokens
+from quire.worker.rows import Row, RowTable
 from quire.worker.weights.load import load_model_weights
 from quire.worker.weights.store import WeightStore
 
@@ -58,28 +59,67 @@ class DraftModel:
 
 
 class RowDraftRunner(DraftRunner):
-    """Runs a draft model on the rows of a table."""
+    """Runs a draft model on the rows of a table: natively where the model is kernels alone, else step by step."""
 
     def __init__(
         self, device: Device, model: RunnableModel, table: RowTable, caches: list[Tensor], max_tokens: int
     ) -> None:
         self.max_tokens = max_tokens
         self._device, self._model, self._table, self._caches = device, model, table, caches
+        self._rounds = model.rounds(caches) if isinstance(model, CompiledModel) else None
 
-    def num_slots(self, row: DraftedSequence) -> int:
-        return min(self._table[row.sequence_id].num_blocks) * self._table.block_size
-
-    def run(self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
-        input_ids, step = self._device.upload(batch.arrays, self._caches)
-        hidden = self._model(input_ids, step)
-        return self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
-
-    def draw(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
-        return self._device.draw_ahead(logits, states, ahead)
-
-    def sampling(self, row: DraftedSequence) -> tuple[SamplingParams, int, int]:
+    def open(self, row: DraftedSequence) -> tuple[Row, SamplingParams, int, int]:
         held = self._table[row.sequence_id]
         task = held.request.task
         assert isinstance(task, SamplingTask)
-        return task.params, task.seed, held.sequence_index
+        return held, task.params, task.seed, held.sequence_index
+
+    def num_slots(self, reader: Reader) -> int:
+        return min(reader.row.num_blocks) * self._table.block_size
+
+    def read(self, reader: Reader, start: int, count: int) -> None:
+        self._compute([reader.row], [start], [count])
+
+    def draft(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
+        if self._rounds is None:
+            return self._draft_in_steps(orders)
+        rows: list[int] = []
+        records: list[bytes] = []
+        num_tokens, most = 0, orders[0].num_drafts
+        for order in orders:
+            reader, start, end = order.reader, order.start, order.num_tokens
+            state = reader.state
+            rows += reader.row.index, start, end, order.num_drafts, state.position
+            records.append(fixed_record(state))
+            num_tokens += end - start
+        table = self._table
+        tables = table.token_ids, table.block_tables
+        found = self._rounds.draw(rows, b"".join(records), num_tokens, tables, table.block_size)
+        drafts = [found[at * most : at * most + order.num_drafts] for at, order in enumerate(orders)]
+        return drafts if -1 not in found else [drawn[: drawn.index(-1)] if -1 in drawn else drawn for drawn in drafts]
+
+    def _draft_in_steps(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in orders]
+        drafting = list(range(len(orders)))
+        starts, counts = [order.start for order in orders], [order.num_tokens - order.start for order in orders]
+        num_drawn = 0
+        while drafting:
+            several = [orders[i] for i in drafting]
+            batch, hidden = self._compute([order.reader.row for order in several], starts, counts)
+            logits = self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
+            drawn = self._device.draw_ahead(logits, [order.reader.state for order in several], num_drawn)
+            num_drawn += 1
+            going_on: list[int] = []
+            for i, token_id in zip(drafting, drawn, strict=True):
+                if token_id is not None:
+                    drafts[i].append(token_id)
+                    if num_drawn < orders[i].num_drafts:
+                        orders[i].reader.row.tokens.set_drafts(drafts[i])
+                        going_on.append(i)
+            drafting = going_on
+            starts, counts = [orders[i].num_tokens + num_drawn - 1 for i in drafting], [1] * len(drafting)
+        return drafts
+
+    def _compute(self, rows: list[Row], starts: Sequence[int], counts: Sequence[int]) -> tuple[StepBatch, Tensor]:
+        batch = gather_tokens(rows, starts, counts, self._table)
+        return batch, self._model(*self._device.upload(batch.arrays, self._caches))

@@ -206,6 +206,16 @@ class Program:
             self._library.quire_program_destroy(self._handle)
             self._handle = None
 
+    @property
+    def handle(self) -> int:
+        """The library's own object."""
+        return self._handle
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one native call runs all of it."""
+        return not self._has_host
+
     def num_bytes(self, num_rows: int) -> int:
         """Memory of its own buffers for that many rows."""
         return num_rows * self._row_bytes

@@ -188,6 +188,33 @@ class SampleStruct(ctypes.Structure):
     ]
 
 
+class RoundsStruct(ctypes.Structure):
+    _fields_ = [
+        ("body", c_void_p),
+        ("head", c_void_p),
+        ("kernels", c_void_p),
+        ("num_rows", c_int64),
+        ("num_rounds", c_int64),
+        ("rows", c_void_p),
+        ("records", ctypes.c_char_p),
+        ("token_ids", c_void_p),
+        ("token_stride", c_int64),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("group_stride", c_int64),
+        ("num_groups", c_int64),
+        ("block_size", c_int64),
+        ("caches", c_void_p),
+        ("cache_type", c_int32),
+        ("hidden_type", c_int32),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
+        ("logits", c_void_p),
+        ("vocab_size", c_int64),
+        ("drafts", c_void_p),
+    ]
+
+
 MIRRORED: dict[str, type[ctypes.Structure]] = {  # by their names in csrc; beside them, what each instruction is told
     "Matrix": MatrixStruct,
     "HeadSpec": HeadSpec,
@@ -198,6 +225,7 @@ MIRRORED: dict[str, type[ctypes.Structure]] = {  # by their names in csrc; besid
     "RunArgs": RunStruct,
     "PackArgs": PackStruct,
     "SampleArgs": SampleStruct,
+    "RoundsArgs": RoundsStruct,
 }
 
 
