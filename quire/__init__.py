@@ -18,6 +18,8 @@ _HOMES = {
     "SamplingParams": "quire.sampling_params",
     "BeamSearchParams": "quire.sampling_params",
     "SamplingType": "quire.sampling_params",
+    "StructuredOutputsParams": "quire.structured_outputs",
+    "GuidedDecodingParams": "quire.structured_outputs",
     "RequestOutputKind": "quire.sampling_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",

@@ -13,8 +13,19 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.utils.suggest import unknown_name_message
+from quire.errors import InvalidRequestError
+from quire.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+from quire.utils.keywords import NamesUnknownKeywords, UnknownParameterError
+
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SamplingType",
+    "StructuredOutputsParams",
+    "UnknownParameterError",
+]
 
 GREEDY_TEMPERATURE = 1e-5  # below this a request is greedy
 MIN_TEMPERATURE = 1e-2  # the lowest that tokens are drawn at: below it, a request is as good as greedy
@@ -40,22 +51,6 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # all output so far
     DELTA = 1  # only what is new since the last one
     FINAL_ONLY = 2  # nothing until the request has finished
-
-
-class UnknownParameterError(InvalidRequestError, TypeError):
-    """A keyword that SamplingParams does not have (a TypeError too, as for any other call)."""
-
-
-class _NamesUnknownKeywords(type(msgspec.Struct)):
-    # msgspec builds structs in C and would only say "unexpected keyword": this hook finds the name that was meant.
-    def __call__(cls, *args, **kwargs):
-        try:
-            return super().__call__(*args, **kwargs)
-        except TypeError:
-            unknown = [name for name in kwargs if name not in cls.__struct_fields__]
-            if not unknown:
-                raise
-        raise UnknownParameterError(unknown_name_message(cls.__name__, unknown, cls.__struct_fields__), unknown[0])
 
 
 # field -> (lowest, highest, None allowed). Ends are allowed values.
@@ -115,7 +110,7 @@ _GENERATION_DEFAULTS = {
 }
 
 
-class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defaults=True, repr_omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaults=True, repr_omit_defaults=True):
     """Parameters of one request. Fields, defaults and names are vLLM's.
 
     Values are normalised on the way in: numpy scalars become Python's, ``stop="x"`` becomes ``["x"]``, None becomes
@@ -125,7 +120,6 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
     Raises:
         InvalidRequestError: (a ValueError) a field breaks its rule; names field, value and range.
         UnknownParameterError: (a ValueError and a TypeError) no such field; names the nearest.
-        NotYetSupportedError: `structured_outputs` is given.
     """
 
     n: int = 1  # sequences returned, 1..16384
@@ -156,7 +150,8 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
     logits_processors: list[Callable[..., Any]] | None = (
         None  # (output_ids, logits) or (prompt_ids, output_ids, logits)
     )
-    structured_outputs: Any = None  # refused: not yet supported
+    structured_outputs: StructuredOutputsParams | None = None  # what the output must look like; a dict becomes one
+    guided_decoding: GuidedDecodingParams | None = None  # vLLM's older name for it; None once built
     speculative: bool = True  # with drafts, where the engine makes any; not a field of vLLM's
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     use_beam_search: bool = False  # keep the best_of (or n) likeliest beginnings, return the n best; temperature 0
@@ -180,10 +175,8 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
         self._check_lists()
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
-        if self.structured_outputs is not None:
-            raise NotYetSupportedError(
-                "structured_outputs is not supported yet by this version of Quire; leave it out."
-            )
+        if self.structured_outputs is not None or self.guided_decoding is not None:
+            self._check_structure()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _broken("output_kind", self.output_kind, "a RequestOutputKind")
         self._check_beams()
@@ -270,6 +263,18 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
                     raise _broken("logits_processors", processor, "a list of callables")
             self.logits_processors = processors
 
+    def _check_structure(self) -> None:
+        if self.structured_outputs is not None and self.guided_decoding is not None:
+            raise _broken("guided_decoding", self.guided_decoding, "None where structured_outputs is given")
+        field = "structured_outputs" if self.guided_decoding is None else "guided_decoding"
+        given: Any = getattr(self, field)
+        if isinstance(given, Mapping):
+            given = StructuredOutputsParams(**given)
+        if not isinstance(given, StructuredOutputsParams):
+            raise _broken(field, given, "StructuredOutputsParams, or a dict of its fields")
+        fields = {name: getattr(given, name) for name in StructuredOutputsParams.__struct_fields__}
+        self.structured_outputs, self.guided_decoding = StructuredOutputsParams(**fields), None
+
     def _check_beams(self) -> None:
         early, length = self.early_stopping, self.length_penalty
         if early != "never" and type(early) is not bool:
@@ -318,7 +323,7 @@ class SamplingParams(msgspec.Struct, metaclass=_NamesUnknownKeywords, omit_defau
             raise _broken("stop", self.stop, "empty when detokenize is False, as there is no text to find it in")
 
 
-class BeamSearchParams(msgspec.Struct, metaclass=_NamesUnknownKeywords):
+class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
     """What `LLM.beam_search` is asked for. Fields, defaults and names are vLLM's, early_stopping is transformers'.
 
     Raises:

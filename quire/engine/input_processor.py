@@ -70,6 +70,9 @@ class InputProcessor:
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
         self._check_speculation(params)
+        if params.structured_outputs is not None:
+            message = "structured_outputs is not supported yet by this version of Quire; leave it out."
+            raise InvalidRequestError(message, "structured_outputs")
         if params.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
             raise InvalidRequestError(message, "truncate_prompt_tokens")

@@ -11,8 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
+from quire.errors import InvalidRequestError
+from quire.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+    SamplingType,
+    StructuredOutputsParams,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -97,7 +104,7 @@ def test_values_beyond_the_rule_are_refused_by_name(field: str, value: object) -
 
 
 def test_every_field_has_both_edges_tested() -> None:
-    fields = set(SamplingParams.__struct_fields__) - {"structured_outputs"}
+    fields = set(SamplingParams.__struct_fields__) - {"structured_outputs", "guided_decoding"}
     assert fields == {field for field, _ in VALID} == {field for field, _ in INVALID}
 
 
@@ -269,9 +276,19 @@ def test_rules_between_fields() -> None:
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_structured_outputs_are_not_there_yet() -> None:
-    with pytest.raises(NotYetSupportedError, match="structured_outputs is not supported yet"):
-        SamplingParams(structured_outputs={"json": {}})
+def test_structured_outputs_in_any_spelling() -> None:
+    schema = {"type": "object"}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.json == '{"type": "object"}'
+    assert params == SamplingParams(structured_outputs={"json": schema})
+    assert params == SamplingParams(guided_decoding=GuidedDecodingParams(json='{"type": "object"}', backend="auto"))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    for wrong in (5, "x", [schema]):
+        with pytest.raises(InvalidRequestError, match=r"^structured_outputs must be "):
+            SamplingParams(structured_outputs=wrong)
+    with pytest.raises(InvalidRequestError, match=r"^guided_decoding must be None where "):
+        SamplingParams(structured_outputs={"json": schema}, guided_decoding={"json": schema})
 
 
 def test_clone_is_deep_and_checks_again() -> None:

@@ -25,7 +25,6 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, ma
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
 _StopSchema = Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None
-_TEXT_FORMAT = {"type": "text"}
 
 
 def refuse(reason: str, *harmless: object) -> BeforeValidator:
@@ -71,8 +70,6 @@ def _check_printable(value: str) -> str:
     return value
 
 
-_STRUCTURED = refuse("structured outputs are not supported yet; leave it out")
-_TEXT_ONLY = refuse("structured outputs are not supported yet; only the type 'text' is", _TEXT_FORMAT)
 _ELSEWHERE = refuse("not supported by this server; leave it out")
 
 
@@ -166,18 +163,25 @@ class GenerationRequest(BaseModel):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
+    # What the output must look like; one of these.
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="Of type text, json_object, json_schema (it holds, strict or not) or structural_tag.",
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object and structural_tag, as vLLM has them."
+    )
+    structural_tag: str | dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = Field(None, description="Lark, or GBNF.")
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = Field(None, description="Of no effect: there is one.")
+
     # Refused.
-    response_format: Annotated[None, _TEXT_ONLY] = None
-    structured_outputs: Annotated[None, _STRUCTURED] = None
-    structural_tag: Annotated[None, _STRUCTURED] = None
-    json_schema: Annotated[None, _STRUCTURED] = None
-    grammar: Annotated[None, _STRUCTURED] = None
-    guided_json: Annotated[None, _STRUCTURED] = None
-    guided_regex: Annotated[None, _STRUCTURED] = None
-    guided_choice: Annotated[None, _STRUCTURED] = None
-    guided_grammar: Annotated[None, _STRUCTURED] = None
-    guided_decoding_backend: Annotated[None, _STRUCTURED] = None
-    guided_whitespace_pattern: Annotated[None, _STRUCTURED] = None
     logits_processors: Annotated[None, _ELSEWHERE] = None
     logprob_token_ids: Annotated[None, _ELSEWHERE] = None
     truncation_side: Annotated[None, refuse("a prompt's last tokens are kept: only 'left' is supported", "left")] = None

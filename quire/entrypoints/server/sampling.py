@@ -20,6 +20,7 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.structure import names_of, structure_of
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType
 from quire.protocol.requests import Terms
@@ -27,7 +28,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams, SamplingTyp
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
 # Fields that mean the same here and there.
-_SAME = sorted(GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__))
+_SAME = sorted(GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__) - {"structured_outputs"})
 
 
 def completion_params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
@@ -105,7 +106,9 @@ def _params(
     if body.use_beam_search:  # what the model has besides a length is about drawing
         defaults = SamplingParams(temperature=0.0, max_tokens=defaults.max_tokens)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    with _named(http_names):
+    if "structured_outputs" not in given and (structure := structure_of(body)) is not None:
+        given["structured_outputs"] = structure[1]
+    with named(http_names):
         return msgspec.structs.replace(defaults, output_kind=kind, **(given | same))
 
 
@@ -188,11 +191,12 @@ async def prepared_prompt(
     is_chat = isinstance(body, ChatCompletionRequest)
     limit, (limit_field, max_tokens) = llm.config.model.max_model_len, body.output_limit()
     names = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit_field} if is_chat else {}
+    names |= names_of(body)
     special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     given: PromptType = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     if body.cache_salt is not None:
         given["cache_salt"] = body.cache_salt
-    with _named(names):
+    with named(names):
         prepared = await llm.prepare(given, _seeded(params), special)
     length = len(prepared.token_ids)
     if max_tokens is not None and length + max_tokens > limit:
@@ -207,7 +211,7 @@ async def prepared_prompt(
 
 
 @contextmanager
-def _named(names: Mapping[str, str]) -> Iterator[None]:
+def named(names: Mapping[str, str]) -> Iterator[None]:
     """Within, a refusal calls the engine's parameters by the names of HTTP fields."""
     try:
         yield
@@ -215,6 +219,6 @@ def _named(names: Mapping[str, str]) -> Iterator[None]:
         own = error.param or ""
         if own not in names:
             raise
-        # Where a message begins with the name, it is about the parameter's value.
-        message = re.sub(rf"^{own}\b", names[own], str(error))
+        # Where a message begins with the name, it is about the parameter's value; or it is about a part of that.
+        message = re.sub(rf"^{own}\b(\.\w+\b(?= must))?", names[own], str(error))
         raise InvalidRequestError(message, names[own], error.code) from None

@@ -5,15 +5,16 @@ is built and encoded in a thread. Knows the engine by `AsyncLLM` only, and nothi
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.sampling import named
 from quire.entrypoints.server.sse import DONE, event
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.inputs import PreparedPrompt
@@ -38,6 +39,7 @@ class TurnRequest:
     prompts: list[PreparedPrompt]
     params: SamplingParams
     terms: Terms
+    names: Mapping[str, str] = field(default_factory=dict)  # what the engine's parameters are called in the body
 
 
 class Writer(Protocol):
@@ -132,9 +134,19 @@ def outputs_of(
     if client is not None:
         terms["client"] = client
     ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
-    return _merged(
+    batches = _merged(
         [llm.generate(prompt, request_id=own_id, **terms) for prompt, own_id in zip(prompts, ids, strict=True)]
     )
+    return _refused_by_name(batches, request.names) if request.names else batches
+
+
+async def _refused_by_name(
+    batches: AsyncGenerator[_Batch, None], names: Mapping[str, str]
+) -> AsyncGenerator[_Batch, None]:
+    async with aclosing(batches):
+        with named(names):
+            async for batch in batches:
+                yield batch
 
 
 def _events(writer: Writer, batch: _Batch) -> list[bytes]:

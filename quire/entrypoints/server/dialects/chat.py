@@ -33,6 +33,7 @@ from quire.entrypoints.server.responses import (
 from quire.entrypoints.server.sampling import chat_params, check_size, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.structure import names_of
 from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, RequestOutput
@@ -67,7 +68,7 @@ class ChatDialect:
         head = (f"chatcmpl-{request_id}", int(time.time()), model)
         role = args.response_role if _opens_turn(body) else body.messages[-1].role
         writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
-        return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm)), writer
+        return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm), names_of(body)), writer
 
     async def _render(self, body: ChatCompletionRequest) -> str:
         template = template_of(self._state, body.chat_template, body.tools)

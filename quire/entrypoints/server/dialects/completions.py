@@ -27,6 +27,7 @@ from quire.entrypoints.server.responses import (
 from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.structure import names_of
 from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt
@@ -73,7 +74,7 @@ class CompletionDialect:
         logprobs = None if body.logprobs is None else _LogprobWriter(self._llm.tokenizer, as_ids, body)
         writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
         writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
-        return TurnRequest(request_id, prompts, params, terms_of(body, self._llm)), writer
+        return TurnRequest(request_id, prompts, params, terms_of(body, self._llm), names_of(body)), writer
 
 
 class CompletionWriter:

@@ -11,7 +11,7 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.sampling import chat_params, completion_params
 from quire.errors import InvalidRequestError
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -75,10 +75,63 @@ def test_beams_are_passed_on(server: Any, read: Callable[..., SamplingParams], f
 
 def test_nothing_is_forgotten() -> None:
     """A field of SamplingParams is read from requests, made of others, or refused."""
-    made = {"logprobs", "output_kind", "detokenize"}
-    refused = {"structured_outputs", "logits_processors"}
+    made = {"logprobs", "output_kind", "detokenize", "structured_outputs"}
+    refused = {"logits_processors", "guided_decoding"}
     assert set(SamplingParams.__struct_fields__) == set(SAME) | set(BEAMS) | {"logit_bias"} | made | refused
-    assert refused < set(CompletionRequest.model_fields)
+    assert "logits_processors" in CompletionRequest.model_fields
+
+
+SCHEMA = {"type": "object"}
+STRUCTURES: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"json": SCHEMA},
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}}},
+    ),
+    ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": " "}, {"json": SCHEMA, "whitespace_pattern": " "}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"], "response_format": {"type": "text"}}, {"choice": ["a", "b"]}),
+    ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+    ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+    ({"grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+]
+
+
+@pytest.mark.parametrize(("body", "fields"), STRUCTURES)
+def test_structures(server: Any, body: dict[str, Any], fields: dict[str, Any] | None) -> None:
+    expected = None if fields is None else StructuredOutputsParams(**fields)
+    assert completion(server, **body).structured_outputs == chat(server, **body).structured_outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_object"}, "guided_regex": "x"}, "guided_regex"),
+        ({"structured_outputs": {"json": {}, "regex": "a+"}}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a+"}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+            "response_format",
+        ),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": "["}, "guided_json"),
+    ],
+)
+def test_structures_of_another_form(server: Any, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(server, **body)
+    assert caught.value.param == param
 
 
 def test_other_spellings(server: Any) -> None:

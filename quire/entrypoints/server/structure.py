@@ -1,0 +1,89 @@
+"""What a request's body says of its output's form: `response_format`, vLLM's fields and the older `guided_*` ones.
+
+`sampling` asks when it makes a request's parameters. Which constraint it is, and that there is one only, is said here;
+whether it can be compiled is for the engine to say. Knows no engine.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.errors import InvalidRequestError
+from quire.structured_outputs import StructuredOutputsParams
+
+# Field of the body -> of the parameters.
+_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+_TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
+
+
+def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams] | None:
+    """The field that constrains the output, and the constraint; None where nothing does.
+
+    Raises:
+        InvalidRequestError: several fields do, or one has no constraint of its kind.
+    """
+    found: dict[str, Mapping[str, Any] | None] = {}
+    if body.response_format is not None:
+        found["response_format"] = _of_format(body.response_format)
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs
+    found |= {name: {_FIELDS[name]: value} for name in _FIELDS if (value := getattr(body, name)) is not None}
+    given = {name: fields for name, fields in found.items() if fields is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{' and '.join(given)} constrain the output both; give one of them only.", list(given)[-1]
+        )
+    ((name, fields),) = given.items()
+    if body.guided_whitespace_pattern is not None:
+        fields = {"whitespace_pattern": body.guided_whitespace_pattern, **fields}
+    try:
+        return name, StructuredOutputsParams(**fields)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(re.sub(r"^structured_outputs(\.\w+)?", name, str(error)), name) from None
+
+
+def names_of(body: GenerationRequest) -> dict[str, str]:
+    """What the engine's parameter is called in this body, for errors that the engine finds."""
+    given = [name for name in ("response_format", *_FIELDS) if getattr(body, name) is not None]
+    return {"structured_outputs": given[0]} if given else {}
+
+
+def _of_format(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Fields of the parameters; None for plain text."""
+    match format.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            schema = format.get("schema")  # as llama.cpp has it
+            return {"json_object": True} if schema is None else {"json": schema}
+        case "json_schema":
+            given = format.get("json_schema")
+            if not isinstance(given, Mapping) or given.get("schema") is None:
+                raise _broken("response_format.json_schema", 'an object with a "schema"', given)
+            if not isinstance(name := given.get("name", ""), str):
+                raise _broken("response_format.json_schema.name", "a text", name)
+            if type(strict := given.get("strict")) not in (bool, type(None)):
+                raise _broken("response_format.json_schema.strict", "true, false or null", strict)
+            # `strict` or not: a schema always holds.
+            return {"json": given["schema"]}
+        case "structural_tag":
+            return {"structural_tag": dict(format)}
+        case kind:
+            raise _broken("response_format.type", _TYPES, kind)
+
+
+def _broken(field: str, rule: str, value: object) -> InvalidRequestError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequestError(f"{field} must be {rule}; it is {shown}.", "response_format")

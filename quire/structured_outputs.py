@@ -1,0 +1,146 @@
+"""What a request's output must look like: a JSON schema, a regex, one of several texts, a grammar, tags in free text.
+
+Users build `StructuredOutputsParams`, `SamplingParams.structured_outputs` holds it, and the engine's `structured` room
+makes a grammar of it. Here it is checked for form and size only, so that whatever is slow or deep is done off the loop.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidRequestError
+from quire.utils.keywords import NamesUnknownKeywords
+
+MAX_GRAMMAR_BYTES = 2**20  # of a schema, a grammar, a regex, or all choices together
+MAX_CHOICES = 16384
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaults=True):
+    """Exactly one constraint, and how it is meant. Fields are vLLM's. JSON that is given as an object becomes text.
+
+    Raises:
+        InvalidRequestError: (a ValueError) none or several constraints, or one that is of another form, or too large.
+        UnknownParameterError: no such field; names the nearest.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None  # of the whole output
+    choice: list[str] | None = None  # the output is one of these
+    grammar: str | None = None  # Lark (as llguidance has it), or GBNF (`root ::= ...`)
+    json_object: bool | None = None  # any JSON object
+    # {"type": "structural_tag", "format": {...}}, as xgrammar has it; or with "structures" and "triggers", as it was.
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False  # JSON without any; else at most a space or an indented line at each place
+    disable_additional_properties: bool = False  # objects of a schema have the properties that it names, and no others
+    whitespace_pattern: str | None = None  # a regex: what may stand between the tokens of JSON
+    disable_fallback: bool = False  # of no effect: there is one engine of grammars
+
+    def __post_init__(self) -> None:
+        if not self.json_object:
+            self.json_object = None
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            said = f"{len(given)} are given ({', '.join(given)})" if given else "none is given"
+            one = "exactly one of json, regex, choice, grammar, json_object and structural_tag"
+            raise InvalidRequestError(f"structured_outputs must have {one}; {said}.", "structured_outputs")
+        for name in ("json", "structural_tag"):
+            if getattr(self, name) is not None:
+                setattr(self, name, _json_text(name, getattr(self, name)))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _broken(name, value, "a non-empty string")
+        if self.choice is not None:
+            self.choice = _choices(self.choice)
+        size = len(self.constraint.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"structured_outputs.{self.kind} has {size} bytes, and {MAX_GRAMMAR_BYTES} is the most; send a smaller "
+                "one.",
+                "structured_outputs",
+            )
+
+    @property
+    def kind(self) -> str:
+        """The constraint's name."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
+
+    @property
+    def constraint(self) -> str:
+        """The constraint as text."""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    def after(self, end: str, begin: str = "") -> "StructuredOutputsParams":
+        """The same constraint, which holds once free text has come to `end`: a thought, say; the text may be empty.
+
+        `begin`: what the free text must begin with. Special tokens are named as they are written.
+        """
+        content = self.format()
+        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+        whole = {"type": "sequence", "elements": [thought, content]}
+        tag = {"type": "structural_tag", "format": whole}
+        return msgspec.structs.replace(self, **(dict.fromkeys(CONSTRAINTS) | {"structural_tag": tag}))
+
+    def format(self) -> dict[str, Any]:
+        """The constraint as a format of structural tags, to be part of another."""
+        kind, text = self.kind, self.constraint
+        match kind:
+            case "json":
+                return {"type": "json_schema", "json_schema": json.loads(text)}
+            case "json_object":
+                return {"type": "json_schema", "json_schema": {"type": "object"}}
+            case "regex":
+                return {"type": "regex", "pattern": text}
+            case "grammar":
+                return {"type": "grammar", "grammar": text}
+            case "choice":
+                choices = [{"type": "const_string", "value": value} for value in self.choice or ()]
+                return {"type": "or", "elements": choices}
+            case _:
+                tag = json.loads(text)
+                if "format" not in tag:
+                    raise _broken("structural_tag", text, 'of the form {"type": "structural_tag", "format": ...} here')
+                return tag["format"]
+
+
+class GuidedDecodingParams(StructuredOutputsParams):
+    """vLLM's older name for the same."""
+
+    backend: str | None = None  # of no effect: there is one
+
+
+def _broken(field: str, value: object, rule: str) -> InvalidRequestError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequestError(f"structured_outputs.{field} must be {rule}; it is {shown}.", "structured_outputs")
+
+
+def _json_text(field: str, value: Any) -> str:
+    """An object of JSON as text; a text as it is, once it is one."""
+    if isinstance(value, bool | Mapping):
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _broken(field, value, f"JSON ({error})") from None
+    if not isinstance(value, str):
+        raise _broken(field, value, "a dict, or JSON text")
+    if not value.lstrip().startswith(("{", "true", "false")):  # the rest of it is found out where it is compiled
+        raise _broken(field, value, "a JSON object")
+    return value
+
+
+def _choices(value: Any) -> list[str]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _broken("choice", value, "a list of strings")
+    choices = list(value)
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise _broken("choice", f"{len(choices)} strings", f"a list of 1 to {MAX_CHOICES} strings")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise _broken("choice", choice, "a list of non-empty strings")
+    return choices

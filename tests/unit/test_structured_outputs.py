@@ -1,0 +1,77 @@
+"""StructuredOutputsParams: exactly one constraint, of the right form and of a bounded size."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidRequestError
+from quire.sampling_params import UnknownParameterError
+from quire.structured_outputs import MAX_GRAMMAR_BYTES, GuidedDecodingParams, StructuredOutputsParams
+
+GIVEN: dict[str, Any] = {
+    "json": {"type": "object"},
+    "regex": "a+",
+    "choice": ["a", "b"],
+    "grammar": 'start: "a"',
+    "json_object": True,
+    "structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}},
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_one_constraint(kind: str) -> None:
+    params = StructuredOutputsParams(**{kind: GIVEN[kind]})
+    assert params.kind == kind
+    assert params.constraint
+    assert "type" in params.format()
+
+
+def test_exactly_one() -> None:
+    with pytest.raises(InvalidRequestError, match="none is given"):
+        StructuredOutputsParams()
+    with pytest.raises(InvalidRequestError, match="none is given"):
+        StructuredOutputsParams(json_object=False)
+    with pytest.raises(InvalidRequestError, match=r"2 are given \(json, regex\)") as caught:
+        StructuredOutputsParams(json={}, regex="a")
+    assert caught.value.param == "structured_outputs"
+    with pytest.raises(UnknownParameterError, match="regex"):
+        StructuredOutputsParams(regexp="a")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": 5},
+        {"json": "[]"},
+        {"json": {"a": float("nan")}},
+        {"regex": ""},
+        {"regex": 5},
+        {"grammar": ["start"]},
+        {"choice": []},
+        {"choice": "ab"},
+        {"choice": ["a", ""]},
+        {"choice": ["a", 5]},
+        {"structural_tag": []},
+        {"json_object": True, "whitespace_pattern": ""},
+    ],
+)
+def test_wrong_forms_are_refused_by_name(fields: dict[str, Any]) -> None:
+    name = list(fields)[-1]
+    with pytest.raises(InvalidRequestError, match=rf"^structured_outputs\.{name} must be .*; it is "):
+        StructuredOutputsParams(**fields)
+
+
+def test_size_is_bounded() -> None:
+    with pytest.raises(InvalidRequestError, match=f"{MAX_GRAMMAR_BYTES} is the most"):
+        StructuredOutputsParams(json=json.dumps({"description": "x" * 5_000_000}))
+
+
+def test_after_a_thought() -> None:
+    params = StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True).after("</think>")
+    assert params.kind == "structural_tag"
+    assert params.disable_any_whitespace
+    thought, then = json.loads(params.constraint)["format"]["elements"]
+    assert thought["end"] == "</think>"
+    assert then == {"type": "json_schema", "json_schema": {"type": "object"}}
+    assert GuidedDecodingParams(regex="a", backend="auto").regex == "a"
