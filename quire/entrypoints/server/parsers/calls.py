@@ -1,0 +1,180 @@
+"""Calls as several formats write them: a JSON object with a name and arguments, and arguments that are no JSON.
+
+The formats' scripts use it. `json_calls` reads one object, or a list of them; `ArgumentWriter` makes a JSON object of
+arguments that come one by one in some other notation.
+"""
+
+import json
+from typing import Any
+
+from quire.entrypoints.server.parsers.base import Function
+from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def json_calls(read: Reader, known: bool = False) -> Script[None]:
+    """Calls as `{"name": ..., "arguments": {...}}`, or a list of such.
+
+    Args:
+        known: only a call of a tool that is on offer is one; anything else may be an answer in JSON.
+
+    Raises:
+        WrongCallError: it is none.
+    """
+    yield from read.space()
+    if (yield from read.one_of("[")) is None:
+        yield from _json_call(read, known)
+        return
+    yield from read.space()
+    while True:
+        yield from _json_call(read, known)
+        yield from read.space()
+        if (yield from read.one_of(",")) is None:
+            yield from read.literal("]")
+            return
+        yield from read.space()
+
+
+def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
+    """One object. Its name comes before or after its arguments; other fields are skipped."""
+    name, held, begun = None, list[str](), False
+    yield from read.literal("{")
+    while True:
+        yield from read.space()
+        key = yield from read.json_value()
+        yield from read.space()
+        yield from read.literal(":")
+        yield from read.space()
+        if key == "function" and not inner and (yield from read.peek(1)) == "{":
+            yield from _json_call(read, known, inner=True)
+            begun, name = True, ""
+        elif key in ("name", "function") and name is None:
+            name = yield from read.json_value()
+            if known and name not in read.functions:
+                raise WrongCallError
+        elif key in _ARGUMENTS and name is not None and not begun:
+            read.start(name)
+            begun = True
+            yield from read.arguments()
+        elif key in _ARGUMENTS and not begun:
+            yield from read.json(held.append)
+        else:
+            yield from read.json_value()
+        yield from read.space()
+        if (yield from read.one_of(",")) is None:
+            break
+    yield from read.literal("}")
+    if not begun:
+        read.start(name)
+        read.send(_object_text("".join(held)))
+    if not inner:
+        read.end()
+
+
+def _object_text(text: str) -> str:
+    """Arguments that came before the name."""
+    value = json.loads(text) if text else {}
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("{") else None
+        text = to_json(value)
+    if not isinstance(value, dict | None):
+        raise WrongCallError
+    return text if value else "{}"
+
+
+class ArgumentWriter:
+    """Sends arguments one by one as a JSON object."""
+
+    def __init__(self, read: Reader, function: str) -> None:
+        self._read = read
+        self._types = types_of(read.functions.get(function))
+        self._num = 0
+
+    def wants_text(self, key: str) -> bool:
+        """Whether an argument is text whatever it looks like: its schema says so, or there is none."""
+        return self._types.get(key, {"string"}) == {"string"}
+
+    def pair(self, key: str, value: Any) -> None:
+        """An argument and its value.
+
+        Raises:
+            WrongCallError: JSON has no such value, as it has no infinity.
+        """
+        try:
+            text = to_json(value)
+        except ValueError:
+            raise WrongCallError from None
+        self._key(key)
+        self._read.send(text)
+
+    def written(self, key: str, text: str) -> None:
+        """An argument whose value is written as text: what its schema makes of it, else the text itself."""
+        self.pair(key, _converted(text.strip(), self._types.get(key, set())))
+
+    def _key(self, key: str) -> None:
+        self._read.send(("{" if self._num == 0 else ", ") + to_json(key) + ": ")
+        self._num += 1
+
+    def text_pieces(self, key: str, mark: str, hold: str = "") -> Script[None]:
+        """An argument that is the text before a mark, as it comes."""
+        self._key(key)
+        self._read.send('"')
+        try:
+            for piece in self._read.pieces_until(mark, hold):
+                if piece is None:
+                    yield
+                else:
+                    self._read.send(to_json(piece)[1:-1])
+        finally:
+            self._read.send('"')
+
+    def close(self) -> None:
+        """No more arguments."""
+        self._read.send("}" if self._num else "{}")
+
+
+def _converted(text: str, types: set[str]) -> Any:
+    if text == "None" or (text.lower() in ("true", "false") and "boolean" in types):
+        return {"none": None, "true": True, "false": False}[text.lower()]
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def types_of(function: Function | None) -> dict[str, set[str]]:
+    """The JSON types that a function's arguments may have, where its schema says them; empty: any."""
+    properties = function.parameters.get("properties") if function else None
+    found: dict[str, set[str]] = {}
+    for name, schema in properties.items() if isinstance(properties, dict) else ():
+        found[name] = _types(schema)
+    return found
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    if isinstance(kinds, list):
+        return {kind for kind in kinds if isinstance(kind, str)}
+    if isinstance(values := schema.get("enum"), list) and all(isinstance(value, str) for value in values):
+        return {"string"}
+    parts = [_types(part) for name in ("anyOf", "oneOf") for part in schema.get(name) or ()]
+    return set().union(*parts) if all(parts) else set()
+
+
+def to_json(value: Any) -> str:
+    """As JSON, with escapes only where UTF-8 needs them."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

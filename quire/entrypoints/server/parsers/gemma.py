@@ -1,0 +1,90 @@
+"""Gemma's formats: `call:NAME{key:value}` between marks, with marks around strings, too (FunctionGemma, Gemma 4)."""
+
+import json
+from typing import Any
+
+from quire.entrypoints.server.parsers.calls import ArgumentWriter
+from quire.entrypoints.server.parsers.forms import Form, Frame, braced_call
+from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
+
+_MARKS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
+_QUOTES = ('<|"|>', "<escape>")
+_MAX_DEPTH = 64
+
+
+def _script(read: Reader) -> Script[None]:
+    while mark := (yield from read.text(*_MARKS)):
+        with read.attempt(mark):
+            yield from read.literal("call:")
+            name, _ = yield from read.until("{", most=MAX_NAME)
+            read.start(name.strip())
+            writer = ArgumentWriter(read, name.strip())
+            while (key := (yield from _key(read))) is not None:
+                writer.pair(key, (yield from _value(read, 0)))
+            writer.close()
+            read.end()
+            yield from read.one_of(_MARKS[mark])
+
+
+def _key(read: Reader) -> Script[str | None]:
+    """An object's next key; None at its end."""
+    yield from read.space()
+    yield from read.one_of(",")
+    yield from read.space()
+    if (yield from read.one_of("}")):
+        return None
+    if quote := (yield from read.one_of(*_QUOTES)):
+        key, _ = yield from read.until(quote, most=MAX_NAME)
+        yield from read.literal(":")
+    else:
+        key, _ = yield from read.until(":", most=MAX_NAME)
+    return key.strip()
+
+
+def _value(read: Reader, depth: int) -> Script[Any]:
+    if depth > _MAX_DEPTH:
+        raise WrongCallError
+    yield from read.space()
+    if quote := (yield from read.one_of(*_QUOTES)):
+        return (yield from read.until(quote))[0]
+    if (yield from read.peek(1)) == '"':
+        return (yield from read.json_value())
+    if (yield from read.one_of("{")):
+        found: dict[str, Any] = {}
+        while (key := (yield from _key(read))) is not None:
+            found[key] = yield from _value(read, depth + 1)
+        return found
+    if (yield from read.one_of("[")):
+        items: list[Any] = []
+        while True:
+            yield from read.space()
+            yield from read.one_of(",")
+            yield from read.space()
+            if (yield from read.one_of("]")):
+                return items
+            items.append((yield from _value(read, depth + 1)))
+    return (yield from _bare(read))
+
+
+def _bare(read: Reader) -> Script[Any]:
+    """A number or a name; text without marks is text."""
+    text = ""
+    while (yield from read.peek(1)) not in (",", "}", "]", ""):
+        text += yield from read.character()
+        if len(text) > MAX_NAME:
+            raise WrongCallError
+    if not text.strip():
+        raise WrongCallError
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _frame(template: str) -> Frame:
+    opening = next((mark for mark in _MARKS if mark in template), "<|tool_call>")
+    quote = next((mark for mark in _QUOTES if mark in template), _QUOTES[0])
+    return Frame(opening, braced_call(f"{opening}call:", _MARKS[opening], quote))
+
+
+FORM = Form(_script, _frame, marks=(*_MARKS, *_MARKS.values(), *_QUOTES))

@@ -1,0 +1,72 @@
+"""Writes grammars in llguidance's form of Lark, piece by piece: texts, JSON by schema, text up to a mark.
+
+The formats' frames (`forms`) and `grammars` use it. Marks that are tokens of their own are written as tokens, because
+text does not match those.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ANY_TEXT = "/(?s:.*)/"
+
+
+class Lark:
+    """A grammar that is being written. What its methods return are expressions, to be joined by spaces."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        """`tokens`: marks that are tokens, with their ids."""
+        self._tokens = tokens
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+        self._rules: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """A rule of its own."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """Just this text."""
+        parts: list[str] = []
+        at = 0
+        for found in self._split.finditer(text) if self._split else ():
+            parts += [_quoted(text[at : found.start()]), self._token(found[0])]
+            at = found.end()
+        return " ".join(filter(None, [*parts, _quoted(text[at:])]))
+
+    def until(self, end: str) -> str:
+        """Any text up to this one, which is part of it."""
+        if self._split is not None and (found := self._split.match(end)):
+            return f"{ANY_TEXT} {self._token(found[0])} {self.text(end[found.end() :])}".strip()
+        return self.rule(f"{ANY_TEXT} {_quoted(end)}", "[lazy]")
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON that obeys a schema."""
+        return self.rule(f"%json {json.dumps(schema)}")
+
+    def series(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Items in this order, with a separator between them; each may be left out unless it says that it is needed."""
+        between = f"{_quoted(separator)} " if separator else ""
+        following = first = ""
+        for expression, needed in reversed(items):
+            begins = f"{expression} {following}".strip()
+            first = (
+                begins if needed else self.rule(" | ".join(filter(None, [begins, first])) + ("" if first else " | "))
+            )
+            body = f"{between}{expression}" if needed else f"({between}{expression})?"
+            following = self.rule(f"{body} {following}".strip())
+        return first
+
+    def grammar(self, start: str) -> str:
+        """All of it."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+    def _token(self, mark: str) -> str:
+        return f"<[{self._tokens[mark]}]>"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""

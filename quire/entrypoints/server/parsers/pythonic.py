@@ -1,0 +1,122 @@
+"""Llama 4's and others' format: a list of Python calls with keyword arguments, as `[search(query="x", limit=3)]`.
+
+Only the names of tools on offer make a call; each argument is sent when it is complete.
+"""
+
+import ast
+from typing import Any
+
+from quire.entrypoints.server.parsers.calls import ArgumentWriter
+from quire.entrypoints.server.parsers.forms import Form, Frame, keyword_call
+from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_MAX_ARGUMENT = 1 << 16  # characters
+_OPENS, _CLOSES = "([{", ")]}"
+_INFINITE = (float("inf"), float("-inf"))
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _script(read: Reader) -> Script[None]:
+    with read.attempt(None):
+        yield from read.space()
+        yield from read.one_of(_START)
+        yield from _calls(read)
+    while mark := (yield from read.text(_START)):
+        with read.attempt(mark):
+            yield from _calls(read)
+
+
+def _calls(read: Reader) -> Script[None]:
+    yield from read.space()
+    yield from read.literal("[")
+    while True:
+        yield from read.space()
+        name, _ = yield from read.until("(", most=MAX_NAME)
+        if name.strip() not in read.functions:
+            raise WrongCallError
+        first = yield from _argument(read)
+        read.start(name.strip())
+        yield from _rest(read, ArgumentWriter(read, name.strip()), first)
+        read.end()
+        yield from read.space()
+        if (yield from read.one_of(",")) is None:
+            break
+    yield from read.literal("]")
+    yield from read.space()
+    yield from read.one_of(_END)
+
+
+_Argument = tuple[str, Any, str]  # its name, its value, and what ends it
+
+
+def _rest(read: Reader, writer: ArgumentWriter, argument: _Argument | None) -> Script[None]:
+    """Send an argument and those that follow."""
+    while argument is not None:
+        key, value, last = argument
+        writer.pair(key, value)
+        argument = (yield from _argument(read)) if last == "," else None
+    writer.close()
+
+
+def _argument(read: Reader) -> Script[_Argument | None]:
+    """One argument; None where there is no more."""
+    yield from read.space()
+    if (yield from read.one_of(")")):
+        return None
+    key, _ = yield from read.until("=", most=MAX_NAME)
+    text, last = yield from _expression(read)
+    try:
+        return key.strip(), _value(text), last
+    except WrongCallError:
+        read.put_back(f"{key}={text}{last}")
+        raise
+
+
+def _expression(read: Reader) -> Script[tuple[str, str]]:
+    """Python up to the comma or bracket that ends it, and that."""
+    taken, quote, depth = list[str](), "", 0
+    while len(taken) < _MAX_ARGUMENT:
+        char = yield from read.character()
+        if quote:
+            if char == "\\":
+                taken.append(char)
+                char = yield from read.character()
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        elif char in _OPENS:
+            depth += 1
+        elif depth and char in _CLOSES:
+            depth -= 1
+        elif not depth and char in ",)":
+            return "".join(taken), char
+        taken.append(char)
+    raise WrongCallError
+
+
+def _value(text: str) -> Any:
+    """A Python literal; JSON's names pass, too."""
+    try:
+        return _plain(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise WrongCallError from None
+
+
+def _plain(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | bool() | None as value) if value not in _INFINITE:
+            return value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_plain(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {str(_plain(key)): _plain(value) for key, value in zip(keys, values, strict=True) if key is not None}
+    raise ValueError("no literal")
+
+
+FORM = Form(_script, Frame("", keyword_call(), before="[", between=", ", after="]"), marks=(_START, _END))

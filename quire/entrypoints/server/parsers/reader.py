@@ -1,0 +1,348 @@
+"""What a format's script reads its text with: marks, names and JSON, across pieces of any length.
+
+A script is a generator: each of a `Reader`'s methods that may have to wait for more text is one, too, so a script says
+what comes after what and knows nothing of pieces. `ScriptParser` makes a `Parser` of it. What no call can be made of is
+handed on as text.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from quire.entrypoints.server.parsers.base import (
+    ContentEvent,
+    Offer,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from quire.entrypoints.server.parsers.json_scanner import JsonScanner, NoJsonError
+
+_T = TypeVar("_T")
+Script = Generator[None, None, _T]
+MAX_NAME = 256  # characters of a tool's name
+_SPACE = re.compile(r"\s*")
+
+
+class WrongCallError(Exception):
+    """The text is no call after all, or breaks off."""
+
+
+class Reader:
+    """The text of one choice, as far as it has come, and the events that a script made of it."""
+
+    def __init__(self, offer: Offer, new_id: Callable[[], str]) -> None:
+        """`new_id` makes an id for a call."""
+        self.offer, self.new_id = offer, new_id
+        self.functions = {function.name: function for function in offer.functions}
+        self.num_calls = 0
+        self._events: list[ContentEvent] = []
+        self._text, self._at = "", 0
+        self._closed = False
+        self._try_from: int | None = None  # where an attempt to read a call began, after its mark
+        self._mark = ""
+        self._kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
+        self._spaces = ""  # at the end of what was said: shown when more follows
+        self._calling = self._sent = self._after_call = False
+
+    # For the parser.
+
+    def feed(self, text: str) -> None:
+        """More text."""
+        kept = self._at if self._try_from is None or self._calling else self._try_from
+        self._text, self._at = self._text[kept:] + text, self._at - kept
+        if self._try_from is not None:
+            self._try_from -= kept
+
+    def close(self) -> None:
+        """There is no more text."""
+        self._closed = True
+
+    def take_events(self) -> list[ContentEvent]:
+        """The events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    # Text.
+
+    def text(self, *marks: str, kind: type[TextDelta] | type[ReasoningDelta] = TextDelta) -> Script[str | None]:
+        """Hand on text until a mark, which is returned; None at the text's end. Space before a mark is held back."""
+        self._kind = kind
+        while True:
+            found = _any_of(marks).search(self._text, self._at) if marks else None
+            if found is not None:
+                self._say(self._text[self._at : found.start()])
+                self._at = found.end()
+                return found[0]
+            end = len(self._text) - _begun(self._text, self._at, marks) if not self._closed else len(self._text)
+            self._say(self._text[self._at : end])
+            self._at = end
+            if self._closed:
+                if self._spaces and not self._after_call:
+                    self._show("")
+                return None
+            yield
+
+    def hold_spaces(self, spaces: str) -> None:
+        """Have these, in place of those that were held back, come before the next text."""
+        self._spaces = spaces
+
+    def rest(self) -> Script[None]:
+        """Hand on all that follows."""
+        yield from self.text()
+
+    def _say(self, text: str) -> None:
+        shown = text.rstrip()
+        if shown:
+            self._show(shown)
+        self._spaces += text[len(shown) :]
+
+    def _show(self, text: str) -> None:
+        self._events.append(self._kind(self._spaces + text))
+        self._spaces, self._after_call = "", False
+
+    # What a call is made of.
+
+    def peek(self, count: int) -> Script[str]:
+        """The next characters, fewer where the text ends."""
+        while len(self._text) - self._at < count and not self._closed:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def space(self) -> Script[None]:
+        """Skip white space."""
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            self._at = found.end() if found else self._at
+            if self._at < len(self._text) or self._closed:
+                return
+            yield
+
+    def one_of(self, *choices: str) -> Script[str | None]:
+        """Take the one that comes next, the longest that fits; None (and nothing taken) where none does."""
+        for choice in sorted(choices, key=len, reverse=True):
+            while True:
+                have = self._text[self._at : self._at + len(choice)]
+                if have == choice:
+                    self._at += len(choice)
+                    return choice
+                if self._closed or not choice.startswith(have):
+                    break
+                yield
+        return None
+
+    def literal(self, wanted: str) -> Script[None]:
+        """Take what has to come next.
+
+        Raises:
+            WrongCallError: it does not.
+        """
+        if (yield from self.one_of(wanted)) is None:
+            raise WrongCallError
+
+    def until(self, *marks: str, most: int = 1 << 20) -> Script[tuple[str, str]]:
+        """The text before a mark, and the mark, both taken.
+
+        Raises:
+            WrongCallError: the text ends before, or has more characters than `most`.
+        """
+        seen = 0
+        longest = max(map(len, marks))
+        while True:
+            if (found := _any_of(marks).search(self._text, self._at + seen)) is not None:
+                text = self._text[self._at : found.start()]
+                self._at = found.end()
+                return text, found[0]
+            seen = max(0, len(self._text) - self._at - longest + 1)
+            if seen > most or self._closed:
+                raise WrongCallError
+            yield
+
+    def pieces_until(self, mark: str, hold: str = "") -> Generator[str | None, None, None]:
+        """The text before a mark in pieces, as it comes, and None where more has to come; the mark is taken.
+
+        Args:
+            hold: what is no part of the text right before the mark.
+
+        Raises:
+            WrongCallError: the text ends before; what there is was handed out.
+        """
+        marks = (hold + mark, mark) if hold else (mark,)
+        while True:
+            found = _any_of(marks).search(self._text, self._at)
+            end = found.start() if found else len(self._text) - _begun(self._text, self._at, marks)
+            if not found and self._closed:
+                end = len(self._text)
+            if piece := self._text[self._at : end]:
+                self._at = end
+                yield piece
+            if found:
+                self._at = found.end()
+                return
+            if self._closed:
+                raise WrongCallError
+            yield None
+
+    def json(self, sink: Callable[[str], Any]) -> Script[None]:
+        """Give a JSON value to `sink`, in pieces.
+
+        Raises:
+            WrongCallError: it is none, or breaks off; what was right was given.
+        """
+        scanner = JsonScanner()
+        while True:
+            try:
+                piece, fault = scanner.feed(self._text[self._at :]), None
+            except NoJsonError as error:
+                piece, fault = scanner.flush(), error
+            self._at += scanner.taken
+            if piece:
+                sink(piece)
+            if scanner.done:
+                return
+            if fault is not None or self._closed:
+                raise WrongCallError
+            yield
+
+    def json_value(self) -> Script[Any]:
+        """A JSON value, read."""
+        pieces: list[str] = []
+        yield from self.json(pieces.append)
+        return json.loads("".join(pieces))
+
+    def put_back(self, text: str) -> None:
+        """Have what was just taken come once more."""
+        if self._calling:  # what is taken then is not kept
+            self._text, self._at = text + self._text[self._at :], 0
+        else:
+            self._at -= len(text)
+
+    def character(self) -> Script[str]:
+        """The next character.
+
+        Raises:
+            WrongCallError: there is none.
+        """
+        found = yield from self.peek(1)
+        if not found:
+            raise WrongCallError
+        self._at += 1
+        return found
+
+    # Calls.
+
+    @contextmanager
+    def attempt(self, mark: str | None) -> Iterator[None]:
+        """Within, a call is read, after this mark; where it turns out to be none, what was read is text.
+
+        A call that had begun ends where it went wrong, and text goes on from there.
+        """
+        self._try_from, self._mark = self._at, mark or ""
+        try:
+            yield
+        except WrongCallError:
+            if not self._calling:
+                self._at = self._try_from
+                self._say(self._mark)
+        finally:
+            if self._calling:
+                if not self._sent:
+                    self.send("{")  # which says that it is not whole
+                self.end()
+            self._try_from = None
+
+    def start(self, name: Any, id: str | None = None) -> None:
+        """A call begins.
+
+        Raises:
+            WrongCallError: that is no name.
+        """
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
+            raise WrongCallError
+        self._events.append(ToolCallStart(self.num_calls, id or self.new_id(), name))
+        self.num_calls += 1
+        self._calling, self._sent, self._spaces = True, False, ""
+
+    def send(self, arguments: str) -> None:
+        """More of the call's arguments."""
+        if arguments:
+            self._events.append(ToolCallDelta(self.num_calls - 1, arguments))
+            self._sent = True
+
+    def end(self) -> None:
+        """The call is complete."""
+        if not self._sent:
+            self.send("{}")
+        self._events.append(ToolCallEnd(self.num_calls - 1))
+        self._calling, self._after_call = False, True
+        self._try_from, self._mark = self._at, ""  # another call may follow within the attempt
+
+    def arguments(self) -> Script[None]:
+        """Send a JSON object, or one that is written as a JSON string, or null for none."""
+        yield from self.space()
+        match (yield from self.peek(1)):
+            case "{":
+                yield from self.json(self.send)
+            case '"':
+                text = yield from self.json_value()
+                if not _is_object(text):
+                    raise WrongCallError
+                self.send(text)
+            case _:
+                yield from self.literal("null")
+
+
+class ScriptParser:
+    """A `Parser` that runs a script."""
+
+    def __init__(
+        self,
+        script: Callable[[Reader], Script[None]],
+        offer: Offer,
+        new_id: Callable[[], str],
+    ) -> None:
+        self._reader = Reader(offer, new_id)
+        self._script = _to_the_end(script, self._reader)
+
+    def push(self, text: str) -> list[ContentEvent]:
+        self._reader.feed(text)
+        next(self._script, None)
+        return self._reader.take_events()
+
+    def finish(self) -> list[ContentEvent]:
+        self._reader.close()
+        next(self._script, None)
+        return self._reader.take_events()
+
+
+def _to_the_end(script: Callable[[Reader], Script[None]], reader: Reader) -> Script[None]:
+    yield from script(reader)
+    yield from reader.rest()
+
+
+@lru_cache(maxsize=256)
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
+
+
+def _begun(text: str, start: int, marks: tuple[str, ...]) -> int:
+    """Characters at the text's end that may be the beginning of a mark."""
+    if not marks:
+        return 0
+    for at in range(max(start, len(text) - max(map(len, marks)) + 1), len(text)):
+        end = text[at:]
+        if any(mark.startswith(end) for mark in marks):
+            return len(text) - at
+    return 0
+
+
+def _is_object(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and bool(text.encode()) and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):  # a lone surrogate is a ValueError, too
+        return False

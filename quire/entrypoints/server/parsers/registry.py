@@ -1,0 +1,108 @@
+"""The formats of tool calls and thoughts, by name, and how a model's chat template tells which one is meant.
+
+`parsing` asks it for what the server's options name; "auto" looks into the template. A new format is a file and a line.
+"""
+
+import difflib
+import re
+
+from quire.entrypoints.server.parsers import (
+    deepseek,
+    gemma,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    kimi_k2,
+    llama3_json,
+    mistral,
+    phi4,
+    pythonic,
+    qwen3_coder,
+    thoughts,
+)
+from quire.entrypoints.server.parsers.forms import Form
+from quire.entrypoints.server.parsers.thoughts import ThoughtForm
+from quire.errors import ConfigError
+
+TOOL_FORMS: dict[str, Form] = {
+    "hermes": hermes.FORM,
+    "qwen2_5": hermes.FORM,
+    "llama3_json": llama3_json.FORM,
+    "llama4_json": llama3_json.FORM,
+    "llama4_pythonic": pythonic.FORM,
+    "pythonic": pythonic.FORM,
+    "mistral": mistral.FORM,
+    "qwen3_coder": qwen3_coder.FORM,
+    "qwen3_xml": qwen3_coder.FORM,
+    "deepseek_v3": deepseek.FORM,
+    "deepseek_v31": deepseek.FORM,
+    "granite": granite.FORM,
+    "phi4": phi4.FORM,
+    "phi4_mini_json": phi4.FORM,
+    "gemma": gemma.FORM,
+    "gemma4": gemma.FORM,
+    "functiongemma": gemma.FORM,
+    "glm4": glm.FORM,
+    "glm45": glm.FORM,
+    "glm47": glm.FORM,
+    "kimi_k2": kimi_k2.FORM,
+    "openai": harmony.FORM,
+    "gpt-oss": harmony.FORM,
+}
+HARMONY = "openai_gptoss"
+THOUGHT_FORMS: dict[str, ThoughtForm | None] = {**thoughts.FORMS, HARMONY: None, "gpt-oss": None}
+TOOL_NAMES = ("auto", "none", "generic", *TOOL_FORMS)
+THOUGHT_NAMES = ("auto", *THOUGHT_FORMS)
+
+# What only a template of this format has, the most telling first.
+_TOOL_SIGNS = {
+    r"<\|channel\|>(?s:.*)<\|message\|>": "openai",
+    r"<\|tool_calls_section_begin\|>": "kimi_k2",
+    r"<｜tool▁call▁begin｜>": "deepseek_v3",
+    r"\[TOOL_CALLS\]": "mistral",
+    r"<\|tool_call>call:|<start_function_call>": "gemma",
+    r"<tool_call>(?s:.*)<arg_key>": "glm45",
+    r"<function=(?s:.*)<parameter=": "qwen3_coder",
+    r"functools": "phi4_mini_json",
+    r"<tool_call>(\\n|\s)*\{": "hermes",
+    r"<\|tool_call\|>": "granite",
+    r"<\|python_start\|>": "llama4_pythonic",
+    r"<\|python_tag\|>|function name, \\?\"parameters": "llama3_json",
+}
+_THOUGHT_SIGNS = {
+    r"<\|channel\|>(?s:.*)<\|message\|>": HARMONY,
+    r"\[THINK\]": "mistral",
+    r"<seed:think>": "seed_oss",
+    r"<\|channel>thought": "gemma4",
+    r"Here is my thought process:": "granite",
+    r"<think>": "think",
+}
+
+
+def tool_format(name: str, template: str) -> str | None:
+    """The name of the format in which a model with this template calls tools; None: it is none that is known here."""
+    return _first(_TOOL_SIGNS, template) if name == "auto" else name
+
+
+def thought_format(name: str | None, template: str) -> str | None:
+    """The name of the format in which thoughts are told apart, None where they are not."""
+    if name is None:  # harmony is no text without its parser
+        return HARMONY if _first(_THOUGHT_SIGNS, template) == HARMONY else None
+    return _first(_THOUGHT_SIGNS, template) if name == "auto" else name
+
+
+def check_name(option: str, name: str, names: tuple[str, ...]) -> None:
+    """Check the name that an option gives.
+
+    Raises:
+        ConfigError: there is none such; the message names the nearest.
+    """
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{option} {name!r} is no parser; {meant}There are {', '.join(names)}.")
+
+
+def _first(signs: dict[str, str], template: str) -> str | None:
+    return next((name for sign, name in signs.items() if re.search(sign, template)), None)

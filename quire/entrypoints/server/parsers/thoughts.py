@@ -1,0 +1,86 @@
+"""Thoughts between tags, before the answer: the way of most models that think, by the names vLLM's parsers have.
+
+A template may have opened the tag already, or opened and closed it, which the prompt's end tells. Thoughts and answer
+are handed on without the line breaks that stand between them and the tags.
+"""
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from quire.entrypoints.server.parsers.base import ReasoningDelta
+from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError
+
+
+class ThoughtForm(Struct, frozen=True):
+    """How thoughts are written.
+
+    Attributes:
+        opens, closes: tags that begin and end them; the first of each are those that a template writes.
+        assumed: the model thinks first though no tag says so.
+        around: tags around the answer, which are no part of it.
+    """
+
+    opens: tuple[str, ...] = ("<think>",)
+    closes: tuple[str, ...] = ("</think>",)
+    assumed: bool = False
+    around: tuple[str, str] | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All tags."""
+        return self.opens + self.closes
+
+    def begun(self, prompt: str) -> bool | None:
+        """Whether the answer to a prompt begins within a thought; None: the model opens one, or does not."""
+        end = prompt.rstrip()
+        if end.endswith(self.closes):
+            return False
+        return True if end.endswith(self.opens) else None
+
+    def script(self, prompt: str) -> Callable[[Reader], Script[None]]:
+        """What reads the answer to this prompt."""
+        begun = self.begun(prompt)
+        inside = self.assumed if begun is None else begun
+
+        def script(read: Reader) -> Script[None]:
+            thinks = inside
+            if begun is not False:
+                with read.attempt(None):
+                    yield from read.space()
+                    thinks = (yield from read.one_of(*self.opens)) is not None or inside
+                    if not thinks:
+                        raise WrongCallError
+            if thinks:
+                yield from read.space()
+                if (yield from read.text(*self.closes, kind=ReasoningDelta)) is None:
+                    return
+                read.hold_spaces("")
+                yield from read.space()
+            if self.around and (yield from read.one_of(self.around[0])):
+                yield from read.space()
+                yield from read.text(self.around[1])
+                read.hold_spaces("")
+
+        return script
+
+
+THINK_TAGS = ThoughtForm()
+FORMS = {
+    "think": THINK_TAGS,
+    "deepseek_r1": ThoughtForm(assumed=True),
+    "deepseek_v3": THINK_TAGS,
+    "qwen3": THINK_TAGS,
+    "glm45": THINK_TAGS,
+    "kimi_k2": THINK_TAGS,
+    "hunyuan_a13b": ThoughtForm(around=("<answer>", "</answer>")),
+    "minimax_m2": ThoughtForm(assumed=True),
+    "mistral": ThoughtForm(("[THINK]",), ("[/THINK]",)),
+    "seed_oss": ThoughtForm(("<seed:think>",), ("</seed:think>",)),
+    "gemma4": ThoughtForm(("<|channel>thought", "<|channel>"), ("<channel|>",)),
+    "granite": ThoughtForm(
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"),
+        around=("<response>", "</response>"),
+    ),
+}

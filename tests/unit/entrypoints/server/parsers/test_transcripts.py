@@ -1,0 +1,364 @@
+"""What each parser makes of a model's text: one table of transcripts, each of them also cut at every character."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from quire.entrypoints.server.parsers.base import (
+    Chain,
+    ContentEvent,
+    Function,
+    Offer,
+    Parser,
+    ReasoningDelta,
+    TextDelta,
+    TextParser,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    merged,
+)
+from quire.entrypoints.server.parsers.reader import ScriptParser
+from quire.entrypoints.server.parsers.registry import THOUGHT_FORMS, TOOL_FORMS
+
+FERRY = Function(
+    "find_ferry",
+    {
+        "type": "object",
+        "properties": {
+            "port": {"type": "string"},
+            "cars": {"type": "integer"},
+            "quiet": {"type": "boolean"},
+            "stops": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["port"],
+    },
+)
+TIDE = Function("tide", {"type": "object", "properties": {"when": {"type": ["number", "null"]}}})
+OFFER = Offer((FERRY, TIDE))
+
+Said = str | tuple[str, Any]  # text; or a call's name and its arguments, as JSON or (broken off) as text
+
+
+def call(**arguments: Any) -> tuple[str, Any]:
+    return "find_ferry", arguments
+
+
+OSLO = call(port="Oslo", cars=2)
+TRANSCRIPTS: dict[str, list[tuple[str, list[Said]]]] = {
+    "hermes": [
+        ('<tool_call>\n{"name": "find_ferry", "arguments": {"port": "Oslo", "cars": 2}}\n</tool_call>', [OSLO]),
+        (
+            'Let me look. \n\n<tool_call>\n{"name": "tide", "arguments": {}}\n</tool_call>\n<tool_call>'
+            '{"arguments": {"port": "Å </tool_call> \\u00e9 {}\\"]"}, "name": "find_ferry"}</tool_call>\n',
+            ["Let me look.", ("tide", {}), call(port='Å </tool_call> é {}"]')],
+        ),
+        ('<tool_call>{"name": "tide"}</tool_call> and so on', [("tide", {}), " and so on"]),
+        (
+            '<tool_call>[{"name": "tide", "arguments": null}, {"name":"find_ferry","arguments":"{\\"port\\":\\"A\\"}"}]'
+            "</tool_call>",
+            [("tide", {}), call(port="A")],
+        ),
+        # No calls: each comes back as it was.
+        ("Is 3 <tool 4?", ["Is 3 <tool 4?"]),
+        ("<tool_call>\nfind_ferry(Oslo)\n</tool_call> ok", ["<tool_call>\nfind_ferry(Oslo)\n</tool_call> ok"]),
+        (
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            ['<tool_call>{"name": 3, "arguments": {}}</tool_call>'],
+        ),
+        (
+            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+            ['<tool_call>{"name": "", "arguments": {}}</tool_call>'],
+        ),
+        ('a <tool_call>{"nam', ['a <tool_call>{"nam']),
+        ('<tool_call><tool_call>{"name": "tide"}</tool_call>', ["<tool_call>", ("tide", {})]),
+        # Broken off, or wrong after it has begun.
+        ('<tool_call>{"name": "find_ferry", "arguments": {"port": "Os', [("find_ferry", '{"port": "Os')]),
+        ('<tool_call>{"name": "tide", "arguments": {"when": 1}}', [("tide", {"when": 1})]),
+        ('<tool_call>{"name": "tide", "arguments": {"when": ?}}', [("tide", '{"when": '), "?}}"]),
+        # A line break in a string, which JSON can't have.
+        ('<tool_call>{"name": "find_ferry", "arguments": {"port": "a\nb\t"}}</tool_call>', [call(port="a\nb\t")]),
+        ("  \n", ["  \n"]),
+    ],
+    "llama3_json": [
+        ('{"name": "find_ferry", "parameters": {"port": "Oslo", "cars": 2}}', [OSLO]),
+        (
+            '\n<|python_tag|>{"name": "tide", "parameters": {}}; {"name": "tide", "parameters": {"when": 1}}',
+            [("tide", {}), ("tide", {"when": 1})],
+        ),
+        ('Well: <|python_tag|>{"type": "function", "name": "tide", "parameters": {}}', ["Well:", ("tide", {})]),
+        ('{"type": "function", "function": {"name": "tide", "arguments": {"when": 2}}}', [("tide", {"when": 2})]),
+        ('{"name": "Ada", "parameters": {"born": 1815}}', ['{"name": "Ada", "parameters": {"born": 1815}}']),
+        ('  {"answer": 42} ', ['  {"answer": 42} ']),
+        ("Just words.", ["Just words."]),
+    ],
+    "llama4_pythonic": [
+        ("[find_ferry(port='Oslo', cars=2)]", [OSLO]),
+        (
+            '<|python_start|>[tide(), find_ferry(port="it\'s, (\\"so\\")", quiet=True, stops=[\'a\', "b"]), '
+            "tide(when=-1.5)]"
+            "<|python_end|>",
+            [("tide", {}), call(port='it\'s, ("so")', quiet=True, stops=["a", "b"]), ("tide", {"when": -1.5})],
+        ),
+        ("[tide(when=null)]", [("tide", {"when": None})]),
+        ("[1](https://ferry.example) is a link", ["[1](https://ferry.example) is a link"]),
+        ("[tide(when=open('x'))] no", ["[tide(when=open('x'))] no"]),
+        ("[tide(when=1e999)]", ["[tide(when=1e999)]"]),
+        ("[tide(when=1, then=x)] no", [("tide", '{"when": 1'), "then=x)] no"]),
+    ],
+    "mistral": [
+        (
+            '[TOOL_CALLS] [{"name": "find_ferry", "arguments": {"port": "Oslo", "cars": 2}}, {"name": "tide", '
+            '"arguments": {}}]',
+            [OSLO, ("tide", {})],
+        ),
+        (
+            'Hm.[TOOL_CALLS]find_ferry[ARGS]{"port": "Oslo", "cars": 2}[TOOL_CALLS]tide[ARGS]{}',
+            ["Hm.", OSLO, ("tide", {})],
+        ),
+        ('[TOOL_CALLS]find_ferry{"port": "Oslo", "cars": 2}', [OSLO]),
+        ('[TOOL_CALLS]tide[CALL_ID]a1b2c3d4e[ARGS]{"when": 3}', [("tide", {"when": 3})]),
+        ("[TOOL_CALLS] none at all", ["[TOOL_CALLS] none at all"]),
+    ],
+    "qwen3_coder": [
+        (
+            "<tool_call>\n<function=find_ferry>\n<parameter=port>\nOslo\n</parameter>\n<parameter=cars>\n2\n"
+            "</parameter>\n"
+            "</function>\n</tool_call>",
+            [OSLO],
+        ),
+        (
+            'I do.\n<function=find_ferry>\n<parameter=port>\n<b>\n"x"\n\n</parameter>\n<parameter=quiet>\nTrue\n'
+            "</parameter>\n"
+            '<parameter=stops>\n["a"]\n</parameter>\n</function>\n</tool_call>',
+            ["I do.", call(port='<b>\n"x"\n', quiet=True, stops=["a"])],
+        ),
+        ("<tool_call>\n<function=tide>\n</function>\n</tool_call>", [("tide", {})]),
+        (
+            "<tool_call>\n<function=tide>\n<parameter=when>\nsoon\n</parameter>\n</function></tool_call>",
+            [("tide", {"when": "soon"})],
+        ),
+        ("<tool_call>\nnothing\n</tool_call>", ["<tool_call>\nnothing\n</tool_call>"]),
+        ("<function=find_ferry>\n<parameter=port>\nOs", [("find_ferry", '{"port": "Os"')]),
+    ],
+    "deepseek_v3": [
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find_ferry\n```json\n"
+            '{"port": "Oslo", "cars": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>tide\n'
+            "```json\n{}\n"
+            "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            [OSLO, ("tide", {})],
+        ),
+        (
+            'So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find_ferry<｜tool▁sep｜>{"port": "Oslo", "cars": 2}'
+            "<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            ["So.", OSLO],
+        ),
+        (
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>tide\nno",
+            ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>tide\nno"],
+        ),
+    ],
+    "granite": [
+        (
+            '<|tool_call|>[{"name": "find_ferry", "arguments": {"port": "Oslo", "cars": 2}}, {"name": "tide", '
+            '"arguments": {}}]',
+            [OSLO, ("tide", {})],
+        ),
+        ('<tool_call>\n{"name": "tide", "arguments": {}}\n</tool_call>', [("tide", {})]),
+        ("<|tool_call|>[]", ["<|tool_call|>[]"]),
+    ],
+    "phi4_mini_json": [
+        ('functools[{"name": "find_ferry", "arguments": {"port": "Oslo", "cars": 2}}]', [OSLO]),
+        ('<|tool_call|>[{"name": "tide", "parameters": {}}]<|/tool_call|>', [("tide", {})]),
+        ("functools is a module", ["functools is a module"]),
+    ],
+    "gemma4": [
+        (
+            '<|tool_call>call:find_ferry{cars:2,port:<|"|>Oslo<|"|>}<tool_call|>',
+            [("find_ferry", {"cars": 2, "port": "Oslo"})],
+        ),
+        (
+            '<|tool_call>call:find_ferry{port:<|"|>a, {b}<|"|>,quiet:true,stops:[<|"|>x<|"|>,<|"|>y<|"|>]}<tool_call|>'
+            "<|tool_call>call:tide{when:{a:[],b:-1.5,c:null}}<tool_call|>",
+            [call(port="a, {b}", quiet=True, stops=["x", "y"]), ("tide", {"when": {"a": [], "b": -1.5, "c": None}})],
+        ),
+        ("<start_function_call>call:tide{when:<escape>now<escape>}<end_function_call>", [("tide", {"when": "now"})]),
+        ('<|tool_call>call:tide{"when":"so \\"on\\""}<tool_call|>', [("tide", {'"when"': 'so "on"'})]),
+        ("<|tool_call>tide()", ["<|tool_call>tide()"]),
+    ],
+    "glm45": [
+        (
+            "<tool_call>find_ferry\n<arg_key>port</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>cars</arg_key>\n"
+            "<arg_value>2</arg_value>\n</tool_call>",
+            [OSLO],
+        ),
+        (
+            "Yes\n<tool_call>find_ferry<arg_key>port</arg_key><arg_value> <a> </arg_value></tool_call>\n"
+            "<tool_call>tide\n</tool_call>",
+            ["Yes", call(port=" <a> "), ("tide", {})],
+        ),
+        ("<tool_call>find_ferry\n<arg_key>port", [("find_ferry", "{"), "port"]),
+    ],
+    "kimi_k2": [
+        (
+            "Hm<|tool_calls_section_begin|><|tool_call_begin|>functions.find_ferry:0<|tool_call_argument_begin|>"
+            '{"port": "Oslo", "cars": 2}<|tool_call_end|><|tool_call_begin|>functions.tide:1<|tool_call_argumen'
+            "t_begin|>{}"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            ["Hm", OSLO, ("tide", {})],
+        ),
+        ("<|tool_call_begin|>oh", ["<|tool_call_begin|>oh"]),
+    ],
+    "openai": [
+        (
+            "<|channel|>analysis<|message|>A ferry. <|end|><|start|>assistant<|channel|>commentary to=function"
+            "s.find_ferry "
+            '<|constrain|>json<|message|>{"port": "Oslo", "cars": 2}<|call|>',
+            ["(A ferry.)", OSLO],
+        ),
+        (" to=functions.tide<|channel|>commentary json<|message|>{}", [("tide", {})]),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>It is "
+            "5.\n<|return|>",
+            ["I look.\n\nIt is 5.\n"],
+        ),
+        ("plain <|channel|>", ["plain <|channel|>"]),
+        ("<|channel|>final", ["<|channel|>final"]),
+        ('<|channel|>commentary to=functions.tide<|message|>{"a": ]}<|call|>', [("tide", '{"a": '), "]}"]),
+    ],
+}
+THOUGHTS: dict[str, list[tuple[str, str, list[Said]]]] = {  # with the prompt's end
+    "deepseek_r1": [
+        ("", "I wonder.\n</think>\n\nYes.", ["(I wonder.)", "Yes."]),
+        ("<think>\n", "<think>I wonder.</think>Yes.", ["(I wonder.)", "Yes."]),
+        ("", "No end </thin", ["(No end </thin)"]),
+        ("<think>\n\n</think>\n\n", "Yes.", ["Yes."]),
+    ],
+    "qwen3": [
+        ("", "<think>\nI wonder < 3.\n\n</think>\n\n Yes.\n", ["(I wonder < 3.)", "Yes.\n"]),
+        ("", " No thought </think>.", [" No thought </think>."]),
+        ("<think>", "I wonder</think>", ["(I wonder)"]),
+        ("<think></think>", "<think>x", ["<think>x"]),
+        ("", "<think>\n\n</think>\n\nYes", ["Yes"]),
+    ],
+    "granite": [
+        ("", "Here is my thought process: hm.\nHere is my response: Yes.", ["(hm.)", "Yes."]),
+        ("", "<think>hm</think><response>Yes.</response>", ["(hm)", "Yes."]),
+        ("", "Here is my thoughts", ["Here is my thoughts"]),
+    ],
+    "mistral": [("", "[THINK]hm[/THINK]Yes", ["(hm)", "Yes"])],
+    "gemma4": [("", "<|channel>thought\nhm\n<channel|>Yes", ["(hm)", "Yes"])],
+}
+
+
+def tool_parser(name: str) -> Parser:
+    numbers = itertools.count()
+    return ScriptParser(TOOL_FORMS[name].script, OFFER, lambda: f"chatcmpl{next(numbers):04}")
+
+
+def told(events: list[ContentEvent]) -> list[Said]:
+    """Events in the table's form; that calls are numbered and ended in order is checked."""
+    said: list[Said] = []
+    name, pieces, number = None, list[str](), -1
+    for event in events:
+        assert not any(value == "" for value in (getattr(event, "text", 1), getattr(event, "arguments", 1))), "empty"
+        match event:
+            case TextDelta(text):
+                assert name is None
+                said.append(text)
+            case ReasoningDelta(text):
+                said.append(f"({text})")
+            case ToolCallStart(n, id, function):
+                assert (name, n) == (None, number + 1)
+                assert id
+                name, number, pieces = function, n, []
+            case ToolCallDelta(n, arguments):
+                assert n == number
+                pieces.append(arguments)
+            case ToolCallEnd(n):
+                assert n == number
+                assert name is not None
+                assert pieces, "a call has arguments"
+                said.append((name, _read("".join(pieces))))
+                name = None
+    assert name is None, "the call was not ended"
+    return said
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read(parser: Parser, *pieces: str) -> list[ContentEvent]:
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return merged(events + parser.finish())
+
+
+CASES = [(name, text, said) for name, table in TRANSCRIPTS.items() for text, said in table]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), CASES)
+def test_calls(name: str, text: str, said: list[Said]) -> None:
+    whole = read(tool_parser(name), text)
+    assert told(whole) == said
+    assert read(tool_parser(name), *text) == whole
+    for cut in range(len(text) + 1):
+        assert read(tool_parser(name), text[:cut], text[cut:]) == whole, text[:cut]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "said"), [(name, *case) for name, table in THOUGHTS.items() for case in table]
+)
+def test_thoughts(name: str, prompt: str, text: str, said: list[Said]) -> None:
+    form = THOUGHT_FORMS[name]
+    assert form is not None
+
+    def parser() -> Parser:
+        return Chain(ScriptParser(form.script(prompt), OFFER, str), TextParser())
+
+    whole = read(parser(), text)
+    assert told(whole) == said
+    for cut in range(len(text) + 1):
+        assert read(parser(), text[:cut], text[cut:]) == whole, text[:cut]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_any_beginning_of_a_transcript_ends_well(name: str) -> None:
+    """Whatever the length cuts off: nothing raises, and every call has its end."""
+    texts = [text for text, _ in TRANSCRIPTS.get(name, [])]
+    for text in texts:
+        for cut in range(len(text)):
+            told(read(tool_parser(name), *text[:cut]))
+
+
+def test_a_call_is_told_before_it_is_complete() -> None:
+    parser = tool_parser("hermes")
+    assert parser.push('<tool_call>{"name": "find_ferry", "arguments": {"po') == [
+        ToolCallStart(0, "chatcmpl0000", "find_ferry"),
+        ToolCallDelta(0, '{"po'),
+    ]
+    assert parser.push('rt": "Os') == [ToolCallDelta(0, 'rt": "Os')]
+    assert parser.push('lo"}}') == [ToolCallDelta(0, 'lo"}'), ToolCallEnd(0)]
+
+
+def test_text_arguments_come_as_they_are_written() -> None:
+    parser = tool_parser("qwen3_coder")
+    parser.push("<function=find_ferry><parameter=port>Os")
+    assert parser.push('lo "x') == [ToolCallDelta(0, 'lo \\"x')]
+
+
+def test_ids_are_of_the_formats_own_kind() -> None:
+    (start, *_) = read(tool_parser("mistral"), "[TOOL_CALLS]tide[ARGS]{}")
+    assert isinstance(start, ToolCallStart)
+    assert len(start.id) == 9
+    section = "<|tool_calls_section_begin|><|tool_call_begin|>functions.tide:7<|tool_call_argument_begin|>{}"
+    (start, *_) = read(tool_parser("kimi_k2"), section)
+    assert isinstance(start, ToolCallStart)
+    assert start.id == "functions.tide:7"
