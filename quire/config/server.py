@@ -79,6 +79,13 @@ class ServerArgs:
         "Most tokens, and alternatives to them, that the answer to a request may hold with ids or logprobs.",
         1,
     )
+    response_store: str | None = option(
+        None, "SQLite file in which the responses of /v1/responses are kept; in memory by default."
+    )
+    response_store_max_bytes: int = option(
+        256 * 2**20, "Most bytes of responses kept in memory; what was longest unused goes first.", 0
+    )
+    response_store_seconds: float = option(30 * 86400.0, "Seconds for which a response is kept.", 0)
     max_body_bytes: int = option(16 * 2**20, "Largest body of a request, in bytes.", 1)
     engine: Literal["process", "thread"] = option("process", "Where the engine computes: its own process, or a thread.")
     step_timeout: float = option(

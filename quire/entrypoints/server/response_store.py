@@ -1,0 +1,140 @@
+"""Where responses are kept: in memory, or in an SQLite file, which outlives the server.
+
+`ResponsesService` calls it. A response has an owner, the client that made it, and for everybody else it is not there.
+Knows nothing of what it keeps.
+"""
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from typing import Protocol
+
+from quire.errors import ConfigError, RequestFailedError
+
+logger = logging.getLogger("quire")
+
+_PURGE_SECONDS = 60.0  # between looks for what is too old
+
+
+class ResponseStore(Protocol):
+    """Keeps bytes by id and owner."""
+
+    async def put(self, key: str, owner: str, data: bytes) -> None:
+        """Keep it, in place of what was there.
+
+        Raises:
+            RequestFailedError: it can't be written.
+        """
+        ...
+
+    async def get(self, key: str, owner: str) -> bytes | None:
+        """What is kept, if it is this owner's."""
+        ...
+
+    async def delete(self, key: str, owner: str) -> bool:
+        """Forget it; False where there is nothing of this owner's."""
+        ...
+
+
+def open_store(path: str | None, max_bytes: int, seconds: float) -> ResponseStore:
+    """The store of the server's options.
+
+    Args:
+        path: the SQLite file; None: in memory.
+        max_bytes: what the memory may hold.
+        seconds: how long a response is kept.
+
+    Raises:
+        ConfigError: the file can't be used.
+    """
+    return MemoryStore(max_bytes, seconds) if path is None else SqliteStore(path, seconds)
+
+
+class MemoryStore:
+    """In memory: where there is no more room, what was longest unused goes."""
+
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        self._max_bytes, self._seconds = max_bytes, seconds
+        self._entries: OrderedDict[str, tuple[str, float, bytes]] = OrderedDict()  # id -> (owner, end, data)
+        self._num_bytes = 0
+
+    async def put(self, key: str, owner: str, data: bytes) -> None:
+        self._drop(key)
+        self._entries[key] = (owner, time.monotonic() + self._seconds, data)
+        self._num_bytes += len(data)
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+
+    async def get(self, key: str, owner: str) -> bytes | None:
+        if key not in self._entries:
+            return None
+        kept_for, end, data = self._entries[key]
+        if time.monotonic() > end:
+            self._drop(key)
+            return None
+        if kept_for != owner:
+            return None
+        self._entries.move_to_end(key)
+        return data
+
+    async def delete(self, key: str, owner: str) -> bool:
+        found = await self.get(key, owner) is not None
+        if found:
+            self._drop(key)
+        return found
+
+    def _drop(self, key: str) -> None:
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._num_bytes -= len(entry[2])
+
+
+class SqliteStore:
+    """In an SQLite file, from threads: the event loop never waits for the disk."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._next_purge = 0.0
+        try:
+            self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, owner TEXT, created REAL, data BLOB)"
+            )
+        except sqlite3.Error as error:
+            raise ConfigError(f"response_store {path!r} can't be used as an SQLite file ({error}).") from None
+
+    async def put(self, key: str, owner: str, data: bytes) -> None:
+        await asyncio.to_thread(self._put, key, owner, data)
+
+    async def get(self, key: str, owner: str) -> bytes | None:
+        oldest = time.time() - self._seconds
+        rows = await asyncio.to_thread(
+            self._run, "SELECT data FROM responses WHERE id = ? AND owner = ? AND created > ?", key, owner, oldest
+        )
+        return rows[0][0] if rows else None
+
+    async def delete(self, key: str, owner: str) -> bool:
+        rows = await asyncio.to_thread(
+            self._run, "DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", key, owner
+        )
+        return bool(rows)
+
+    def _put(self, key: str, owner: str, data: bytes) -> None:
+        now = time.time()
+        self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", key, owner, now, data)
+        if now >= self._next_purge:
+            self._next_purge = now + _PURGE_SECONDS
+            self._run("DELETE FROM responses WHERE created <= ?", now - self._seconds)
+
+    def _run(self, statement: str, *values: object) -> list[tuple]:
+        try:
+            with self._lock:
+                return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            logger.error("the store of responses failed: %s", error)
+            raise RequestFailedError(f"the store of responses failed ({error}); send it with store: false.") from None
