@@ -14,9 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import admin, chat, completions, info, live, pages, prefixes
+from quire.entrypoints.server import admin, chat, completions, info, live, pages, prefixes, response_routes
 from quire.entrypoints.server.errors import error_response
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
+from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
 
@@ -35,8 +36,9 @@ def build_app(state: ServerState) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.quire = state
+    app.state.responses = ResponsesService(state)
     app.root_path = args.root_path
-    for module in (info, completions, chat, admin, prefixes, live, pages):
+    for module in (info, completions, chat, response_routes, admin, prefixes, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)
@@ -97,7 +99,7 @@ _REASONS = {
     400: "The request is not valid.",
     401: "No API key, or a wrong one.",
     403: "The server has no API key, and so nobody who may do this.",
-    404: "There is no such model.",
+    404: "There is no such model, or nothing of this id.",
     413: "The body is too large.",
     415: "The body is not sent as JSON.",
     431: "Too many headers.",

@@ -63,6 +63,8 @@ def describe(error: Exception) -> ErrorInfo:
     match error:
         case ModelNotFoundError():
             return _refusal(404, str(error), error.param, error.code)
+        case InvalidRequestError() if error.code in _NOT_FOUND:
+            return _refusal(404, str(error), error.param, error.code)
         case InvalidRequestError():
             return _refusal(400, str(error), error.param, error.code)
         case NotYetSupportedError():
@@ -84,6 +86,9 @@ def describe(error: Exception) -> ErrorInfo:
             return ErrorInfo(500, _cut(str(error)), "server_error", code="request_failed")
         case _:
             return ErrorInfo(500, "internal error; the server's log has the details.", "server_error")
+
+
+_NOT_FOUND = ("not_found", "previous_response_not_found")
 
 
 def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:

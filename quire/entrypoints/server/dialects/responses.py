@@ -1,0 +1,318 @@
+"""The dialect of /v1/responses: input items in, OpenAI's response object and its events out.
+
+`ResponsesService` calls it, and keeps what it makes. The conversation is read as a chat's (`through_chat`). The object
+and its events hold OpenAI's fields, no less (published schema, tests/server).
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from quire.entrypoints.server.dialects.chat import ChatDialect, ChatWriter
+from quire.entrypoints.server.dialects.responses_input import (
+    chat_fields,
+    messages_of,
+    read_items,
+    with_references,
+    without_oldest,
+)
+from quire.entrypoints.server.dialects.through_chat import read_through_chat
+from quire.entrypoints.server.errors import ErrorInfo
+from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from quire.entrypoints.server.responses import TokenLogprob
+from quire.entrypoints.server.responses_request import ResponsesRequest
+from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn import Delta, Finish
+from quire.errors import InvalidRequestError
+
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+}
+# Of the request, shown in the response as they were asked for.
+_ECHOED = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "background": False,
+    "metadata": {},
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+}
+
+Find = Callable[[str], Awaitable[dict[str, Any]]]
+
+
+class ResponsesDialect:
+    """Reads requests for responses."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._chat = state, ChatDialect(state)
+
+    async def read(
+        self, body: ResponsesRequest, request_id: str, stem: str, context: list[dict[str, Any]], find: Find
+    ) -> "tuple[TurnRequest, ResponseWriter]":
+        """Check everything before anything is queued.
+
+        Args:
+            stem: of the new response's id, and of its items' ids.
+            context: items of the responses before it.
+            find: awaits the item of an id that an input refers to.
+
+        Raises:
+            InvalidRequestError, OverloadedError: as `Dialect.read`.
+        """
+        self._state.unknown_fields.note(body)
+        model = self._state.check_model(body.model)
+        _check_metadata(body)
+        items = context + await with_references(read_items(body.input, stem), find)
+        fields = chat_fields(body)
+        request, chat = await self._read_fitting(body, request_id, items, fields)
+        head = {
+            "id": f"resp_{stem}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "queued" if body.background else "in_progress",
+            "model": model,
+            "temperature": request.params.temperature,
+            "top_p": request.params.top_p,
+            **_echo(body),
+        }
+        return request, ResponseWriter(head, items, chat)
+
+    async def _read_fitting(
+        self, body: ResponsesRequest, request_id: str, items: list[dict[str, Any]], fields: dict[str, Any]
+    ) -> tuple[TurnRequest, ChatWriter]:
+        """Read the items; where they are too long and may be cut, without as few of the oldest as need be."""
+
+        async def attempt(num_out: int) -> tuple[TurnRequest, ChatWriter]:
+            messages = messages_of(without_oldest(items, num_out), body.instructions)
+            return await read_through_chat(self._chat, body, request_id, {**fields, "messages": messages}, _NAMES)
+
+        try:
+            return await attempt(0)
+        except InvalidRequestError as error:
+            if not _is_too_long(error) or body.truncation != "auto" or len(items) == 1:
+                raise
+        low, high = 1, len(items) - 1
+        fitting = await attempt(high)
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                fitting, high = await attempt(middle), middle
+            except InvalidRequestError as error:
+                if not _is_too_long(error):
+                    raise
+                low = middle + 1
+        return fitting
+
+
+def _is_too_long(error: InvalidRequestError) -> bool:
+    return error.code == "context_length_exceeded"
+
+
+def _check_metadata(body: ResponsesRequest) -> None:
+    pairs = body.metadata or {}
+    if len(pairs) > 16 or not all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in pairs.items()):
+        message = "metadata must be at most 16 texts of at most 512 characters, by keys of at most 64."
+        raise InvalidRequestError(message, "metadata")
+
+
+def _echo(body: ResponsesRequest) -> dict[str, Any]:
+    """What the response shows of the request."""
+    shown = {name: value if (value := getattr(body, name)) is not None else plain for name, plain in _ECHOED.items()}
+    text, reasoning = body.text, body.reasoning
+    shown["text"] = {"format": (text and text.format) or {"type": "text"}, "verbosity": text and text.verbosity}
+    shown["reasoning"] = {"effort": reasoning and reasoning.effort, "summary": None}
+    shown["tools"] = [{"strict": True, "parameters": None, **tool} for tool in body.tools or ()]
+    shown["service_tier"] = "default"
+    return shown
+
+
+class ResponseWriter:
+    """Writes one response. See `EventWriter`.
+
+    Attributes:
+        items: the whole input, with what came before it.
+    """
+
+    def __init__(self, head: dict[str, Any], items: list[dict[str, Any]], chat: ChatWriter) -> None:
+        self.turn, self.items = chat.turn, items
+        self._chat, self._head = chat, head
+        self._stem = head["id"].removeprefix("resp_")
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None  # the item under way, which is the last
+        self._pieces: list[str] = []  # of its text or arguments
+        self._logprobs: list[dict[str, Any]] = []  # of its text
+        self._waiting: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._thoughts: list[str] = []
+        self._number = -1  # of the last event
+        self._finish: Finish | None = None
+        self._end: dict[str, Any] = {"error": None, "incomplete_details": None, "completed_at": None}  # and usage
+
+    @property
+    def id(self) -> str:
+        """The response's."""
+        return self._head["id"]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more is to come."""
+        return self._head["status"] in ("queued", "in_progress")
+
+    def answer(self) -> dict[str, Any]:
+        return {**self._head, **self._end, "output": list(self._output)}
+
+    def reasoning(self) -> str:
+        return "".join(self._thoughts)
+
+    def open(self) -> list[Event]:
+        events = [self._event("response.created", response=self.answer())]
+        if self._head["status"] == "queued":
+            events.append(self._event("response.queued", response=self.answer()))
+            self._head["status"] = "in_progress"
+        return [*events, self._event("response.in_progress", response=self.answer())]
+
+    def take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        if (logprobs := self._chat.logprobs(delta)) is not None:
+            self._waiting += [_logprob(entry) for entry in logprobs.content]
+        self._finish = delta.finish or self._finish
+        for event in delta.events:
+            match event:
+                case TextDelta(text):
+                    events += self._begin("message", "msg") + [self._text_delta(text)]
+                case ReasoningDelta(text):
+                    self._thoughts.append(text)
+                    events += self._begin("reasoning", "rs") + [self._piece("response.reasoning_text.delta", text)]
+                case ToolCallStart():
+                    call = {"call_id": event.id, "name": event.name, "arguments": ""}
+                    events += self._close_item() + self._begin("function_call", "fc", **call)
+                case ToolCallDelta():
+                    events.append(self._piece("response.function_call_arguments.delta", event.arguments))
+                case ToolCallEnd():
+                    events += self._close_item()
+            if not isinstance(event, TextDelta):
+                self._waiting = []
+        return events
+
+    def close(self, num_reasoning_tokens: int) -> list[Event]:
+        is_cut = self._finish is not None and self._finish.reason == "length"
+        events = [] if self._output else self._begin("message", "msg")
+        events += self._close_item("incomplete" if is_cut else "completed")
+        num_input, num_output, num_cached = self.turn.counts()
+        self._end["usage"] = {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": num_cached or 0, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": min(num_reasoning_tokens, num_output)},
+            "total_tokens": num_input + num_output,
+        }
+        if is_cut:
+            self._end["incomplete_details"] = {"reason": "max_output_tokens"}
+            return events + self._ended("incomplete")
+        self._end["completed_at"] = int(time.time())
+        return events + self._ended("completed")
+
+    def fail(self, error: ErrorInfo) -> list[Event]:
+        events = self._close_item("incomplete")
+        self._end["error"] = {"code": "server_error", "message": error.message}
+        return events + self._ended("failed")
+
+    def cancel(self) -> None:
+        """End it as it stands."""
+        self._close_item("incomplete")
+        self._head["status"] = "cancelled"
+
+    def _ended(self, status: str) -> list[Event]:
+        self._head["status"] = status
+        return [self._event(f"response.{status}", response=self.answer())]
+
+    # Items.
+
+    def _begin(self, kind: str, prefix: str, **fields: Any) -> list[Event]:
+        """The item of this kind that is under way, or a new one."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        events = self._close_item()
+        item = {"type": kind, "id": f"{prefix}_{self._stem}{len(self._output)}", "status": "in_progress", **fields}
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        self._open, self._pieces, self._logprobs = item, [], []
+        self._output.append(dict(item))
+        events.append(self._event("response.output_item.added", output_index=self._place, item=dict(item)))
+        if "content" in item:
+            events.append(self._part_event("response.content_part.added", _part(kind, "", [])))
+        return events
+
+    def _close_item(self, status: str = "completed") -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        text, item["status"] = "".join(self._pieces), status
+        where = {"item_id": item["id"], "output_index": self._place}
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
+            events = [self._event("response.function_call_arguments.done", **where, **done)]
+        else:
+            is_text = item["type"] == "message"
+            item["content"] = [part := _part(item["type"], text, self._logprobs)]
+            extra = {"logprobs": self._logprobs} if is_text else {}
+            name = f"response.{'output' if is_text else 'reasoning'}_text.done"
+            events = [self._event(name, **where, content_index=0, text=text, **extra)]
+            self._open = item
+            events.append(self._part_event("response.content_part.done", part))
+            self._open = None
+        self._output[-1] = item
+        return [*events, self._event("response.output_item.done", output_index=self._place, item=item)]
+
+    def _text_delta(self, text: str) -> Event:
+        logprobs, self._waiting = self._waiting, []
+        self._logprobs += logprobs
+        return self._piece("response.output_text.delta", text, logprobs=logprobs)
+
+    def _piece(self, name: str, text: str, **fields: Any) -> Event:
+        assert self._open is not None, "a piece belongs to an item"
+        self._pieces.append(text)
+        if self._open["type"] != "function_call":
+            fields["content_index"] = 0
+        return self._event(name, item_id=self._open["id"], output_index=self._place, delta=text, **fields)
+
+    def _part_event(self, name: str, part: dict[str, Any]) -> Event:
+        assert self._open is not None, "a part belongs to an item"
+        where = {"item_id": self._open["id"], "output_index": self._place, "content_index": 0}
+        return self._event(name, **where, part=part)
+
+    @property
+    def _place(self) -> int:
+        return len(self._output) - 1
+
+    def _event(self, name: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": name, "sequence_number": self._number, **fields}
+
+
+def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """With bytes for every token, which the API has no null for."""
+    top = [{"token": t.token, "logprob": t.logprob, "bytes": t.bytes or []} for t in entry.top_logprobs]
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": entry.bytes or [], "top_logprobs": top}

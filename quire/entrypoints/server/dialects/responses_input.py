@@ -1,0 +1,228 @@
+"""What a request to /v1/responses brings, read: its items in the form in which they are kept and listed, and the chat
+messages that they make. `ResponsesDialect` calls it. Pure; a refusal names the item.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.entrypoints.server.responses_request import ResponsesRequest
+from quire.errors import InvalidRequestError
+
+Item = dict[str, Any]
+_ROLES = ("user", "system", "developer", "assistant")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # part -> its field
+_MEDIA = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
+_CHOICES = ("none", "auto", "required")
+
+
+def read_items(given: str | Sequence[Item], stem: str) -> list[Item]:
+    """The items of an input, checked, each with an id and in the form in which OpenAI lists them.
+
+    Args:
+        stem: what new ids end in, before the item's place.
+
+    Raises:
+        InvalidRequestError: an item of a kind that is not there, or one that is malformed.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_read_item(item, f"input[{place}]", f"{stem}i{place}") for place, item in enumerate(given)]
+
+
+def _read_item(item: Item, where: str, stem: str) -> Item:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    own_id = item.get("id") if isinstance(item.get("id"), str) else None
+    match kind:
+        case "message":
+            return _read_message(item, where, own_id or f"msg_{stem}")
+        case "function_call":
+            fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+            return {"type": kind, "id": own_id or f"fc_{stem}", "status": "completed", **fields}
+        case "function_call_output":
+            call_id, output = _text(item, "call_id", where), item.get("output")
+            if not isinstance(output, str):
+                output = _read_parts(output, f"{where}.output", "input_text")
+            return {
+                "type": kind,
+                "id": own_id or f"fc_{stem}",
+                "status": "completed",
+                "call_id": call_id,
+                "output": output,
+            }
+        case "reasoning":
+            read = {"type": kind, "id": own_id or f"rs_{stem}", "summary": _texts_of(item, "summary", where)}
+            return read | {"content": _texts_of(item, "content", where)}
+        case "item_reference":
+            return {"type": kind, "id": _text(item, "id", where)}
+    raise InvalidRequestError(
+        f"{where}: items of the type {kind!r} are not there; send messages, function_call, function_call_output, "
+        "reasoning or item_reference.",
+        where,
+    )
+
+
+def _read_message(item: Item, where: str, own_id: str) -> Item:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}; it is {role!r}.", f"{where}.role")
+    parts = _read_parts(content, f"{where}.content", "output_text" if role == "assistant" else "input_text")
+    return {"type": "message", "id": own_id, "status": "completed", "role": role, "content": parts}
+
+
+def _read_parts(content: Any, where: str, kind: str) -> list[Item]:
+    """Parts of text, all of one kind."""
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidRequestError(f"{where} must be a text or a list of parts.", where)
+    parts: list[Item] = []
+    for place, part in enumerate(content):
+        given = part.get("type")
+        if given in _MEDIA:
+            raise InvalidRequestError(f"{where}[{place}]: this model takes no {_MEDIA[given]}, only text.", where)
+        if given not in _TEXTS:
+            raise InvalidRequestError(f"{where}[{place}]: parts of the type {given!r} are not there.", where)
+        text = _text(part, _TEXTS[given], f"{where}[{place}]")
+        extra = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+        parts.append({"type": kind, "text": text, **extra})
+    return parts
+
+
+def _texts_of(item: Item, name: str, where: str) -> list[Item]:
+    parts = item.get(name) or []
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise InvalidRequestError(f"{where}.{name} must be a list of parts with a text.", f"{where}.{name}")
+    kind = "summary_text" if name == "summary" else "reasoning_text"
+    return [{"type": kind, "text": part["text"]} for part in parts]
+
+
+def _text(item: Item, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{name} must be a text; it is {value!r:.80}.", f"{where}.{name}")
+    return value
+
+
+def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """The conversation that items make; what an assistant thought, said and called goes into one message.
+
+    Raises:
+        InvalidRequestError: the output of a call that is not there.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    names: dict[str, str] = {}  # call id -> function
+    turn: dict[str, Any] | None = None  # the assistant's, open for more
+    for item in items:
+        kind = item["type"]
+        if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
+            if turn is None or _goes_before(kind, turn):
+                messages.append(turn := {"role": "assistant"})
+            _add_to_turn(turn, item)
+            if kind == "function_call":
+                names[item["call_id"]] = item["name"]
+            continue
+        turn = None
+        if kind == "message":
+            messages.append({"role": item["role"], "content": _content(item["content"])})
+            continue
+        if item["call_id"] not in names:
+            raise InvalidRequestError(
+                f"input: no function_call comes before the function_call_output of {item['call_id']!r:.80}.",
+                "input",
+            )
+        message = {"role": "tool", "tool_call_id": item["call_id"], "name": names[item["call_id"]]}
+        messages.append(message | {"content": _content(item["output"])})
+    return messages
+
+
+def without_oldest(items: Sequence[Item], num_out: int) -> list[Item]:
+    """The items without so many of the oldest, but for what the system says, and without outputs of calls left out."""
+    kept = [item for item in items[:num_out] if item.get("role") in ("system", "developer")] + list(items[num_out:])
+    calls = {item["call_id"] for item in kept if item["type"] == "function_call"}
+    return [item for item in kept if item["type"] != "function_call_output" or item["call_id"] in calls or not num_out]
+
+
+def _goes_before(kind: str, turn: dict[str, Any]) -> bool:
+    """Whether an item of this kind can't follow what the assistant's message has."""
+    return kind != "function_call" and ("tool_calls" in turn or "content" in turn)
+
+
+def _add_to_turn(turn: dict[str, Any], item: Item) -> None:
+    if item["type"] == "reasoning":
+        thought = "\n".join(part["text"] for part in item["content"] or item["summary"])
+        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+    elif item["type"] == "message":
+        turn["content"] = _content(item["content"])
+    else:
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _content(content: str | list[Item]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return (
+        content[0]["text"] if len(content) == 1 else [{"type": "text", "text": part["text"]} for part in content] or ""
+    )
+
+
+def chat_fields(body: ResponsesRequest) -> dict[str, Any]:
+    """What a chat request says of tools, format and reasoning where this one does.
+
+    Raises:
+        InvalidRequestError: a tool or a format of a kind that is not there.
+    """
+    text, reasoning = body.text, body.reasoning
+    return {
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": None if body.tools is None else [_tool(tool, place) for place, tool in enumerate(body.tools)],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": None if text is None or text.format is None else _format(text.format),
+        "verbosity": None if text is None else text.verbosity,
+        "reasoning_effort": None if reasoning is None else reasoning.effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "stream": True if body.wants_logprobs else None,  # piece by piece: they are the text's tokens only
+        "logprobs": True if body.wants_logprobs else None,
+        "top_logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
+    }
+
+
+def _tool(tool: Item, place: int) -> dict[str, Any]:
+    where = f"tools[{place}]"
+    if (kind := tool.get("type")) != "function":
+        raise InvalidRequestError(f"{where}: tools of the type {kind!r:.80} are not there, only functions.", where)
+    _text(tool, "name", where)
+    fields = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
+
+
+def _tool_choice(choice: str | Item | None) -> Any:
+    if choice is None or choice in _CHOICES:
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+            allowed = [{"type": "function", "function": {"name": _text(t, "name", "tool_choice.tools")}} for t in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
+    message = "tool_choice must be 'none', 'auto', 'required', a function with its name, or allowed_tools with a list"
+    raise InvalidRequestError(f"{message}; it is {choice!r:.80}.", "tool_choice")
+
+
+def _format(given: Item) -> Item:
+    kind = given.get("type")
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            f"text.format.type must be text, json_object or json_schema; it is {kind!r:.80}.", "text.format"
+        )
+    names = ("name", "description", "schema", "strict")
+    return {"type": kind, kind: {name: given[name] for name in names if given.get(name) is not None}}
+
+
+async def with_references(items: list[Item], find: Callable[[str], Any]) -> list[Item]:
+    """The items, those that refer to an earlier one replaced by it; `find` awaits an item by its id, or raises."""
+    return [await find(item["id"]) if item["type"] == "item_reference" else item for item in items]

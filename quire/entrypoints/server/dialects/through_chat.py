@@ -1,0 +1,64 @@
+"""Requests of other APIs as chat requests: the dialects of /v1/responses and /v1/messages read theirs this way.
+
+So there is one place where conversations, tools, formats and sampling parameters are read; a refusal of it is told by
+the names of the API that was asked.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.dialects.chat import ChatDialect, ChatWriter
+from quire.entrypoints.server.errors import describe
+from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.entrypoints.server.service import TurnRequest
+from quire.errors import InvalidRequestError
+
+# Fields of all requests that make no sense where there is one answer, and values that ask for nothing.
+_ONE_ANSWER = {"n": 1, "best_of": 1, "use_beam_search": False, "echo": False, "prompt_logprobs": None}
+_OWN = {"model", "stream", "stream_options", "metadata", "store", "service_tier", "prompt_cache_options", *_ONE_ANSWER}
+_SHARED = GenerationRequest.model_fields.keys() - _OWN
+
+
+async def read_through_chat(
+    chat: ChatDialect, body: GenerationRequest, request_id: str, fields: dict[str, Any], names: Mapping[str, str]
+) -> tuple[TurnRequest, ChatWriter]:
+    """Read a body as the chat request that has its sampling fields and these.
+
+    Args:
+        names: chat's fields -> those of the body, for errors.
+
+    Raises:
+        InvalidRequestError, OverloadedError: as `Dialect.read`.
+    """
+    for name, harmless in _ONE_ANSWER.items():
+        if getattr(body, name) not in (None, harmless):
+            raise InvalidRequestError(f"{name} is not for this route, which gives one answer; leave it out.", name)
+    given = {name: getattr(body, name) for name in _SHARED & body.model_fields_set}
+    given |= {name: value for name, value in fields.items() if value is not None}
+    with renamed(names):
+        try:
+            request = ChatCompletionRequest.model_validate({"model": body.model, "stream": body.stream, **given})
+        except ValidationError as error:
+            info = describe(error)
+            raise InvalidRequestError(info.message, info.param) from None
+        return await chat.read(request, request_id)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Within, a refusal calls chat's fields by the names given."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        own = re.split(r"[.\[]", error.param or "")[0]
+        if own not in names:
+            raise
+        message = re.sub(rf"\b{own}\b", names[own], str(error))
+        message = message.replace(".function.", ".")
+        error.args, error.param = (message,), names[own] + (error.param or "")[len(own) :].replace(".function.", ".")
+        raise

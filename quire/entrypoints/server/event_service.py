@@ -1,0 +1,124 @@
+"""Runs a turn for APIs whose streams are named events: /v1/responses and /v1/messages.
+
+The whole answer and the stream of it are one fold: a writer takes the deltas, keeps the answer and says the events.
+Knows the engine by `AsyncLLM` only, and nothing of either API's form.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Generic, Protocol, TypeVar
+
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.server.errors import ErrorInfo, describe
+from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.service import TurnRequest, outputs_of
+from quire.entrypoints.server.turn import Delta, Turn
+from quire.errors import QuireError
+
+logger = logging.getLogger("quire")
+
+Event = dict[str, Any]  # its "type" is its name
+_Body = TypeVar("_Body", contravariant=True)
+_AnyBody = TypeVar("_AnyBody")
+
+
+class EventWriter(Protocol):
+    """Writes what comes of one turn, of one choice."""
+
+    turn: Turn
+
+    def open(self) -> list[Event]:
+        """The first events, before anything is computed."""
+        ...
+
+    def take(self, delta: Delta) -> list[Event]:
+        """The events of a piece."""
+        ...
+
+    def close(self, num_reasoning_tokens: int) -> list[Event]:
+        """The last events; the answer is complete then."""
+        ...
+
+    def fail(self, error: ErrorInfo) -> list[Event]:
+        """The last events of a stream that failed."""
+        ...
+
+    def reasoning(self) -> str:
+        """All that was thought so far."""
+        ...
+
+    def answer(self) -> dict[str, Any]:
+        """The answer as it stands."""
+        ...
+
+
+class EventDialect(Protocol[_Body]):
+    """Reads the bodies of one API."""
+
+    async def read(self, body: _Body, request_id: str, client: str | None) -> tuple[TurnRequest, EventWriter]:
+        """See `Dialect.read`."""
+        ...
+
+
+async def events_of(
+    llm: AsyncLLM,
+    request: TurnRequest,
+    writer: EventWriter,
+    client: str | None,
+    note: Callable[[TurnRequest], None] | None,
+) -> AsyncGenerator[list[Event], None]:
+    """The events of a turn but for the first ones, those of one step together.
+
+    Raises:
+        InvalidRequestError, OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does.
+    """
+    async with aclosing(outputs_of(llm, request, client, note)) as batches:
+        async for batch in batches:
+            events = [
+                event for _, output in batch for delta in writer.turn.take(0, output) for event in writer.take(delta)
+            ]
+            if events:
+                yield events
+    thought = writer.reasoning()
+    yield writer.close(len(await llm.encode(thought, False)) if thought else 0)
+
+
+def failure_events(writer: EventWriter, error: Exception) -> list[Event]:
+    """The end of a stream that failed; the log has what nobody expected."""
+    if not isinstance(error, QuireError):
+        logger.exception("a stream failed", exc_info=error)
+    return writer.fail(describe(error))
+
+
+def framed(events: list[Event]) -> bytes:
+    """Server-sent events with their names."""
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events)
+
+
+class EventService(Generic[_AnyBody]):
+    """Answers the requests of one dialect, and keeps nothing of them."""
+
+    def __init__(
+        self, llm: AsyncLLM, dialect: EventDialect[_AnyBody], note: Callable[[TurnRequest], None] | None = None
+    ) -> None:
+        """`note` is told of each request that goes to the engine."""
+        self._llm, self._dialect, self._note = llm, dialect, note
+
+    async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
+        """The whole answer as JSON. Raises as `TurnService.create` does."""
+        request, writer = await self._dialect.read(body, request_id, client)
+        async for _ in events_of(self._llm, request, writer, client, self._note):
+            pass
+        return [encode(writer.answer())]
+
+    async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events; what fails once they have begun is one of them."""
+        request, writer = await self._dialect.read(body, request_id, client)
+        yield framed(writer.open())
+        try:
+            async with aclosing(events_of(self._llm, request, writer, client, self._note)) as steps:
+                async for events in steps:
+                    yield framed(events)
+        except Exception as error:
+            yield framed(failure_events(writer, error))

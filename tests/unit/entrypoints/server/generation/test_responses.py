@@ -1,0 +1,390 @@
+"""/v1/responses: objects, events, what the template is given, what is kept, and refusals by name."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.entrypoints.server.dialects.responses_input import messages_of, read_items
+
+PATH = "/v1/responses"
+TEXT = "Once upon a time there was a café."
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"where": "box"}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "A cat."}
+
+
+def post(client: TestClient, path: str = PATH, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body if path != PATH else {"input": "Hi"} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def get(client: TestClient, path: str, **query: Any) -> dict[str, Any]:
+    answer = client.get(f"{PATH}/{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def schema_of(event: dict[str, Any]) -> str:
+    """The published name of an event's schema."""
+    words = event["type"].replace("output_text", "text").replace(".", "_").split("_")
+    return "".join(word.capitalize() for word in words) + "Event"
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """The events of a stream; their names are their types, and they are numbered from the first one on."""
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    first = events[0]["sequence_number"]
+    assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
+    return events
+
+
+def stream(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    answer = client.post(PATH, json={"input": "Hi", "stream": True} | body)
+    assert answer.status_code == 200, answer.text
+    return events_in(answer.text)
+
+
+def prompt_of(server: Any) -> str:
+    return server.core.tokenizer.decode(server.core.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+
+
+def without_names(value: Any) -> Any:
+    """Without what differs from one response to the next."""
+    text = json.dumps(value)
+    text = text.replace(value["id"].removeprefix("resp_"), "ID")
+    times = ("created_at", "completed_at")
+    return {key: entry for key, entry in json.loads(text).items() if key not in times}
+
+
+def test_a_response(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    body = {
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "top_logprobs": 2,
+        "reasoning": {"summary": "auto"},
+        "max_output_tokens": 100,
+        "text": {"format": {"type": "text"}},
+        "temperature": 0.5,
+        "service_tier": "auto",
+        "user": "ann",
+    }
+    answer = post(client, **body)
+    assert openai_errors("Response", answer) == []
+    assert (answer["status"], text_of(answer), answer["model"]) == ("completed", TEXT, "demo")
+    assert (answer["metadata"], answer["instructions"], answer["temperature"]) == ({"a": "b"}, "Be brief.", 0.5)
+    tokens = answer["output"][0]["content"][0]["logprobs"]
+    assert "".join(token["token"] for token in tokens).startswith("Once upon a time")
+    assert all(len(token["top_logprobs"]) == 2 for token in tokens)
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["input_tokens_details"]["cached_tokens"] == 3
+    assert post(client, "/v1/responses/input_tokens", input="Hi")["input_tokens"] < usage["input_tokens"]
+
+
+@pytest.mark.parametrize("body", [{}, {"top_logprobs": 1}, {"max_output_tokens": 4}, {"background": True}], ids=str)
+def test_a_stream_is_the_whole_in_pieces(
+    client: TestClient, openai_errors: Callable[..., list[str]], body: dict[str, Any]
+) -> None:
+    events = stream(client, **body)
+    for event in events:
+        assert openai_errors(schema_of(event), event) == []
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    order = list(dict.fromkeys(kinds))
+    start = ["created", "queued", "in_progress"] if "background" in body else ["created", "in_progress"]
+    text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    end = "incomplete" if "max_output_tokens" in body else "completed"
+    assert order == [*start, "output_item.added", *text, "output_item.done", end]
+    last = events[-1]["response"]
+    assert "".join(event["delta"] for event in events if event["type"].endswith("delta")) == text_of(last)
+    whole = post(client, **(body | {"background": False}))
+    expected = without_names(whole) | {"background": last["background"]}
+    assert without_names(last) == expected
+    assert get(client, last["id"]) == last
+    if end == "incomplete":
+        assert last["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert last["output"][0]["status"] == "incomplete"
+
+
+def test_a_failure_in_mid_stream_is_an_event(
+    server: Any, client: TestClient, openai_errors: Callable[..., list[str]]
+) -> None:
+    server.core.ending = "error"
+    *_, last = stream(client)
+    assert openai_errors(schema_of(last), last) == []
+    assert last["type"] == "response.failed"
+    assert "failed" in last["response"]["error"]["message"]
+    assert client.post(PATH, json={"input": "Hi"}).status_code == 500
+    background = post(client, background=True)
+    assert wait(client, background["id"])["status"] == "failed"
+
+
+ITEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "text": ([USER], [USER]),
+    "parts": (
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
+        [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}],
+    ),
+    "an assistant's": (
+        [{"role": "assistant", "content": [{"type": "output_text", "text": "Yes", "annotations": []}]}],
+        [{"role": "assistant", "content": "Yes"}],
+    ),
+    "a refusal": (
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}],
+        [{"role": "assistant", "content": "No"}],
+    ),
+    "a turn with a thought and calls": (
+        [
+            USER,
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+            {"role": "assistant", "content": "Well"},
+            CALL,
+            {**CALL, "call_id": "c2"},
+            OUTPUT,
+            {**OUTPUT, "call_id": "c2", "output": [{"type": "input_text", "text": "A dog."}]},
+            {"role": "assistant", "content": "Both."},
+        ],
+        [
+            USER,
+            {
+                "role": "assistant",
+                "reasoning_content": "Hm",
+                "content": "Well",
+                "tool_calls": [
+                    {"id": i, "type": "function", "function": {"name": "look", "arguments": '{"where": "box"}'}}
+                    for i in ("c1", "c2")
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "name": "look", "content": "A cat."},
+            {"role": "tool", "tool_call_id": "c2", "name": "look", "content": "A dog."},
+            {"role": "assistant", "content": "Both."},
+        ],
+    ),
+    "a summary": (
+        [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+            {"role": "assistant", "content": "A"},
+        ],
+        [{"role": "assistant", "reasoning_content": "Hm", "content": "A"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_make_messages(name: str) -> None:
+    items, messages = ITEMS[name]
+    assert messages_of(read_items(items, "x"), None) == messages
+    assert messages_of(read_items(items, "x"), "Be brief.")[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_what_the_template_is_given(server: Any, client: TestClient) -> None:
+    first = post(client, instructions="Be brief.", input=[{"role": "developer", "content": "Kindly."}, USER])
+    assert prompt_of(server).endswith("Be brief.<|end|><|system|>Kindly.<|end|><|user|>Hi<|end|><|assistant|>")
+    second = post(client, input="And then?", previous_response_id=first["id"])
+    turns = f"<|system|>Kindly.<|end|><|user|>Hi<|end|><|assistant|>{TEXT}<|end|>"
+    expected = f"<|endoftext|>{turns}<|user|>And then?<|end|><|assistant|>"
+    assert prompt_of(server) == expected
+    assert second["previous_response_id"] == first["id"]
+    # The first one may go: what follows it has its own copy.
+    assert client.delete(f"{PATH}/{first['id']}").json()["deleted"] is True
+    post(client, input="And then?", previous_response_id=second["id"])
+    assert prompt_of(server).startswith(expected)
+    # An item by reference, as the Vercel AI SDK sends it.
+    reference = {"type": "item_reference", "id": second["output"][0]["id"]}
+    post(client, input=[USER, reference, {"role": "user", "content": "So?"}])
+    assert prompt_of(server).endswith(f"<|assistant|>{TEXT}<|end|><|user|>So?<|end|><|assistant|>")
+
+
+def test_sampling_fields(server: Any, client: TestClient) -> None:
+    post(client, temperature=0.5, top_p=0.5, top_k=3, seed=7, stop=["x"], repetition_penalty=1.1, max_output_tokens=20)
+    params = server.request.task.params
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.5, 0.5, 3, 7)
+    assert (params.stop, params.repetition_penalty, server.request.task.max_tokens) == (["x"], 1.1, 20)
+
+
+def test_truncation_leaves_out_the_oldest(server: Any, client: TestClient) -> None:
+    items = [{"role": "user", "content": f"{number} " + "word " * 20} for number in range(10)]
+    items.insert(0, {"role": "system", "content": "Rules."})
+    refused = client.post(PATH, json={"input": items})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = post(client, input=items, truncation="auto")
+    prompt = prompt_of(server)
+    assert "Rules." in prompt
+    kept = [number for number in range(10) if f"<|user|>{number} " in prompt]
+    assert kept == list(range(kept[0], 10))
+    assert 0 < kept[0] < 9
+    assert answer["truncation"] == "auto"
+    listed = get(client, f"{answer['id']}/input_items")
+    assert len(listed["data"]) == 11
+
+
+def test_the_input_is_listed_in_pages(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]}
+    items = [USER, reasoning, CALL, OUTPUT, {"role": "assistant", "content": "A"}]
+    answer = post(client, input=items)
+    whole = get(client, f"{answer['id']}/input_items", order="asc")
+    assert openai_errors("ResponseItemList", whole) == []
+    assert [item["type"] for item in whole["data"]] == [item.get("type", "message") for item in items]
+    page = get(client, f"{answer['id']}/input_items", limit=2)
+    seen = page["data"]
+    while page["has_more"]:
+        page = get(client, f"{answer['id']}/input_items", limit=2, after=page["last_id"])
+        seen += page["data"]
+    assert seen == whole["data"][::-1]
+    assert client.get(f"{PATH}/{answer['id']}/input_items?after=other").status_code == 400
+
+
+def wait(client: TestClient, response_id: str) -> dict[str, Any]:
+    for _ in range(1000):
+        if (response := get(client, response_id))["status"] not in ("queued", "in_progress"):
+            return response
+        time.sleep(0.005)
+    raise AssertionError("it does not end")
+
+
+def test_a_response_in_the_background(server: Any, client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    queued = post(client, background=True)
+    assert (queued["status"], queued["output"], "usage" in queued) == ("queued", [], False)
+    assert openai_errors("Response", queued) == []
+    done = wait(client, queued["id"])
+    assert (done["status"], text_of(done)) == ("completed", TEXT)
+    assert client.get(f"{PATH}/{queued['id']}?stream=true").status_code == 400
+    assert client.post(f"{PATH}/{queued['id']}/cancel").json() == done
+
+    events = stream(client, background=True)
+    response_id = events[0]["response"]["id"]
+    again = events_in(client.get(f"{PATH}/{response_id}?stream=true&starting_after=4").text)
+    assert again == events[5:]
+
+    server.core.held = True
+    held = post(client, background=True)
+    refused = client.post(PATH, json={"input": "Hi", "previous_response_id": held["id"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+    cancelled = client.post(f"{PATH}/{held['id']}/cancel").json()
+    assert (cancelled["status"], get(client, held["id"])) == ("cancelled", cancelled)
+    assert openai_errors("Response", cancelled) == []
+    gone = post(client, background=True)
+    assert client.delete(f"{PATH}/{gone['id']}").status_code == 200
+    assert client.get(f"{PATH}/{gone['id']}").status_code == 404
+    assert len(server.core.aborted) == 2
+    server.core.held = False
+    server.core.go_on.set()
+    assert text_of(post(client)) == TEXT
+
+
+def test_responses_outlive_the_server_in_a_file(make_server: Callable[..., Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "responses.db")
+    with TestClient(make_server(response_store=path).app) as client:
+        first = post(client)
+    server = make_server(response_store=path)
+    with TestClient(server.app) as client:
+        assert get(client, first["id"]) == first
+        post(client, input="So?", previous_response_id=first["id"])
+        assert TEXT in prompt_of(server)
+        server.core.held = True
+        lost = post(client, background=True)["id"]
+        with TestClient(make_server(response_store=path).app) as next_one:  # as if the first had been killed
+            found = get(next_one, lost)
+        assert (found["status"], "stopped" in found["error"]["message"]) == ("failed", True)
+        assert client.post(f"{PATH}/{lost}/cancel").json()["status"] == "cancelled"
+        assert client.delete(f"{PATH}/{first['id']}").status_code == 200
+        assert client.get(f"{PATH}/{first['id']}").status_code == 404
+
+
+def test_what_is_another_clients_is_not_there(make_server: Callable[..., Any], tmp_path: Path) -> None:
+    for options in ({}, {"response_store": str(tmp_path / "responses.db")}):
+        with TestClient(make_server(api_key=["a", "b"], **options).app) as client:
+            client.headers["Authorization"] = "Bearer a"
+            ids = [post(client)["id"], stream(client, background=True)[0]["response"]["id"]]
+            item = get(client, ids[0])["output"][0]["id"]
+            client.headers["Authorization"] = "Bearer b"
+            for own in ids:
+                asked = [client.get(f"{PATH}/{own}{rest}") for rest in ("", "?stream=true", "/input_items")]
+                asked += [client.post(f"{PATH}/{own}/cancel"), client.delete(f"{PATH}/{own}")]
+                asked.append(client.post(PATH, json={"input": "Hi", "previous_response_id": own}))
+                assert [answer.status_code for answer in asked] == [404] * 6
+                unknown = client.get(f"{PATH}/resp_0").json()["error"]["message"].replace("resp_0", own)
+                assert asked[0].json()["error"]["message"] == unknown
+            reference = [USER, {"type": "item_reference", "id": item}]
+            assert client.post(PATH, json={"input": reference}).status_code == 400
+            client.headers["Authorization"] = "Bearer a"
+            assert [client.get(f"{PATH}/{own}").status_code for own in ids] == [200, 200]
+
+
+def test_what_is_not_stored_is_not_there(client: TestClient, make_server: Callable[..., Any]) -> None:
+    assert client.get(f"{PATH}/{post(client, store=False)['id']}").status_code == 404
+    size = len(msgspec.json.encode(post(client)))
+    with TestClient(make_server(response_store_max_bytes=3 * size).app) as small:
+        ids = [post(small)["id"] for _ in range(4)]
+        statuses = [small.get(f"{PATH}/{own}").status_code for own in ids]
+        assert statuses == sorted(statuses, reverse=True)
+        assert (statuses[0], statuses[-1]) == (404, 200)
+    with TestClient(make_server(response_store_seconds=0.0).app) as brief:
+        assert brief.get(f"{PATH}/{post(brief)['id']}").status_code == 404
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "no input": ({"input": None}, "input", 400),
+    "an empty list": ({"input": []}, "input", 400),
+    "an unknown item": ({"input": [{"type": "computer_call"}]}, "input[0]", 400),
+    "an item without a type": ({"input": [{}]}, "input[0]", 400),
+    "a role": ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", 400),
+    "no content": ({"input": [{"role": "user"}]}, "input[0].content", 400),
+    "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", 400),
+    "a file": ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content", 400),
+    "a part's text": (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "input[0].content[0].text",
+        400,
+    ),
+    "a call without a name": ({"input": [{**CALL, "name": None}]}, "input[0].name", 400),
+    "arguments that are no JSON": ({"input": [{**CALL, "arguments": "{"}]}, "input", 400),
+    "an output of no call": ({"input": [USER, OUTPUT]}, "input", 400),
+    "a summary": ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary", 400),
+    "an item that is not there": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", 400),
+    "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", 404),
+    "background without store": ({"background": True, "store": False}, "background", 400),
+    "a tool's type": ({"tools": [{"type": "web_search"}]}, "tools[0]", 400),
+    "a tool's name": ({"tools": [{"type": "function"}]}, "tools[0].name", 400),
+    "a choice": ({"tool_choice": "both"}, "tool_choice", 400),
+    "a choice's type": ({"tool_choice": {"type": "file_search"}}, "tool_choice", 400),
+    "a format": ({"text": {"format": {"type": "xml"}}}, "text.format", 400),
+    "include": ({"include": ["everything"]}, "include[0]", 400),
+    "metadata": ({"metadata": {"a": 1}}, "metadata", 400),
+    "several answers": ({"n": 2}, "n", 400),
+    "beams": ({"use_beam_search": True}, "use_beam_search", 400),
+    "a conversation": ({"conversation": "conv_1"}, "conversation", 400),
+    "a prompt template": ({"prompt": {"id": "p"}}, "prompt", 400),
+    "temperature": ({"temperature": 3}, "temperature", 400),
+    "no tokens": ({"max_output_tokens": 0}, "max_output_tokens", 400),
+    "too many tokens": ({"max_output_tokens": 1000}, "max_output_tokens", 400),
+    "another model": ({"model": "other"}, "model", 404),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(client: TestClient, openai_errors: Callable[..., list[str]], name: str) -> None:
+    body, param, status = REFUSALS[name]
+    for streams in (False, True):
+        answer = client.post(PATH, json={"input": "Hi", "stream": streams} | body)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert openai_errors("ErrorResponse", answer.json()) == []
+    assert text_of(post(client)) == TEXT
