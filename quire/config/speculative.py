@@ -29,6 +29,7 @@ _OF_METHOD = {
     "suffix_decoding_max_spec_factor": "suffix",
     "suffix_decoding_max_cached_requests": "suffix",
 }
+_OF_TYPICAL = ("posterior_threshold", "posterior_alpha")
 _REQUIRED = ("method",)
 _DRAFT_TREES = ("medusa", "eagle", "eagle3")  # methods that can
 
@@ -55,11 +56,25 @@ class SpeculativeConfig:
     speculative_token_tree: str | None = option(
         None, "Draft a tree: its nodes by their choices, the best one 0, as '[(0,), (1,), (0, 0)]'."
     )
-    acceptance: Literal["exact"] = option(
-        "exact", "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts."
+    acceptance: Literal["exact", "rejection", "typical"] = option(
+        "exact",
+        "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts. 'rejection' takes "
+        "it with min(1, p/q), which keeps the model's distribution; 'typical' when it is likely enough, as Medusa does. "
+        "Greedy requests are exact under all of them.",
+    )
+    posterior_threshold: float | None = option(
+        None, "Of 'typical': a draft of this probability is always taken (default 0.09).", most=1, over=0
+    )
+    posterior_alpha: float | None = option(
+        None,
+        "Of 'typical': so is one of this times exp(-entropy) (default the square root of the threshold).",
+        most=1,
+        over=0,
     )
     adaptive: bool = option(
-        True, "Draft as much as pays, by what was accepted and what steps cost; else always num_speculative_tokens."
+        True,
+        "Draft as much as pays, by what was accepted and what steps cost; else, and with the acceptance 'typical', "
+        "always num_speculative_tokens.",
     )
     prompt_lookup_min: int | None = option(None, "Fewest tokens that must agree.", 1, 32)
     prompt_lookup_max: int | None = option(None, "Most tokens that are compared.", 1, 32)
@@ -96,6 +111,28 @@ class SpeculativeConfig:
         """Most drafts of a sequence in one step."""
         return self.num_speculative_tokens if self.tree is None else len(self.tree)
 
+        if self.acceptance != "typical":
+            return
+        # What is drafted makes a difference then, and so has to follow from the request alone.
+        for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is refused with the acceptance 'typical', as answers would depend on "
+                    "who else is there; leave it out."
+                )
+
+    @property
+    def threshold(self) -> float | None:
+        """The probability that is enough for any draft; None unless acceptance is typical."""
+        if self.acceptance != "typical":
+            return None
+        return 0.09 if self.posterior_threshold is None else self.posterior_threshold
+
+    @property
+    def alpha(self) -> float:
+        """What is multiplied with exp(-entropy), where acceptance is typical."""
+        return (self.threshold or 0.0) ** 0.5 if self.posterior_alpha is None else self.posterior_alpha
+
     @property
     def lookup_min(self) -> int:
         """Fewest tokens that n-grams have: 2, or fewer where that is asked of the longest."""
@@ -126,6 +163,16 @@ class SpeculativeConfig:
             config = cls(**given)
         except ConfigError as error:
             raise ConfigError(f"{OPTION}: {error}") from None
+        for name in _OF_TYPICAL:
+            if name in given and config.acceptance != "typical":
+                raise ConfigError(
+                    f"{OPTION}: {name} is for the acceptance 'typical', not {config.acceptance!r}; leave it out."
+                )
+        if config.acceptance == "typical" and given.get("adaptive"):
+            raise ConfigError(
+                f"{OPTION}: adaptive is refused with the acceptance 'typical', as a request's answer would depend on "
+                "what steps cost; leave it out."
+            )
         for name, method in _OF_METHOD.items():
             if name in given and config.method != method:
                 raise ConfigError(

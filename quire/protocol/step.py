@@ -62,6 +62,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     output_token_ids: list[int]
     block_ids: list[list[int]]  # by KV group: the whole block table, blocks for this step's tokens included
     num_computed_tokens: int  # tokens whose keys and values are in the blocks already
+    draft_token_ids: list[int] = []  # of its next step, of which its preemption has bereft it
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True):

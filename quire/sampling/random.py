@@ -16,6 +16,8 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1: the paper's Weyl constants
 _ROUNDS = 10
+# What bits are for, where not for the sampler's own draw: added to `attempt`, so that no two draws share any.
+DRAFT, ACCEPT, RECOVER = 1 << 30, 2 << 30, 3 << 30
 _FEW = 12  # keys below which plain ints are faster than arrays
 
 
@@ -36,7 +38,7 @@ def random_bits(seed: int, sequence_index: int, position: int, attempt: int = 0)
     """64 random bits for the token at `position` (0 = first output token) of a request's sequence.
 
     All 64 bits of `seed` (negative ones modulo 2**64) and of `sequence_index` count, and 32 of `position` and of
-    `attempt`, which numbers the draws for one position.
+    `attempt`, which numbers the draws for one position and says what for.
     """
     seed &= _MASK64
     counter = (position, attempt, sequence_index & _MASK32, sequence_index >> 32)

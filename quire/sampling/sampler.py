@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from quire.sampling import native
 from quire.sampling.logprobs import listed_logprobs, row_logprobs
 from quire.sampling.processing import Mask, RowError, float32_array, process_logits
 from quire.sampling.random import random_bits, random_bits_of
-from quire.sampling.select import DrawTable, candidates, draw, leading_ids, weigh
+from quire.sampling.select import DrawTable, candidates, draw, kept_weights, leading_ids, weigh
 from quire.sampling.state import Floats, SamplingState
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,27 @@ def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> Sample
         output.logprobs += one.logprobs
         output.failures.update((i, failure) for failure in one.failures.values())
     return output
+
+
+def weigh_rows(
+    logits: Tensor, draws: Draws, target: Target | None = None
+) -> tuple[npt.NDArray[np.int64], dict[int, Failure]]:
+    """The weights by which each sequence would draw, int64 [R, V], 0 for what it can't; none is greedy.
+
+    Returns also why there are none, by index of the sequence.
+    """
+    logits = logits.cpu()
+    weights, failures = np.zeros((len(draws.states), logits.shape[1]), np.int64), dict[int, Failure]()
+    for i, state in enumerate(draws.states):
+        try:
+            mask = None if draws.masks is None else draws.masks[i]
+            processed = _processed(float32_array(logits[draws.rows[i]]), state, mask)
+            maximum = _largest(processed)[1]
+            kept = state.temperature, state.top_k, state.top_p, state.min_p
+            weights[i] = kept_weights(processed, maximum, *kept)
+        except RowError as error:
+            failures[i] = error.failure
+    return weights, failures
 
 
 def rank(logits: Tensor, draws: Draws, target: Target | None = None) -> list[TokenLogprobs | Failure]:

@@ -158,6 +158,20 @@ def candidates(
     return table, _share(table.total, top_p) if top_p < 1.0 else 0
 
 
+def kept_weights(logits: Floats, maximum: float, temperature: float, top_k: int, top_p: float, min_p: float) -> Weights:
+    """The weights, int64 [V], that `draw` chooses by: those of `candidates`, and 0 beyond the mass of top_p."""
+    table, mass = candidates(logits, maximum, temperature, top_k, top_p, min_p)
+    if table.ids is not None:
+        weights = np.zeros(len(logits), np.int64)
+        weights[table.ids] = table.weights
+        return weights
+    if mass:
+        order = np.argsort(-logits, kind="stable")
+        ordered = table.weights[order]
+        table.weights[order[np.cumsum(ordered) - ordered >= mass]] = 0
+    return table.weights
+
+
 def draw(table: DrawTable, mass: int, logits: Floats, random_bits: Callable[[int], int]) -> int:
     """One token of `table`; with `mass`, of the fewest first tokens that have that much, which takes no sort:
 

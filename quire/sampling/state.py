@@ -139,6 +139,11 @@ class SamplingState:
         """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
         return self._always_processes or self.position < self.min_tokens
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens so far change what is done to the logits."""
+        return bool(self.penalised or self.logits_processors or self.bad_sequences or self.position < self.min_tokens)
+
     def completing_ids(self) -> list[int]:
         """Tokens that would complete a bad word of several tokens."""
         tail = self.tokens.tail(self._longest_prefix)

@@ -7,6 +7,7 @@ look back are drawn at all their positions at once, and what follows a refused d
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -26,12 +27,18 @@ class Lane:
         num_drafts: how many of the drafts in its row were computed.
         num_samples: draws at its one position, > 1 only without drafts; the first of them is appended.
         masks: a grammar's bitmask by sampled position, where there is one.
+        drafted: the proposer's view of the sequence where a rule judges its drafts (`quire.sampling.accept`), not
+            whether the sampler draws them.
+        probs: then float64 [V], what each draft in its row was drawn from; [] where they are certain.
         token_ids: what was appended, or the samples.
         logprobs: one for each of them, where asked for.
         failure: why there is no token.
     """
 
-    __slots__ = ("failure", "first_row", "logprobs", "masks", "num_drafts", "num_samples", "state", "token_ids")
+    __slots__ = (
+        "drafted", "failure", "first_row", "logprobs", "masks", "num_drafts", "num_samples", "probs", "state",
+        "token_ids",
+    )  # fmt: skip
 
     def __init__(self, state: SamplingState, first_row: int, num_drafts: int = 0, num_samples: int = 1) -> None:
         self.state = state
@@ -39,6 +46,8 @@ class Lane:
         self.num_drafts = num_drafts
         self.num_samples = num_samples
         self.masks: dict[int, Mask] | None = None
+        self.drafted: Any = None
+        self.probs: list[Any] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.failure: Failure | None = None

@@ -181,6 +181,8 @@ class Outcomes:
                 )
             )
         if reason is None:
+            if found.draft_token_ids:
+                sequence.kept_drafts = sequence.num_tokens, found.draft_token_ids
             self._settle(sequence, len(found.draft_token_ids))
         else:
             group.unfinished.discard(sequence.index)

@@ -259,7 +259,7 @@ class Scheduler:
                     num_prompt_logprobs=group.num_prompt_logprobs,
                     continuation=group.continuation.state(),
                     sequences=[
-                        SequenceState(s.sequence_id, s.index, s.output_token_ids.copy())
+                        SequenceState(s.sequence_id, s.index, s.output_token_ids.copy(), s.drafts)
                         for s in group.sequences.values()
                     ],
                 )
@@ -298,4 +298,5 @@ class Scheduler:
             group.num_prompt_logprobs = saved.num_prompt_logprobs
             for sequence in saved.sequences:
                 outputs = sequence.output_token_ids.copy()
-                self._outcomes.make_sequence(group, sequence.index, outputs, sequence.sequence_id)
+                made = self._outcomes.make_sequence(group, sequence.index, outputs, sequence.sequence_id)
+                made.kept_drafts = made.num_tokens, sequence.draft_token_ids

@@ -105,6 +105,7 @@ class Sequence:
         next_step: what a plan says of it when it computes one token and draws one: most of what is ever planned.
         sampling, num_samples: what is done at its last position; draws_one: that is one draw.
         num_drafts: draft tokens that its row has for the next step.
+        kept_drafts: the newest drafts that its row had, and the number of tokens that it had then.
         sits_out: its result has come, and what it goes on with depends on siblings' that have not.
         proposes: whether drafts came with its last result, so that the next step waits for the next ones.
         chosen_token_id: its last token, where the row does not have it yet; -1 where it does.
@@ -119,6 +120,7 @@ class Sequence:
         "draws_one",
         "group",
         "index",
+        "kept_drafts",
         "key",
         "limit",
         "next_step",
@@ -152,6 +154,7 @@ class Sequence:
         self.num_in_flight = 0
         self.num_drafts = 0
         self.proposes = False
+        self.kept_drafts: tuple[int, list[int]] = 0, []
         self.sits_out = False
         self.chosen_token_id = -1
         self.status = SequenceStatus.WAITING
@@ -171,6 +174,12 @@ class Sequence:
         """Take over what is to be done at the last position."""
         self.sampling, self.num_samples = self.group.continuation.sampling(self.index)
         self.draws_one = self.sampling is Sampling.DRAW and self.num_samples == 1
+
+    @property
+    def drafts(self) -> list[int]:
+        """The drafts that follow its tokens, [] where there are none, or not any more."""
+        num_tokens, token_ids = self.kept_drafts
+        return token_ids if num_tokens == self.num_tokens else []
 
     def settle(self) -> None:
         """No plan in flight has it: nothing is expected but what is known."""
@@ -194,4 +203,5 @@ class Sequence:
             self.output_token_ids.copy(),
             [block_ids.copy() for block_ids in self.table.block_ids],
             self.num_computed_tokens,
+            self.drafts,
         )

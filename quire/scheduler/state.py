@@ -18,6 +18,7 @@ class SequenceState(msgspec.Struct, frozen=True, array_like=True):
     sequence_id: int
     index: int
     output_token_ids: list[int]
+    draft_token_ids: list[int] = []  # of its next step
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):

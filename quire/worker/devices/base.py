@@ -18,6 +18,7 @@ from quire.models.causal_lm import CausalLM
 from quire.protocol.cache import LayerCache
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats
+from quire.sampling.accept import Probs, Rule
 from quire.sampling.sampler import Draws
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane
@@ -144,11 +145,21 @@ class Device(ABC):
         """Sample [N, V] logits into lanes, as `quire.sampling.waves.draw_lanes`."""
 
     @abstractmethod
+    def judge(self, logits: Tensor, lanes: Sequence[Lane], rule: Rule) -> None:
+        """Sample [N, V] logits into lanes, as `quire.sampling.accept.judge_lanes`."""
+
+    @abstractmethod
     def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
         """Draw a token from each of [R, V] logits, as `draw` would `ahead` positions later; None where that fails.
 
         The states are of parameters that don't look back. Nothing is appended.
         """
+
+    @abstractmethod
+    def draw_drafts(
+        self, logits: Tensor, states: Sequence[SamplingState], ahead: int
+    ) -> tuple[list[int | None], list[Probs]]:
+        """Draw as `draw_ahead`, but with bits of their own, as `quire.sampling.accept.draw_drafts`."""
 
     @abstractmethod
     def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:

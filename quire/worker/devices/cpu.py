@@ -27,6 +27,7 @@ from quire.protocol.cache import LayerCache, group_layers
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats, select_formats
 from quire.sampling import Draws, prompt_logprobs, rank
+from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane, draw_lanes, sample_ahead
 from quire.utils.host_memory import available_memory_bytes
@@ -186,8 +187,16 @@ class CpuDevice(Device):
     def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
         draw_lanes(logits, lanes, self._target)
 
+    def judge(self, logits: Tensor, lanes: Sequence[Lane], rule: Rule) -> None:
+        judge_lanes(logits, lanes, rule, self._target)
+
     def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
         return sample_ahead(logits, states, ahead, self._target)
+
+    def draw_drafts(
+        self, logits: Tensor, states: Sequence[SamplingState], ahead: int
+    ) -> tuple[list[int | None], list[Probs]]:
+        return draw_drafts(logits, states, ahead, self._target)
 
     def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:
         return rank(logits, draws, self._target)
