@@ -146,9 +146,10 @@ class SuffixProposer(Proposer):
             memory = row.memory = _Memory()
         tokens, own, past = row.tokens, memory.own, self._past
         new = tokens.ids[len(own.token_ids) : tokens.num].tolist()
-        for token_id in new:
+        length = end = 0
+        for token_id in new:  # each time, so that what is found follows from the tokens alone
             own.append(token_id)
-        length, end = own.repeated()
+            length, end = own.repeated()
         token_ids = own.token_ids
         if past.token_ids:
             if memory.generation != self._generation:
