@@ -59,7 +59,7 @@ class SpeculativeConfig:
     acceptance: Literal["exact", "rejection", "typical"] = option(
         "exact",
         "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts. 'rejection' takes "
-        "it with min(1, p/q), which keeps the model's distribution; 'typical' when it is likely enough, as Medusa does. "
+        "it with min(1, p/q), which keeps the model's distribution; 'typical' when it is likely enough, as in Medusa. "
         "Greedy requests are exact under all of them.",
     )
     posterior_threshold: float | None = option(
@@ -96,10 +96,8 @@ class SpeculativeConfig:
                 f"speculative_token_tree is for the methods {', '.join(_DRAFT_TREES)}, and {self.method!r} drafts "
                 "chains; leave it out."
             )
-        if self.tree is not None and self.acceptance != "exact":
-            raise ConfigError(
-                f"speculative_token_tree is for acceptance='exact', not {self.acceptance!r}; leave one of them out."
-            )
+        if self.tree is not None and self.acceptance == "typical":
+            raise ConfigError("speculative_token_tree is refused with the acceptance 'typical'; leave one of them out.")
 
     @cached_property
     def tree(self) -> DraftTree | None:
@@ -117,8 +115,8 @@ class SpeculativeConfig:
         for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is refused with the acceptance 'typical', as answers would depend on "
-                    "who else is there; leave it out."
+                    f"{name}={getattr(self, name)} is refused with the acceptance 'typical', as answers would depend "
+                    "on who else is there; leave it out."
                 )
 
     @property

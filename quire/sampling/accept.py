@@ -66,18 +66,26 @@ def judge_lanes(logits: Tensor, lanes: Sequence[Lane], rule: Rule, target: Targe
 
 def draw_drafts(
     logits: Tensor, states: Sequence[SamplingState], ahead: int, target: Target | None = None
-) -> tuple[list[int | None], list[Probs]]:
+) -> tuple[list[int | None], list[Probs | None]]:
     """A draft from each of [R, V] logits, `ahead` positions beyond a sequence's next one, and what it was drawn from.
 
-    None where that fails. Nothing may look back, as for `quire.sampling.waves.sample_ahead`.
+    None, and None, where that fails; greedy ones are drawn from nothing. Nothing may look back, as for
+    `quire.sampling.waves.sample_ahead`.
     """
-    num = len(states)
-    weights, failures = weigh_rows(logits, Draws(states, [1] * num, range(num)), target)
-    token_ids: list[int | None] = []
-    for i, state in enumerate(states):
-        bits = random_bits(state.seed, state.sequence_index, state.position + ahead, DRAFT)
-        token_ids.append(None if i in failures else DrawTable(None, weights[i]).pick(bits))
-    return token_ids, [_probs(row) if i not in failures else np.empty(0) for i, row in enumerate(weights)]
+    token_ids: list[int | None] = [None] * len(states)
+    probs: list[Probs | None] = [None] * len(states)
+    drawing = [i for i, state in enumerate(states) if not state.greedy]
+    weights, failures = weigh_rows(logits, Draws([states[i] for i in drawing], [1] * len(drawing), drawing), target)
+    for row, i in enumerate(drawing):
+        if row not in failures:
+            state = states[i]
+            bits = random_bits(state.seed, state.sequence_index, state.position + ahead, DRAFT)
+            token_ids[i], probs[i] = DrawTable(None, weights[row]).pick(bits), _probs(weights[row])
+    if greedy := [i for i, state in enumerate(states) if state.greedy]:
+        output = sample(logits, Draws([states[i] for i in greedy], [1] * len(greedy), greedy), target)
+        for i, drawn in zip(greedy, output.token_ids, strict=True):
+            token_ids[i] = drawn[0] if drawn else None
+    return token_ids, probs
 
 
 @dataclass(slots=True)

@@ -50,6 +50,10 @@ class SequenceTokens:
         """A copy of the last tokens of the output, at most so many."""
         return self.ids[max(self.num_prompt, self.num - count) : self.num].tolist()
 
+    def drafts(self) -> list[int]:
+        """A copy of the drafts."""
+        return self.ids[self.num : self.num + self.num_drafts].tolist()
+
     def append(self, token_id: int) -> None:
         """Append a token; it takes the place of the first draft, where there are any."""
         self.ids[self.num] = token_id

@@ -6,13 +6,16 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 from torch import Tensor
 
+from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
@@ -35,12 +38,16 @@ class Reader:
 
 @dataclass(slots=True)
 class DraftOrder:
-    """What is wanted of a sequence: tokens [start, num_tokens) are to be read, then so many drafts drawn."""
+    """What is wanted of a sequence: tokens [start, num_tokens) are to be read, then so many drafts drawn.
+
+    `probs` gets what each was drawn from, where the runner keeps that.
+    """
 
     reader: Reader
     start: int
     num_tokens: int
     num_drafts: int
+    probs: list[Probs] = field(default_factory=list)
 
 
 class DraftRunner(ABC):
@@ -71,23 +78,31 @@ class DraftModelProposer(Proposer):
     Args:
         max_drafts: of a sequence.
         vocab_size: the model's and the draft model's.
+        acceptance: the configuration's; under "typical" it drafts what is likeliest.
     """
 
     uses_hidden = False
 
-    def __init__(self, max_drafts: int, vocab_size: int, runner: DraftRunner) -> None:
+    def __init__(self, max_drafts: int, vocab_size: int, runner: DraftRunner, acceptance: str = "exact") -> None:
         self.max_drafts = max_drafts
         self._vocab_size = vocab_size
         self._runner = runner
+        self._is_greedy = acceptance == "typical"
+        self.from_prefix = acceptance != "exact"
 
     def propose(
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
+        if not self.from_prefix:
+            return self._propose(rows)
+        return [drafts for part in self._parts(rows) for drafts in self._propose(part)]
+
+    def _propose(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
         runner, orders, places = self._runner, list[DraftOrder](), list[int]()
         budget = runner.max_tokens
         for place, row in enumerate(rows):
-            reader: Reader = row.memory or self._open(row)
+            reader, row.probs = row.memory or self._open(row), None
             num = row.tokens.num
             # Of what was drafted, it has read right what was accepted; the newest token is nobody's yet.
             start = reader.num_read = min(reader.num_read, num - 1)
@@ -108,7 +123,26 @@ class DraftModelProposer(Proposer):
         for place, order, drawn in zip(places, orders, runner.draft(orders) if orders else (), strict=True):
             order.reader.num_read = order.num_tokens + min(len(drawn), order.num_drafts - 1)
             drafts[place] = drawn
+            if order.probs:
+                rows[place].probs = torch.from_numpy(np.stack(order.probs))
         return drafts
+
+    def _parts(self, rows: Sequence[DraftedSequence]) -> Iterator[list[DraftedSequence]]:
+        """The rows, in parts whose unread tokens can be read at once; who is far behind reads some first."""
+        part: list[DraftedSequence] = []
+        budget = most = self._runner.max_tokens
+        for row in rows:
+            reader, num = row.memory or self._open(row), row.tokens.num
+            reader.num_read = min(reader.num_read, num - 1)
+            while num - reader.num_read > most:
+                self._runner.read(reader, reader.num_read, most)
+                reader.num_read += most
+            if num - reader.num_read > budget:
+                yield part
+                part, budget = [], most
+            part.append(row)
+            budget -= num - reader.num_read
+        yield part
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         pass
@@ -129,6 +163,8 @@ class DraftModelProposer(Proposer):
             min_tokens=0,
             logprobs=None,
             prompt_logprobs=None,
+            n=1,
+            temperature=0.0 if self._is_greedy else params.temperature,
         )
         state = SamplingState(plain, row.tokens, seed=seed, sequence_index=sequence_index, vocab_size=self._vocab_size)
         reader = row.memory = Reader(own, state)

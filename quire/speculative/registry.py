@@ -21,7 +21,7 @@ def make_proposer(config: SpeculativeConfig, vocab_size: int, draft: DraftRunner
     """What drafts tokens; `draft` runs the draft model, where the method has one."""
     if config.method == "draft_model":
         assert draft is not None, "a draft model is configured and not loaded"
-        proposer: Proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft)
+        proposer: Proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
     else:
         proposer = _METHODS[config.method](config)
     proposer.max_batch = config.disable_by_batch_size or math.inf

@@ -48,7 +48,10 @@ class DraftModel:
 
     def runner(self, table: RowTable, caches: list[Tensor]) -> "RowDraftRunner":
         """What drafts for the rows; `caches` are those of the draft model's own layers."""
-        return RowDraftRunner(self._device, self._runnable, table, caches, self._config.max_num_batched_tokens)
+        runner = RowDraftRunner(self._device, self._runnable, table, caches, self._config.max_num_batched_tokens)
+        speculative = self._config.speculative
+        runner.draws_apart = speculative is not None and speculative.acceptance == "rejection"
+        return runner
 
     def round_seconds(self, layers: list[LayerCache]) -> float:
         """How long one draft of a sequence takes, measured; `layers` are those of both models."""
@@ -59,7 +62,13 @@ class DraftModel:
 
 
 class RowDraftRunner(DraftRunner):
-    """Runs a draft model on the rows of a table: natively where the model is kernels alone, else step by step."""
+    """Runs a draft model on the rows of a table: natively where the model is kernels alone, else step by step.
+
+    Attributes:
+        draws_apart: drafts have random bits of their own, and what they were drawn from is kept.
+    """
+
+    draws_apart = False
 
     def __init__(
         self, device: Device, model: RunnableModel, table: RowTable, caches: list[Tensor], max_tokens: int
@@ -81,7 +90,7 @@ class RowDraftRunner(DraftRunner):
         self._compute([reader.row], [start], [count])
 
     def draft(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
-        if self._rounds is None:
+        if self._rounds is None or (self.draws_apart and not all(order.reader.state.greedy for order in orders)):
             return self._draft_in_steps(orders)
         rows: list[int] = []
         records: list[bytes] = []
@@ -107,7 +116,13 @@ class RowDraftRunner(DraftRunner):
             several = [orders[i] for i in drafting]
             batch, hidden = self._compute([order.reader.row for order in several], starts, counts)
             logits = self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
-            drawn = self._device.draw_ahead(logits, [order.reader.state for order in several], num_drawn)
+            states = [order.reader.state for order in several]
+            if self.draws_apart:
+                drawn, probs = self._device.draw_drafts(logits, states, num_drawn)
+                for order, drawn_from in zip(several, probs, strict=True):
+                    order.probs += [drawn_from] if drawn_from is not None else []
+            else:
+                drawn = self._device.draw_ahead(logits, states, num_drawn)
             num_drawn += 1
             going_on: list[int] = []
             for i, token_id in zip(drafting, drawn, strict=True):

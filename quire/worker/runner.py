@@ -36,6 +36,7 @@ from quire.speculative.base import DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.gather import gather
+from quire.worker.judging import Judge
 from quire.worker.rows import Row, RowTable
 from quire.worker.tiers import HostCache
 
@@ -105,6 +106,7 @@ class ModelRunner:
 
     Attributes:
         pace: says how many drafts there are to be, where that is left to it.
+        judge: draws where drafts are accepted by a rule.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class ModelRunner:
         self.proposer = proposer
         self.poison = poison
         self.pace: Pace | None = None
+        self.judge: Judge | None = None
         self._begun: _Begun | None = None
 
     def begin(self, plan: StepPlan) -> None:
@@ -169,7 +172,9 @@ class ModelRunner:
         for sequence_id in plan.removed_sequence_ids:
             table.remove(sequence_id)
         for sequence in plan.new_sequences:
-            self._give_state(table.add(sequence))
+            self._give_state(row := table.add(sequence))
+            if sequence.draft_token_ids and self.judge is not None and self.judge.restores:
+                row.tokens.set_drafts(sequence.draft_token_ids)
         self.cache.carry_out(plan.moves)
         for scheduled in plan.scheduled:
             if scheduled.new_block_ids or scheduled.edits or scheduled.chosen_token_id >= 0 or scheduled.num_drafts:
@@ -238,7 +243,10 @@ class ModelRunner:
         ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling == Sampling.RANK}
         if ranked:
             self._rank(logits, ranked, results)
-        self.device.draw(logits, list(lanes.values()))
+        if self.judge is None:
+            self.device.draw(logits, list(lanes.values()))
+        else:
+            self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
             drafts = self._propose(self.proposer, begun, lanes, hidden)
@@ -277,15 +285,18 @@ class ModelRunner:
     ) -> dict[int, list[int]]:
         """Drafts by place in the plan, which the rows then hold; `hidden` are the rows that logits were made of."""
         self._tell_verdicts(proposer, begun, lanes)
+        found: dict[int, list[int]] = {}
         places: list[int] = []
         seen: list[DraftedSequence] = []
         for place, lane in lanes.items():
             drafted = begun.rows[place].drafted
             if drafted is not None and lane.failure is None and lane.num_samples == 1:
+                if drafted.tokens.num_drafts:  # of an earlier step, still to be judged
+                    found[place] = drafted.tokens.drafts()
+                    continue
                 drafted.max_drafts = proposer.max_drafts
                 places.append(place)
                 seen.append(drafted)
-        found: dict[int, list[int]] = {}
         if not seen or len(begun.rows) >= proposer.max_batch:
             return found
         if self.pace is not None:

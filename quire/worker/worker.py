@@ -16,6 +16,7 @@ from quire.models.registry import CausalLM, build_model
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerReport
+from quire.sampling.accept import Rule
 from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
@@ -24,6 +25,7 @@ from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.draft import DraftModel
 from quire.worker.fingerprint import kv_fingerprint
+from quire.worker.judging import Judge
 from quire.worker.rows import RowTable
 from quire.worker.runner import KVCache, ModelRunner
 from quire.worker.tiers import DiskCache, HostCache
@@ -164,7 +166,14 @@ class Worker:
             drafts = self._draft.runner(table, own) if self._draft is not None else None
             proposer = make_proposer(config.speculative, model.vocab_size, drafts)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
-        if config.speculative is not None and config.speculative.adaptive:
+        speculative = config.speculative
+        if speculative is None or proposer is None:
+            return runner
+        # The rejection sampler takes a draft that is certain just when the sampler's own draw is it.
+        judges = {"exact": False, "rejection": proposer.from_prefix, "typical": True}[speculative.acceptance]
+        if judges:
+            runner.judge = Judge(self.device, proposer, Rule(speculative.threshold, speculative.alpha))
+        if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
             of_draft = self._draft.round_seconds(self._layers) + HOST_SECONDS if self._draft is not None else 0.0

@@ -158,7 +158,7 @@ class Device(ABC):
     @abstractmethod
     def draw_drafts(
         self, logits: Tensor, states: Sequence[SamplingState], ahead: int
-    ) -> tuple[list[int | None], list[Probs]]:
+    ) -> tuple[list[int | None], list[Probs | None]]:
         """Draw as `draw_ahead`, but with bits of their own, as `quire.sampling.accept.draw_drafts`."""
 
     @abstractmethod

@@ -195,7 +195,7 @@ class CpuDevice(Device):
 
     def draw_drafts(
         self, logits: Tensor, states: Sequence[SamplingState], ahead: int
-    ) -> tuple[list[int | None], list[Probs]]:
+    ) -> tuple[list[int | None], list[Probs | None]]:
         return draw_drafts(logits, states, ahead, self._target)
 
     def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:

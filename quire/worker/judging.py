@@ -1,0 +1,62 @@
+"""Drafts judged by a rule: what the model runner does instead of drawing where acceptance is not "exact".
+
+Where a draft follows from the tokens before it alone, one is asked for wherever none was computed: then a token is a
+function of its request and place, however many drafts there were. Where it does not ("typical" with other proposers),
+a row keeps its drafts until they are judged, and a preempted sequence gets them back: then tokens are a function of
+the request alone, too. It knows rows, and no plan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.sampling.accept import Rule
+from quire.sampling.waves import Lane
+from quire.speculative.base import Proposer
+from quire.worker.devices.base import Device
+from quire.worker.rows import Row
+
+_NO_HIDDEN = torch.empty(0, 0)
+
+
+class Judge:
+    """Draws for the lanes of a step under a rule.
+
+    Attributes:
+        restores: whether drafts of a preempted sequence are of use.
+    """
+
+    def __init__(self, device: Device, proposer: Proposer, rule: Rule) -> None:
+        self.restores = not proposer.from_prefix
+        self._device, self._proposer = device, proposer
+        self._rule = replace(rule, ask=self._ask if proposer.from_prefix else None)
+
+    def draw(self, logits: Tensor, lanes: Sequence[Lane], rows: Sequence[Row]) -> None:
+        """Sample [N, V] logits into lanes, one a row; greedy ones, and those without drafts, as they always are."""
+        plain: list[Lane] = []
+        judged: list[Lane] = []
+        for lane, row in zip(lanes, rows, strict=True):
+            drafted = row.drafted
+            if drafted is None or lane.state.greedy or lane.num_samples > 1:
+                plain.append(lane)
+                continue
+            lane.drafted = drafted
+            if drafted.probs is not None and drafted.tokens.num_drafts:
+                lane.probs = list(drafted.probs.numpy()[-drafted.tokens.num_drafts :])
+            judged.append(lane)
+        if plain:
+            self._device.draw(logits, plain)
+        if judged:
+            self._device.judge(logits, judged, self._rule)
+
+    def _ask(self, lanes: Sequence[Lane]) -> None:
+        """One draft for the next position of each lane."""
+        rows = [lane.drafted for lane in lanes]
+        for row in rows:
+            row.max_drafts = 1
+        for lane, row, drafts in zip(lanes, rows, self._proposer.propose(rows, _NO_HIDDEN, []), strict=True):
+            if drafts:
+                row.tokens.set_drafts(drafts[:1])
+                lane.probs = [row.probs[0].numpy()] if row.probs is not None else []
