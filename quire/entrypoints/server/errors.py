@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from quire.errors import (
     EngineDeadError,
@@ -96,11 +97,38 @@ def error_body(message: str, type: str, param: str | None = None, code: str | No
     return msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
 
 
-def error_response(error: Exception) -> Response:
-    """The response for an exception."""
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The response for an exception, in the form of the API that was asked."""
     info = describe(error)
+    if is_anthropic(scope):
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        content = msgspec.json.encode(anthropic_error(info) | {"request_id": given.decode("latin-1")})
+        status = 529 if info.code == "overloaded" else info.status
+        return Response(content, status, info.headers, media_type="application/json")
     body = error_body(info.message, info.type, info.param, info.code)
     return Response(body, info.status, info.headers, media_type="application/json")
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is for Anthropic's API."""
+    return scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/messages")
+
+
+def anthropic_error(info: ErrorInfo) -> dict[str, Any]:
+    """An error in Anthropic's form."""
+    kind = (
+        "overloaded_error" if info.code == "overloaded" else _ANTHROPIC_TYPES.get(info.status, "invalid_request_error")
+    )
+    kind = "api_error" if kind == "invalid_request_error" and info.status >= 500 else kind
+    return {"type": "error", "error": {"type": kind, "message": info.message}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 
 
 def _refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorInfo:

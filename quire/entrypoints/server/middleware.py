@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.entrypoints.server.errors import AuthenticationError, error_response
+from quire.entrypoints.server.errors import AuthenticationError, error_response, is_anthropic
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
 
@@ -51,6 +51,8 @@ class Frame:
         inner = _as_get(scope)
         args, status, start = self._state.args, 0, time.perf_counter()
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
+        if is_anthropic(scope):
+            headers.append((b"request-id", identify(scope)))
         counted = route_path(scope) not in _NO_LOAD
 
         async def note_status(message: Message) -> None:
@@ -72,7 +74,7 @@ class Frame:
                 raise
             if not isinstance(error, QuireError | HTTPException):
                 logger.exception("%s %s failed", scope["method"], _quoted_path(scope))
-            await error_response(error)(scope, receive, note_status)
+            await error_response(error, scope)(scope, receive, note_status)
         finally:
             self._state.num_in_flight -= counted
             if args.logs_requests:

@@ -44,7 +44,7 @@ from quire.errors import (
     ],
 )  # fmt: skip
 def test_kinds(error: Exception, status: int, kind: str, param: str | None, code: str | None) -> None:
-    response = error_response(error)
+    response = error_response(error, SCOPE)
     body = json.loads(bytes(response.body))["error"]
     assert set(body) == {"message", "type", "param", "code"}
     assert (response.status_code, body["type"], body["param"], body["code"]) == (status, kind, param, code)
@@ -53,9 +53,9 @@ def test_kinds(error: Exception, status: int, kind: str, param: str | None, code
 
 
 def test_headers() -> None:
-    assert error_response(OverloadedError("full.", retry_after=7)).headers["retry-after"] == "7"
-    assert error_response(AuthenticationError("Bearer")).headers["www-authenticate"] == "Bearer"
-    assert error_response(HTTPException(405, headers={"Allow": "GET"})).headers["allow"] == "GET"
+    assert error_response(OverloadedError("full.", retry_after=7), SCOPE).headers["retry-after"] == "7"
+    assert error_response(AuthenticationError("Bearer"), SCOPE).headers["www-authenticate"] == "Bearer"
+    assert error_response(HTTPException(405, headers={"Allow": "GET"}), SCOPE).headers["allow"] == "GET"
 
 
 def test_body() -> None:
@@ -79,6 +79,7 @@ class _Body(BaseModel):
     stop: str | list[str] | None = None
 
 
+SCOPE = {"path": "/v1/models", "headers": []}
 _GOOD = {"role": "user", "content": "hi"}
 
 

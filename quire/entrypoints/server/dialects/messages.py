@@ -1,0 +1,177 @@
+"""The dialect of /v1/messages: Anthropic's blocks in, its message object and its events out.
+
+`EventService` calls it. The conversation is read as a chat's (`through_chat`).
+"""
+
+import json
+import uuid
+from typing import Any
+
+from quire.entrypoints.server.dialects.chat import ChatDialect
+from quire.entrypoints.server.dialects.messages_input import chat_fields
+from quire.entrypoints.server.dialects.through_chat import read_through_chat
+from quire.entrypoints.server.errors import ErrorInfo, anthropic_error
+from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.messages_request import ConversationRequest
+from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn import Delta, Finish, Turn
+from quire.errors import InvalidRequestError
+
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+
+
+class MessagesDialect:
+    """Reads requests for messages."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._chat = state, ChatDialect(state)
+
+    async def read(
+        self, body: ConversationRequest, request_id: str, client: str | None
+    ) -> "tuple[TurnRequest, MessageWriter]":
+        """See `Dialect.read`."""
+        self._state.unknown_fields.note(body)
+        model = self._state.check_model(body.model)
+        fields = chat_fields(body)
+        if fields["continue_final_message"]:
+            fields["add_generation_prompt"] = False
+        is_capped = False
+        try:
+            request, chat = await read_through_chat(self._chat, body, request_id, fields, _NAMES)
+        except InvalidRequestError as error:
+            if (error.param, error.code) != ("max_tokens", "context_length_exceeded"):
+                raise
+            # More than the context has left is no error, but an end of its own kind.
+            is_capped, fields["max_completion_tokens"] = True, None
+            request, chat = await read_through_chat(self._chat, body, request_id, fields, _NAMES)
+        return request, MessageWriter(model, chat.turn, len(request.prompts[0].token_ids), is_capped)
+
+
+class MessageWriter:
+    """Writes one message. See `EventWriter`."""
+
+    def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_capped: bool) -> None:
+        """`is_capped`: the context's end comes before that of the tokens asked for."""
+        self.turn = turn
+        self._num_prompt_tokens, self._is_capped = num_prompt_tokens, is_capped
+        self._stem = uuid.uuid4().hex
+        self._head = {"id": f"msg_{self._stem}", "type": "message", "role": "assistant", "model": model}
+        self._content: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None  # the block under way, which is the last
+        self._pieces: list[str] = []
+        self._finish: Finish | None = None
+
+    def answer(self) -> dict[str, Any]:
+        reason, sequence = self._stop()
+        end = {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
+        return {**self._head, "content": self._content, **end}
+
+    def reasoning(self) -> str:
+        return ""  # the usage does not tell its tokens
+
+    def open(self) -> list[Event]:
+        return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
+
+    def take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        self._finish = delta.finish or self._finish
+        for event in delta.events:
+            match event:
+                case TextDelta(text):
+                    events += self._begin({"type": "text", "text": ""}) + [self._piece(text)]
+                case ReasoningDelta(text):
+                    events += self._begin({"type": "thinking", "thinking": "", "signature": ""}) + [self._piece(text)]
+                case ToolCallStart():
+                    block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                    events += self._close_block() + self._begin(block)
+                case ToolCallDelta():
+                    events.append(self._piece(event.arguments))
+                case ToolCallEnd():
+                    events += self._close_block()
+        return events
+
+    def close(self, num_reasoning_tokens: int) -> list[Event]:
+        events = [] if self._content else self._begin({"type": "text", "text": ""})
+        events += self._close_block()
+        reason, sequence = self._stop()
+        end = {"stop_reason": reason, "stop_sequence": sequence}
+        return [*events, {"type": "message_delta", "delta": end, "usage": self._usage()}, {"type": "message_stop"}]
+
+    def fail(self, error: ErrorInfo) -> list[Event]:
+        return [anthropic_error(error)]
+
+    def _usage(self) -> dict[str, Any]:
+        num_input, num_output, num_cached = self.turn.counts()
+        num_cached = num_cached or 0
+        return {
+            "input_tokens": (num_input or self._num_prompt_tokens) - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": num_output,
+        }
+
+    def _stop(self) -> tuple[str | None, str | None]:
+        """Why it ended, and the sequence that did it."""
+        if self._finish is None:
+            return None, None
+        if self._finish.reason == "length":
+            return "model_context_window_exceeded" if self._is_capped else "max_tokens", None
+        if any(block["type"] == "tool_use" for block in self._content):
+            return "tool_use", None
+        sequence = self._finish.stop_reason
+        return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)
+
+    # Blocks.
+
+    def _begin(self, block: dict[str, Any]) -> list[Event]:
+        """The block of this kind that is under way, or a new one."""
+        if self._open is not None and self._open["type"] == block["type"]:
+            return []
+        events = self._close_block()
+        self._open, self._pieces = block, []
+        self._content.append(block)
+        return [*events, {"type": "content_block_start", "index": self._place, "content_block": dict(block)}]
+
+    def _piece(self, text: str) -> Event:
+        assert self._open is not None, "a piece belongs to a block"
+        self._pieces.append(text)
+        kind, field = _DELTAS.get(self._open["type"], ("input_json_delta", "partial_json"))
+        return self._delta(type=kind, **{field: text})
+
+    def _delta(self, **delta: Any) -> Event:
+        return {"type": "content_block_delta", "index": self._place, "delta": delta}
+
+    def _close_block(self) -> list[Event]:
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        text, events = "".join(self._pieces), []
+        if block["type"] == "tool_use":
+            block["input"] = _object_of(text)
+        else:
+            block[block["type"]] = text
+        if block["type"] == "thinking":  # of no meaning here, but clients hand back what has one
+            block["signature"] = self._stem
+            events.append(self._delta(type="signature_delta", signature=self._stem))
+        return [*events, {"type": "content_block_stop", "index": self._place}]
+
+    @property
+    def _place(self) -> int:
+        return len(self._content) - 1
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    """A call's arguments; none where the call was cut."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

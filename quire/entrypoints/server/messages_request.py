@@ -1,0 +1,52 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens: Anthropic's fields, and those that all requests have here.
+
+What blocks and tools hold is read in `dialects.messages_input`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.entrypoints.server.requests_common import MAX_PARTS, MAX_STOPS, GenerationRequest, Objects, Word, refuse
+
+Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
+_ELSEWHERE = refuse("not supported by this server; leave it out", [], {})
+
+
+class MessageParam(BaseModel):
+    """A turn of the conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class ConversationRequest(GenerationRequest):
+    """A conversation whose tokens may be counted."""
+
+    messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    max_tokens: int | None = Field(None, ge=1)
+    system: str | Blocks | None = None
+    stop_sequences: Annotated[list[Word], Field(max_length=MAX_STOPS)] | None = None
+    thinking: dict[str, Any] | None = Field(None, description="enabled (with budget_tokens), adaptive or disabled.")
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = Field(None, description="auto, any, tool (with its name) or none.")
+    output_config: dict[str, Any] | None = Field(None, description="format: a JSON schema; effort.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+
+    # Accepted, and of no effect: caching needs no marks here, and the rest is Anthropic's own.
+    cache_control: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+
+    # Refused.
+    container: Annotated[None, _ELSEWHERE] = None
+    mcp_servers: Annotated[None, _ELSEWHERE] = None
+    context_management: Annotated[None, _ELSEWHERE] = None
+
+
+class MessagesRequest(ConversationRequest):
+    """A conversation to answer."""
+
+    max_tokens: int = Field(ge=1)  # type: ignore[assignment]  # required here
