@@ -72,11 +72,13 @@ struct Sight {
     const AttentionArgs& a;
     RowRange range;
     int64_t group, first_token, first_position;  // of the sequence in this step
+    int64_t tail;                                // from this position on, slots are looked up one by one
 
     Sight(const AttentionArgs& args, RowRange r)
         : a(args), range(r), group(args.num_heads / args.cache_shape.num_kv_heads),
           first_token(args.step->query_start_loc[r.sequence]) {
         first_position = a.step->seq_lens[r.sequence] - (a.step->query_start_loc[r.sequence + 1] - first_token);
+        tail = a.step->tail_starts ? a.step->tail_starts[r.sequence] : INT64_MAX;
     }
     int64_t position(int64_t row) const { return first_position + row / group; }
     int64_t lowest_key(int64_t row) const {
@@ -87,20 +89,26 @@ struct Sight {
     int64_t query_offset(int64_t row, int64_t stride) const {
         return (first_token + row / group) * stride + query_head(row) * a.cache_shape.head_dim;
     }
+    int64_t tail_slot(int64_t position) const { return a.step->tail_slots[range.sequence * a.step->max_tail + position - tail]; }
     const uint8_t* head(int64_t position, bool value) const {
-        int64_t block = a.step->block_tables[range.sequence * a.step->max_blocks + position / a.cache_shape.block_size];
+        const int64_t size = a.cache_shape.block_size;
+        int64_t block = position < tail ? a.step->block_tables[range.sequence * a.step->max_blocks + position / size]
+                                        : tail_slot(position) / size;
         return a.cache + block * a.cache_shape.block_bytes() +
                (range.kv_head + (value ? a.cache_shape.num_kv_heads : 0)) * a.cache_shape.head_bytes();
     }
-    // Calls body(position, offset in its block, count) for the stretches of [low, high) that lie in one block each.
+    // Calls body(position, offset in its block, count) for the stretches of [low, high) that lie in one block each; in a
+    // tail, for every position.
     template <class Body>
     void for_blocks(int64_t low, int64_t high, const Body& body) const {
         const int64_t size = a.cache_shape.block_size;
-        for (int64_t p = low; p < high;) {
-            int64_t offset = p % size, count = size - offset < high - p ? size - offset : high - p;
+        const int64_t end = high < tail ? high : tail;
+        for (int64_t p = low; p < end;) {
+            int64_t offset = p % size, count = size - offset < end - p ? size - offset : end - p;
             body(p, offset, count);
             p += count;
         }
+        for (int64_t p = low > tail ? low : tail; p < high; p++) body(p, tail_slot(p) % size, 1);
     }
 };
 

@@ -90,7 +90,7 @@ template <class Cached>
 ChunkTiles chunk_tiles(const Sight& sight, int64_t chunk, int64_t low, int64_t high, const AttentionScratch& s) {
     const CacheShape& shape = sight.a.cache_shape;
     const int64_t dim = shape.padded_dim();
-    if (sizeof(Cached) == 2 && shape.block_size % 32 == 0 && low == chunk && high == chunk + kChunk) {
+    if (sizeof(Cached) == 2 && shape.block_size % 32 == 0 && low == chunk && high == chunk + kChunk && high <= sight.tail) {
         ChunkTiles tiles;
         for (int64_t i = 0; i < 2; i++) {
             const int64_t position = chunk + i * 32, offset = position % shape.block_size;

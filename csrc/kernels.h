@@ -110,6 +110,19 @@ struct StepArgs {  // the step as one KV group sees it
     const int32_t* query_start_loc;  // [S + 1]
     const int32_t* seq_lens;         // [S]
     const int32_t* block_tables;     // [S, max_blocks]
+    // Where drafts are a tree, a node is a sequence of its own, and position p >= tail_starts[s] lies in the slot
+    // tail_slots[s, p - tail_starts[s]]: its ancestor's. Null where there is no tree.
+    const int32_t* tail_starts;  // [S]
+    const int32_t* tail_slots;   // [S, max_tail]
+    int64_t max_tail;
+};
+
+struct MoveArgs {  // tokens' keys and values of a layer's cache to other slots (cache_moves.h)
+    uint8_t* cache;
+    int64_t block_size, num_kv_heads, head_dim;
+    const int32_t *sources, *destinations;  // [count] slots
+    int64_t count;
+    Type type, activations;
 };
 
 struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its type asks for it
@@ -131,6 +144,7 @@ struct Kernels {
     void (*pack)(const PackArgs&, Context&);
     void (*unpack_row)(const Matrix&, int64_t row, float* out);  // [cols]
     void (*sample)(const SampleArgs&, Context&);
+    void (*move_slots)(const MoveArgs&);
 };
 
 extern const Kernels kPortableKernels;

@@ -84,6 +84,7 @@ QUIRE_API void quire_pack(const Kernels* level, int32_t num_threads, const PackA
 QUIRE_API void quire_unpack(const Kernels* level, const Matrix* matrix, int64_t first_row, int64_t num_rows, float* out) {
     for (int64_t i = 0; i < num_rows; i++) level->unpack_row(*matrix, first_row + i, out + i * matrix->cols);
 }
+QUIRE_API void quire_move_slots(const Kernels* level, const MoveArgs* args) { level->move_slots(*args); }
 
 // Touches every page of writable memory, on all threads. Contents are kept.
 QUIRE_API void quire_prefault(int32_t num_threads, uint8_t* memory, int64_t num_bytes) {

@@ -29,6 +29,8 @@ class AttentionBatch:
         block_tables: [S, max_blocks], padded with 0.
         slot_mapping: [T], block * block_size + offset of every row.
         block_size: tokens per block.
+        tails: where drafts are a tree. Each of its nodes is a sequence of one row then, which sees the keys of its
+            ancestors where a chain would have those before it, so that its bits are those of a chain.
     """
 
     query_start_loc: Tensor
@@ -36,6 +38,36 @@ class AttentionBatch:
     block_tables: Tensor
     slot_mapping: Tensor
     block_size: int
+    tails: "Tails | None" = None
+
+
+@dataclass(frozen=True)
+class Tails:
+    """Positions that are not where block tables say.
+
+    Attributes:
+        starts: int32 [S]; position p >= starts[s] of sequence s lies in slot slots[s, p - starts[s]].
+        slots: int32 [S, W].
+    """
+
+    starts: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class SlotMoves:
+    """Tokens whose keys and values are to lie elsewhere.
+
+    Attributes:
+        sources, destinations: int32 [N] slots; every source is read before any destination is written.
+        block_size: tokens per block.
+        dtype: the model's.
+    """
+
+    sources: Tensor
+    destinations: Tensor
+    block_size: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +159,10 @@ class AttentionBackend(ABC, Generic[Metadata]):
             blocks[destinations.numpy()] = blocks.take(sources.numpy(), 0)
             return
         kv_cache.index_copy_(0, destinations, kv_cache.index_select(0, sources))
+
+    @abstractmethod
+    def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
+        """Move tokens' keys and values within a layer's cache."""
 
     def fill_blocks(self, kv_cache: Tensor, blocks: Tensor, value: float) -> None:
         """Set whole blocks (int64 [N]) to a value; NaN makes reads of what was never written visible."""

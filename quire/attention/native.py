@@ -4,15 +4,18 @@ While a model is recorded, `attend` adds a layer's two instructions to the progr
 write) and attend. Given tensors it records and runs a program of one layer, for the tests against the reference.
 """
 
+from ctypes import addressof
+
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep, SlotMoves
 from quire.errors import ModelLoadError
 from quire.ops.attention import Scoring, attend
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
+from quire.ops.native.library import Target, choose_level, loaded_library
 from quire.ops.native.program import Caches, StepData
-from quire.ops.native.structs import TYPE_OF
+from quire.ops.native.structs import TYPE_OF, MoveStruct
 from quire.ops.rope import HeadShape, Preparation, prepare
 
 DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
@@ -24,10 +27,12 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
 
     Args:
         int8: keep keys and values in eight bits.
+        level: of kernels; None for the default one.
     """
 
-    def __init__(self, int8: bool = False) -> None:
+    def __init__(self, int8: bool = False, level: str | None = None) -> None:
         self.int8 = int8
+        self._level = level
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[blocks, 2, Hkv, elements of a head's tokens], keys then values; csrc/kernels.h has the order within."""
@@ -56,6 +61,21 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
         program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
         return out
 
+    def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
+        _, _, num_kv_heads, size = kv_cache.shape
+        arguments = MoveStruct(
+            kv_cache.data_ptr(),
+            moves.block_size,
+            num_kv_heads,
+            size // moves.block_size - (_SCALE_BYTES if self.int8 else 0),
+            moves.sources.data_ptr(),
+            moves.destinations.data_ptr(),
+            moves.sources.shape[0],
+            TYPE_OF[kv_cache.dtype],
+            TYPE_OF[moves.dtype],
+        )
+        loaded_library().quire_move_slots(Target(self._level or choose_level()).kernels, addressof(arguments))
+
     def fill_blocks(self, kv_cache: Tensor, blocks: Tensor, value: float) -> None:
         if kv_cache.dtype is torch.int8:  # all bits set: the scales are NaN then
             kv_cache.index_fill_(0, blocks, -1 if value != value else int(value))
@@ -74,6 +94,7 @@ def step_data(batch: AttentionBatch, ids: Tensor | None = None, positions: Tenso
         seq_lens=batch.seq_lens,
         block_tables=batch.block_tables,
         block_size=batch.block_size,
+        tails=None if batch.tails is None else (batch.tails.starts, batch.tails.slots),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep, SlotMoves, Tails
 from quire.ops.attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
 
 SHARED_FROM = 5  # query tiles from which a sequence is a group of its own: its tiles then share each gathered key tile
@@ -100,8 +100,13 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             batch.block_tables.long(),
             batch.slot_mapping.long(),
             batch.block_size,
+            None if batch.tails is None else Tails(batch.tails.starts.long(), batch.tails.slots.long()),
         )
         return ReferenceMetadata(wide)
+
+    def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
+        tokens = kv_cache.view(-1, *kv_cache.shape[2:])
+        tokens[moves.destinations.long()] = tokens[moves.sources.long()]
 
     def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
         metadata, cache = step.attention[spec.group], step.caches[spec.layer]
@@ -194,7 +199,12 @@ def _token_offsets(items: _Items) -> np.ndarray:
 
 def _slots(batch: AttentionBatch, sequence: np.ndarray, positions: np.ndarray) -> np.ndarray:
     size = batch.block_size
-    return (batch.block_tables.numpy()[sequence, positions // size] * size + positions % size).ravel()
+    slots = batch.block_tables.numpy()[sequence, positions // size] * size + positions % size
+    if batch.tails is not None:
+        beyond = positions - batch.tails.starts.numpy()[sequence]
+        tails = batch.tails.slots.numpy()
+        slots = np.where(beyond < 0, slots, tails[sequence, np.clip(beyond, 0, tails.shape[1] - 1)])
+    return slots.ravel()
 
 
 def _step(

@@ -1,7 +1,6 @@
 """Chooses the attention backend. The worker asks once at start-up; a new backend is one line here."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from quire.attention.base import AttentionBackend
@@ -9,19 +8,19 @@ from quire.attention.native import NativeBackend
 from quire.attention.reference import ReferenceBackend
 from quire.errors import ConfigError
 
-_BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
-    "reference": ReferenceBackend,
-    "native": NativeBackend,
-    "native-int8": partial(NativeBackend, int8=True),
+_BACKENDS: dict[str, Callable[[str | None], AttentionBackend[Any]]] = {
+    "reference": lambda level: ReferenceBackend(),
+    "native": lambda level: NativeBackend(level=level),
+    "native-int8": lambda level: NativeBackend(int8=True, level=level),
 }
 
 
-def select_backend(name: str) -> AttentionBackend[Any]:
-    """Make the backend called `name`.
+def select_backend(name: str, level: str | None = None) -> AttentionBackend[Any]:
+    """Make the backend called `name`; native ones with the kernels of a level, where that is not the default one.
 
     Raises:
         ConfigError: no backend has that name.
     """
     if name not in _BACKENDS:
         raise ConfigError(f"attention backend must be one of {', '.join(_BACKENDS)}; got {name!r}.")
-    return _BACKENDS[name]()
+    return _BACKENDS[name](level)

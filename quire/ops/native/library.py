@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_rounds": (None, [ctypes.c_void_p]),
     "quire_pack": (None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "quire_unpack": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]),
+    "quire_move_slots": (None, [ctypes.c_void_p, ctypes.c_void_p]),
     "quire_sample": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "quire_prefault": (None, [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),
 }

@@ -36,7 +36,7 @@ _MAX_SLOTS = 2**31  # slots are int32
 class StepData:
     """A step as the kernels see it, in one KV group; int32 tensors, shaped as in `quire.attention.base.AttentionBatch`.
 
-    Contiguous int32 is used as it is; int64 is converted.
+    Contiguous int32 is used as it is; int64 is converted. `tails` are starts and slots of them, where there are any.
 
     Raises:
         ValueError: tensors of another type, or that disagree about the numbers of tokens and sequences.
@@ -52,11 +52,13 @@ class StepData:
         seq_lens: Tensor,
         block_tables: Tensor,
         block_size: int,
+        tails: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.ids, self.positions, self.slots = _int32(ids), _int32(positions), _int32(slots)
         self.query_start_loc, self.seq_lens = _int32(query_start_loc), _int32(seq_lens)
         self.block_tables = _int32(block_tables)
         self.block_size = block_size
+        self.tails = None if tails is None else (_int32(tails[0]), _int32(tails[1]))
         num_tokens, num_seqs = ids.shape[0], seq_lens.shape[0]  # len() of a tensor takes a microsecond
         if positions.shape[0] != num_tokens or slots.shape[0] != num_tokens:
             raise ValueError("ids, positions and slots must be of one length")
@@ -67,7 +69,12 @@ class StepData:
         """For a kernel call; holds no reference to the tensors."""
         tensors = (self.ids, self.positions, self.slots, self.query_start_loc, self.seq_lens, self.block_tables)
         num_seqs, width = self.block_tables.shape
-        return StepStruct(self.ids.shape[0], num_seqs, width, self.block_size, *(t.data_ptr() for t in tensors))
+        struct = StepStruct(self.ids.shape[0], num_seqs, width, self.block_size, *(t.data_ptr() for t in tensors))
+        if self.tails is not None:
+            starts, slots = self.tails
+            struct.tail_starts, struct.tail_slots = starts.data_ptr(), slots.data_ptr()
+            struct.max_tail = slots.shape[1]
+        return struct
 
 
 @contextmanager

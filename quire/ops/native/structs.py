@@ -141,6 +141,23 @@ class StepStruct(ctypes.Structure):
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("tail_starts", c_void_p),
+        ("tail_slots", c_void_p),
+        ("max_tail", c_int64),
+    ]
+
+
+class MoveStruct(ctypes.Structure):
+    _fields_ = [
+        ("cache", c_void_p),
+        ("block_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("sources", c_void_p),
+        ("destinations", c_void_p),
+        ("count", c_int64),
+        ("type", c_int32),
+        ("activations", c_int32),
     ]
 
 
@@ -222,6 +239,7 @@ MIRRORED: dict[str, type[ctypes.Structure]] = {  # by their names in csrc; besid
     "Buffer": BufferStruct,
     "ProgramSpec": ProgramStruct,
     "StepArgs": StepStruct,
+    "MoveArgs": MoveStruct,
     "RunArgs": RunStruct,
     "PackArgs": PackStruct,
     "SampleArgs": SampleStruct,

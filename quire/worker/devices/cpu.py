@@ -69,7 +69,7 @@ class CpuDevice(Device):
         elif self.kernels == TORCH:
             self.kernels_reason = "unserved"
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
-        self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference")
+        self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
         self.num_threads = torch.get_num_threads()
         self.is_small_model = False
         self._target = self._make_target()
