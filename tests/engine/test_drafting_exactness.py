@@ -65,9 +65,7 @@ def check(model_options, alone, todo, method: str, k: int, options: dict[str, An
     stats = one.stats()
     assert stats.speculation is not None
     if way != "adaptive":
-        assert stats.speculation.num_accepted_tokens > 5, (
-            "hardly any draft was accepted, so hardly anything was tested"
-        )
+        assert stats.speculation.num_accepted_tokens > 5, "hardly any draft was accepted, so hardly anything was tested"
         assert stats.speculation.num_accepted_tokens < stats.speculation.num_draft_tokens
     if "num_kv_blocks" in changes:
         assert stats.num_preemptions_total > 0, "nothing was preempted, so nothing was tested"

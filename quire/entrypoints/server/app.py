@@ -14,7 +14,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import admin, chat, completions, info, live, messages, pages, prefixes, response_routes
+from quire.entrypoints.server import (
+    admin,
+    chat,
+    completions,
+    info,
+    live,
+    messages,
+    pages,
+    prefixes,
+    render,
+    response_routes,
+)
 from quire.entrypoints.server.errors import error_response
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
@@ -38,7 +49,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.state.quire = state
     app.state.responses = ResponsesService(state)
     app.root_path = args.root_path
-    for module in (info, completions, chat, response_routes, messages, admin, prefixes, live, pages):
+    for module in (info, completions, chat, render, response_routes, messages, admin, prefixes, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)

@@ -152,6 +152,7 @@ class GenerationRequest(BaseModel):
         None, min_length=1, max_length=200, description="Part of the answer's id; of printable characters."
     )
     return_token_ids: bool | None = None
+    timings: bool | None = Field(None, description="End the answer with where its time went, as llama.cpp does.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Tokens in logprobs as 'token_id:ID'.")
 
     # Accepted, and of no effect here: they are for OpenAI's own accounts, billing and caches.

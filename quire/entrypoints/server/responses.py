@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 import quire
+from quire.entrypoints.server.timings import Timings
 from quire.outputs import Logprob
 
 SYSTEM_FINGERPRINT = f"quire-{quire.__version__}"
@@ -66,6 +67,7 @@ class CompletionResponse(Struct):
     usage: Usage | None | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
     object: str = "text_completion"
+    timings: Timings | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -134,6 +136,7 @@ class ChatResponse(Struct):
     object: str = "chat.completion"
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    timings: Timings | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -161,6 +164,7 @@ class ChatChunk(Struct):
     usage: Usage | None | UnsetType = UNSET
     object: str = "chat.completion.chunk"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 encode = msgspec.json.Encoder().encode

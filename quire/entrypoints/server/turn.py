@@ -128,6 +128,11 @@ class Turn:
                 deltas.append(Delta(place, index, output, events, part.token_ids, entries, begins, finish))
         return deltas
 
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The latest one of each prompt."""
+        return list(self._outputs.values())
+
     def counts(self) -> Counts:
         """The usage so far."""
         outputs = self._outputs.values()

@@ -34,6 +34,7 @@ from quire.entrypoints.server.sampling import chat_params, check_size, prepared_
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import names_of
+from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, RequestOutput
@@ -135,6 +136,8 @@ class ChatWriter:
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
             chunk.prompt_token_ids = delta.output.prompt_token_ids if delta.begins else UNSET
+        if finish is not None and self._body.timings and self.turn.num_unfinished == 0:
+            chunk.timings = timings_of(self.turn)
         return chunk
 
     def usage_chunk(self) -> Struct:
@@ -154,6 +157,8 @@ class ChatWriter:
             response.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
             response.prompt_logprobs = bounded_entries(output.prompt_logprobs or [])
+        if self._body.timings:
+            response.timings = timings_of(self.turn)
         return response
 
     def _usage(self) -> Usage:

@@ -28,6 +28,7 @@ from quire.entrypoints.server.sampling import check_size, completion_params, pre
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import names_of
+from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt
@@ -101,13 +102,19 @@ class CompletionWriter:
 
     def chunk(self, delta: Delta) -> Struct:
         usage = self._usage() if self._running_usage else None if self.ends_with_usage else UNSET
-        return CompletionResponse(*self._head, [self._piece(delta)], usage)
+        chunk = CompletionResponse(*self._head, [self._piece(delta)], usage)
+        if delta.finish is not None and self._body.timings and self.turn.num_unfinished == 0:
+            chunk.timings = timings_of(self.turn)
+        return chunk
 
     def usage_chunk(self) -> Struct:
         return CompletionResponse(*self._head, [], self._usage())
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        return CompletionResponse(*self._head, choices, self._usage(), SYSTEM_FINGERPRINT)
+        response = CompletionResponse(*self._head, choices, self._usage(), SYSTEM_FINGERPRINT)
+        if self._body.timings:
+            response.timings = timings_of(self.turn)
+        return response
 
     def choice(self, delta: Delta) -> CompletionChoice:
         choice = self._piece(delta)

@@ -7,6 +7,7 @@ the names of the API that was asked.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,9 +19,12 @@ from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.service import TurnRequest
 from quire.errors import InvalidRequestError
 
-# Fields of all requests that make no sense where there is one answer, and values that ask for nothing.
-_ONE_ANSWER = {"n": 1, "best_of": 1, "use_beam_search": False, "echo": False, "prompt_logprobs": None}
-_OWN = {"model", "stream", "stream_options", "metadata", "store", "service_tier", "prompt_cache_options", *_ONE_ANSWER}
+# Fields of all requests that these have no form for, and values that ask for nothing.
+_NOT_HERE: dict[str, Any] = {
+    **{"n": 1, "best_of": 1, "use_beam_search": False, "echo": False, "prompt_logprobs": None},
+    **{"return_token_ids": False, "timings": False},
+}
+_OWN = {"model", "stream", "stream_options", "metadata", "store", "service_tier", "prompt_cache_options", *_NOT_HERE}
 _SHARED = GenerationRequest.model_fields.keys() - _OWN
 
 
@@ -35,9 +39,9 @@ async def read_through_chat(
     Raises:
         InvalidRequestError, OverloadedError: as `Dialect.read`.
     """
-    for name, harmless in _ONE_ANSWER.items():
+    for name, harmless in _NOT_HERE.items():
         if getattr(body, name) not in (None, harmless):
-            raise InvalidRequestError(f"{name} is not for this route, which gives one answer; leave it out.", name)
+            raise InvalidRequestError(f"{name} is not there for this route, only for chat; leave it out.", name)
     given = {name: getattr(body, name) for name in _SHARED & body.model_fields_set}
     given |= {name: value for name, value in fields.items() if value is not None}
     with renamed(names):
@@ -46,7 +50,9 @@ async def read_through_chat(
         except ValidationError as error:
             info = describe(error)
             raise InvalidRequestError(info.message, info.param) from None
-        return await chat.read(request, request_id)
+        turn, writer = await chat.read(request, request_id)
+    # What the engine refuses later has the engine's names.
+    return replace(turn, names={own: names.get(field, field) for own, field in turn.names.items()}), writer
 
 
 @contextmanager
