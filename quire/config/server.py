@@ -72,6 +72,15 @@ class ServerArgs:
     )
     chat_template: str | None = option(None, "Jinja chat template, or a file of one; the model's own by default.")
     trust_request_chat_template: bool = option(False, "Let requests bring chat templates of their own.")
+    tool_call_parser: str = option(
+        "auto", "Format in which the model calls tools (hermes, llama3_json, ...); 'auto' asks its chat template."
+    )
+    enable_auto_tool_choice: bool = option(
+        True, "Let the model choose whether it calls a tool, where a request leaves that open."
+    )
+    reasoning_parser: str | None = option(
+        None, "Format in which the model thinks (deepseek_r1, qwen3, ...), to tell thoughts apart; 'auto' looks for it."
+    )
     response_role: str = option("assistant", "Role of the messages that the server writes.")
     return_tokens_as_token_ids: bool = option(False, "Show tokens in logprobs as 'token_id:ID', not as text.")
     max_answer_entries: int = option(

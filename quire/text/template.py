@@ -189,6 +189,10 @@ def _read_tool_call(call: Any, where: str) -> Any:
             raise InvalidRequestError(
                 f"{where}: the arguments of tool call {name!r} are no JSON.", "messages"
             ) from None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(
+                f"{where}: the arguments of tool call {function.get('name')!r} are no JSON object.", "messages"
+            )
     return call | {"function": function | {"arguments": arguments or {}}}
 
 

@@ -358,7 +358,12 @@ CASES = [
     Case(TOGETHER, "beams streamed", completion(use_beam_search=True, stream=True), 400, "use_beam_search"),
     Case(TOGETHER, "tool_choice", chat(tool_choice="auto"), 400, "tool_choice"),
     Case(
-        TOGETHER, "tools", chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools", message="none"
+        TOGETHER,
+        "tools",
+        chat(tools=[{"type": "function", "function": {"name": "f"}}]),
+        400,
+        "tools",
+        message="required",
     ),
 ]
 

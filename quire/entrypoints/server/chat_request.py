@@ -1,19 +1,12 @@
 """The body of /v1/chat/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
 
 _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
-_TOOLS_LATER = "tool calls are not parsed yet: only 'none' is supported"
-
-
-def _only_none(value: Any) -> Any:
-    if value not in (None, "none"):
-        raise ValueError(_TOOLS_LATER)
-    return value
 
 
 class ChatMessage(BaseModel):
@@ -48,19 +41,20 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: str | None = Field(None, description="Only where the server is told to trust requests' templates.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     documents: Objects | None = Field(None, description="For the template.")
-    tools: Objects | None = Field(
-        None, description="For the template: calls are not parsed. Only with tool_choice 'none'."
+    tools: Objects | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="'none', 'auto', 'required', or an object: a function that is called, or allowed_tools."
     )
-    tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_only_none)] = None
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=2**31, description="Most tokens of the thought; needs a server that tells thoughts apart."
+    )
     reasoning_effort: str | None = Field(None, description="For a template that has such a variable.")
     verbosity: str | None = Field(None, description="For a template that has such a variable.")
 
-    # Of no effect while tool calls are not parsed.
-    parallel_tool_calls: bool | None = None
-
     # Refused.
     functions: Annotated[None, refuse("superseded by tools; leave it out", [])] = None
-    function_call: Annotated[None, refuse(_TOOLS_LATER, "none")] = None
+    function_call: Annotated[None, refuse("superseded by tool_choice; leave it out", "none")] = None
     modalities: Annotated[None, refuse("this model writes text only", ["text"], [])] = None
     audio: Annotated[None, refuse("this model writes text only; leave it out")] = None
     prediction: Annotated[None, refuse("predicted outputs are not supported; leave it out")] = None

@@ -31,7 +31,8 @@ from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.connection import connection_class
-from quire.entrypoints.server.prompts import warm_up
+from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
+from quire.entrypoints.server.parsing import warm_up
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.metrics.log_line import throughput_line
@@ -61,6 +62,9 @@ def serve(args: ServerArgs, engine_args: EngineArgs) -> None:
         QuireError: the address is taken.
         EngineDeadError: the engine died.
     """
+    check_name("tool_call_parser", args.tool_call_parser, TOOL_NAMES)
+    if args.reasoning_parser is not None:
+        check_name("reasoning_parser", args.reasoning_parser, THOUGHT_NAMES)
     _open_standard_streams()
     _configure_logging(args)
     _raise_file_limit()

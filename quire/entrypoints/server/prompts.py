@@ -3,11 +3,10 @@
 Chat and /tokenize call it, so that both see the same prompt. The rendering is `AsyncLLM.render_chat`'s.
 """
 
-from contextlib import suppress
 from typing import Any
 
 from quire.entrypoints.server.state import ServerState
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import InvalidRequestError
 from quire.text.conversation import select_template
 
 
@@ -48,9 +47,3 @@ async def conversation_text(
         trusted=chat_template is None,
         **options,
     )
-
-
-async def warm_up(state: ServerState) -> None:
-    """Have the process that writes conversations started and the template compiled, for the first chat not to wait."""
-    with suppress(QuireError):  # what prevents it, each chat is told
-        await conversation_text(state, [{"role": "user", "content": "Hi"}], chat_template=None)

@@ -58,12 +58,6 @@ def chat_params(body: ChatCompletionRequest, llm: AsyncLLM) -> SamplingParams:
     Raises:
         InvalidRequestError: a rule between fields, or a limit of the model or the engine, is broken.
     """
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequestError(
-            "tools: tool calls are not parsed yet. Leave tools out, or set tool_choice to 'none': the chat template is "
-            "given them then, and what the model answers comes as plain text.",
-            "tools",
-        )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true.", "top_logprobs")
     given: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}

@@ -11,6 +11,7 @@ from fastapi import Request
 from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ModelNotFoundError
+from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.unknown_fields import UnknownFieldLog
 
 
@@ -23,6 +24,7 @@ class ServerState:
     model_names: list[str]  # the first one is shown in answers
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     num_in_flight: int = 0  # HTTP requests for work that came and are not answered in full
+    learned_forms: dict[str, Form | None] = field(default_factory=dict)  # chat template -> its calls, where no file is
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
 
     def check_model(self, name: str | None) -> str:

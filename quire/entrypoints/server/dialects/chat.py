@@ -11,6 +11,7 @@ from msgspec import UNSET, Struct
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from quire.entrypoints.server.parsing import plan_parsing
 from quire.entrypoints.server.prompts import conversation_text, template_of
 from quire.entrypoints.server.responses import (
     CalledFunction,
@@ -35,12 +36,14 @@ from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import names_of
 from quire.entrypoints.server.timings import timings_of
+from quire.entrypoints.server.tool_request import read_offer
 from quire.entrypoints.server.turn import Delta, Rules, Turn
 from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, RequestOutput
 
 # Variables of some templates, and the value that asks a template without them for nothing.
 _VARIABLES = {"reasoning_effort": "none", "verbosity": "medium"}
+_SWITCH = "enable_thinking"  # what other templates have instead of an effort
 
 
 class ChatDialect:
@@ -55,8 +58,12 @@ class ChatDialect:
         request_id = body.request_id or request_id
         self._state.unknown_fields.note(body)
         model = self._state.check_model(body.model)
+        offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
         params = chat_params(body, self._llm)
-        prompt = await prepared_prompt(self._llm, await self._render(body), params, body)
+        text = await self._render(body)
+        parsing = plan_parsing(self._state, text, params, offer, body.thinking_token_budget, body.chat_template)
+        params = parsing.params
+        prompt = await prepared_prompt(self._llm, text, params, body)
         check_size(body, params, [len(prompt.token_ids)], self._state)
         args = self._state.args
         if args.enable_force_include_usage:
@@ -65,7 +72,7 @@ class ChatDialect:
             every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage),
             cached_tokens=args.enable_prompt_tokens_details,
         )
-        turn = Turn(1, params.n, rules)
+        turn = Turn(1, params.n, rules, parsing.make_parser)
         head = (f"chatcmpl-{request_id}", int(time.time()), model)
         role = args.response_role if _opens_turn(body) else body.messages[-1].role
         writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
@@ -96,6 +103,8 @@ def _variables(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
         value = getattr(body, name)
         if value is not None and name in template:
             variables[name] = value
+        elif value is not None and name == "reasoning_effort" and _SWITCH in template:
+            variables.setdefault(_SWITCH, value != "none")
         elif value not in (None, harmless):
             message = f"{name} is of no use: this model's chat template has no such variable; leave it out."
             raise InvalidRequestError(message, name)

@@ -6,6 +6,7 @@ The same script reads thoughts and calls, whichever of them is asked for. A stop
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta
 from quire.entrypoints.server.parsers.forms import Form, Frame, named_call
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
+from quire.entrypoints.server.parsers.thoughts import ThoughtForm
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -35,6 +36,9 @@ def script(read: Reader) -> Script[None]:
             read.hold_spaces("")
 
 
+THOUGHTS = ThoughtForm(  # for grammars: `script` reads them
+    (f"{CHANNEL}analysis{MESSAGE}",), (f"<|end|>{START}assistant",), answer=f"{CHANNEL}final{MESSAGE}"
+)
 FORM = Form(
     script,
     Frame(CHANNEL, named_call(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")),

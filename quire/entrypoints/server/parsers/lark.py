@@ -17,7 +17,8 @@ class Lark:
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """`tokens`: marks that are tokens, with their ids."""
-        self._tokens = tokens
+        self.tokens = tokens
+        self.opened = ""  # a beginning that texts are written without, as it stands there already
         longest_first = sorted(tokens, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
         self._rules: list[str] = []
@@ -30,6 +31,8 @@ class Lark:
 
     def text(self, text: str) -> str:
         """Just this text."""
+        if self.opened:
+            text = text.removeprefix(self.opened)
         parts: list[str] = []
         at = 0
         for found in self._split.finditer(text) if self._split else ():
@@ -65,7 +68,7 @@ class Lark:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
     def _token(self, mark: str) -> str:
-        return f"<[{self._tokens[mark]}]>"
+        return f"<[{self.tokens[mark]}]>"
 
 
 def _quoted(text: str) -> str:

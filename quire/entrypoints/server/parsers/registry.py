@@ -5,6 +5,7 @@
 
 import difflib
 import re
+from functools import lru_cache
 
 from quire.entrypoints.server.parsers import (
     deepseek,
@@ -51,7 +52,11 @@ TOOL_FORMS: dict[str, Form] = {
     "gpt-oss": harmony.FORM,
 }
 HARMONY = "openai_gptoss"
-THOUGHT_FORMS: dict[str, ThoughtForm | None] = {**thoughts.FORMS, HARMONY: None, "gpt-oss": None}
+THOUGHT_FORMS: dict[str, ThoughtForm] = {
+    **thoughts.FORMS,
+    HARMONY: harmony.THOUGHTS,
+    "gpt-oss": harmony.THOUGHTS,
+}
 TOOL_NAMES = ("auto", "none", "generic", *TOOL_FORMS)
 THOUGHT_NAMES = ("auto", *THOUGHT_FORMS)
 
@@ -80,11 +85,13 @@ _THOUGHT_SIGNS = {
 }
 
 
+@lru_cache(maxsize=64)
 def tool_format(name: str, template: str) -> str | None:
     """The name of the format in which a model with this template calls tools; None: it is none that is known here."""
     return _first(_TOOL_SIGNS, template) if name == "auto" else name
 
 
+@lru_cache(maxsize=64)
 def thought_format(name: str | None, template: str) -> str | None:
     """The name of the format in which thoughts are told apart, None where they are not."""
     if name is None:  # harmony is no text without its parser

@@ -19,12 +19,14 @@ class ThoughtForm(Struct, frozen=True):
         opens, closes: tags that begin and end them; the first of each are those that a template writes.
         assumed: the model thinks first though no tag says so.
         around: tags around the answer, which are no part of it.
+        answer: what begins an answer that is no call.
     """
 
     opens: tuple[str, ...] = ("<think>",)
     closes: tuple[str, ...] = ("</think>",)
     assumed: bool = False
     around: tuple[str, str] | None = None
+    answer: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -43,7 +43,10 @@ def test_timings_on_demand(client: TestClient, parsed: Any) -> None:
         timings, usage = answer["timings"], answer["usage"]
         assert timings["predicted_n"] == usage["completion_tokens"]
         assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
-        assert all(isinstance(timings[name], float) for name in ("queue_ms", "prompt_ms", "predicted_ms", "predicted_per_second"))
+        assert all(
+            isinstance(timings[name], float)
+            for name in ("queue_ms", "prompt_ms", "predicted_ms", "predicted_per_second")
+        )
         chunks = parsed(client.post(path, json={**body, "timings": True, "stream": True}).text)
         assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert chunks[-1]["timings"]["predicted_n"] > 0

@@ -18,6 +18,10 @@ USER = [{"role": "user", "content": "Hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 PLAIN: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "Hi"}, CHAT: {"messages": USER}}
 
+
+F: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+G: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
+
 # For both routes: what is wrong, and the field that the error names.
 WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
@@ -172,6 +176,24 @@ WRONG_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": ["x"]}, "tools[0]"),
     ({"tools": [{}]}, "tools"),
     ({"tools": [{}], "tool_choice": None}, "tools"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
+    ({"tools": [F, F], "tool_choice": "required"}, "tools"),
+    ({"tools": [F]}, "tools"),  # the demo's template has no format of calls
+    ({"tools": [F], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [F], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice"),
+    (
+        {
+            "tools": [F],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}},
+        },
+        "tool_choice",
+    ),
+    ({"thinking_token_budget": 8}, "thinking_token_budget"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}]}, "messages"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"modalities": ["text", "audio"]}, "modalities"),

@@ -1,0 +1,121 @@
+"""Formats that no file describes: learned from a chat template that is shown a call, or plain JSON where it has none.
+
+`learned_form` compares what a template writes of a call with what it writes of text. `JSON_CALLS` and `json_arguments`
+need no template's help, but a grammar's: they read an answer that is nothing but calls, or one call's arguments.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from quire.entrypoints.server.parsers.base import Function
+from quire.entrypoints.server.parsers.calls import json_calls
+from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call, schema_of
+from quire.entrypoints.server.parsers.lark import Lark
+from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
+
+_NAME, _TEXT = "probe_of_a_name", "PROBE OF A TEXT"
+_ARGUMENTS = {"probe_of_a_key": "probe of a value"}
+_USER = {"role": "user", "content": "Hi"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"probe_of_a_key": {"type": "string"}}},
+    },
+}
+_JSON_ARGUMENTS = re.compile(r"\{\s*\"probe_of_a_key\"\s*:\s*\"probe of a value\"\s*\}")
+_JSON_HEAD = re.compile(r"\[?\s*\{[^{}]*$")
+
+Render = Callable[[list[dict[str, Any]], list[Any], bool], str]  # messages, tools, whether the answer is opened
+
+
+def _json_script(read: Reader) -> Script[None]:
+    with read.attempt(None):
+        yield from json_calls(read, known=True)
+
+
+JSON_CALLS = Form(_json_script, Frame("", json_call(arguments="parameters"), before="[", between=", ", after="]"))
+
+
+def json_arguments(name: str) -> Form:
+    """The answer is the arguments of this function."""
+
+    def script(read: Reader) -> Script[None]:
+        with read.attempt(None):
+            read.start(name)
+            yield from read.arguments()
+
+    def write(lark: Lark, function: Function) -> str:
+        return lark.json(schema_of(function))
+
+    return Form(script, Frame("", write))
+
+
+def learned_form(render: Render) -> Form | None:
+    """The format of the calls that a template writes, if it is text, a name and JSON arguments.
+
+    Raises:
+        InvalidRequestError: the template refuses tools.
+    """
+    call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    opened = render([_USER], [_TOOL], True)
+    written = render([_USER, calling], [_TOOL], False)
+    plain = render([_USER, {"role": "assistant", "content": _TEXT}], [_TOOL], False)
+    begun = _common(opened, written)
+    found = _JSON_ARGUMENTS.search(written, begun)
+    at = written.find(_NAME, begun)
+    if found is None or not begun <= at < found.start() or found.start() - at > MAX_NAME:
+        return None
+    before, middle = written[begun:at], written[at + len(_NAME) : found.start()]
+    after = written[found.end() :]
+    after = after[: len(after) - _common(after[::-1], plain.partition(_TEXT)[2][::-1])]
+    if head := _JSON_HEAD.search(before):
+        if (mark := before[: head.start()].strip()) == "":
+            return JSON_CALLS
+        return _marked_json(mark, before, middle, after)
+    if not before.strip() or not middle:
+        return None
+    return _named(before.lstrip(), middle, after)
+
+
+def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
+    """A mark, then JSON with the name in it."""
+    end = after.lstrip().lstrip("}] ").strip()
+
+    def script(read: Reader) -> Script[None]:
+        while found := (yield from read.text(mark)):
+            with read.attempt(found):
+                yield from json_calls(read)
+                yield from read.space()
+                yield from read.one_of(end)
+
+    def write(lark: Lark, function: Function) -> str:
+        name = json.dumps(function.name)[1:-1]
+        return f"{lark.text(before.lstrip() + name + middle)} {lark.json(schema_of(function))} {lark.text(after)}"
+
+    return Form(script, Frame(mark, write), marks=(mark, *([end] if end else [])))
+
+
+def _named(before: str, middle: str, after: str) -> Form:
+    """The name between two texts, then the arguments."""
+
+    def script(read: Reader) -> Script[None]:
+        while found := (yield from read.text(before)):
+            with read.attempt(found):
+                name, _ = yield from read.until(middle, most=MAX_NAME)
+                read.start(name.strip())
+                yield from read.arguments()
+                read.end()
+                yield from read.one_of(after)
+
+    return Form(script, Frame(before, named_call(before, middle, after)))
+
+
+def _common(first: str, second: str) -> int:
+    """Characters with which both begin."""
+    most = min(len(first), len(second))
+    return next((at for at in range(most) if first[at] != second[at]), most)

@@ -1,0 +1,122 @@
+"""The grammar of an answer with tools or thoughts: what a model may write, where it is not free to write anything.
+
+`parsing` asks for it where a call is required, a tool strict, or a thought bounded or followed by a constraint. Pure:
+from forms, tools and constraints to a text in llguidance's Lark.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.entrypoints.server.parsers.base import Function, Offer
+from quire.entrypoints.server.parsers.forms import Frame
+from quire.entrypoints.server.parsers.lark import ANY_TEXT, Lark
+from quire.structured_outputs import StructuredOutputsParams
+
+_NO_JSON = r"/([^\s\[{<](?s:.*))?/"  # text that is no beginning of a call in a format without marks
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A thought before the answer, between two texts."""
+
+    opening: str  # "" where the prompt has it already
+    closing: str
+    answer: str = ""  # what begins the answer, where that is no call
+    budget: int | None = None  # most tokens of it
+    optional: bool = False  # the model may answer at once
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an answer is made of.
+
+    Attributes:
+        content: what text has to obey; None: any text.
+        offer, frame: the tools that may or must be called, and how; None: none.
+    """
+
+    content: StructuredOutputsParams | None = None
+    offer: Offer | None = None
+    frame: Frame | None = None
+    thought: Thought | None = None
+
+
+def answer_grammar(answer: Answer, tokens: Mapping[str, int]) -> str | None:
+    """The grammar, or None where the content's constraint can't be part of one. `tokens`: marks that are tokens."""
+    lark = Lark(tokens)
+    content = _content(lark, answer.content)
+    if content is None:
+        return None
+    lead = lark.text(answer.thought.answer) if answer.thought else ""
+    free = answer.content is None
+    options = [f"{lead} {content}".strip()]
+    if answer.offer is not None and answer.frame is not None:
+        calls = _with_calls(lark, answer.offer, answer.frame, free=free and not lead)
+        options = calls if answer.offer.choice == "required" else [*options, *calls]
+        if free and not lead and not answer.frame.trigger and len(options) > 1:
+            options[0] = _NO_JSON
+    body = lark.rule(" | ".join(options))
+    if answer.thought is None:
+        return lark.grammar(body)
+    return lark.grammar(f"{_thought(lark, answer.thought, follows=not free or len(options) > 1)} {body}")
+
+
+def _thought(lark: Lark, thought: Thought, follows: bool) -> str:
+    limit = "" if thought.budget is None else f"[max_tokens={thought.budget}]"
+    if thought.budget == 0:
+        text = lark.text(thought.closing)
+    elif limit:
+        text = f"{lark.rule(ANY_TEXT, limit)} {lark.text(thought.closing)}"
+    else:
+        text = lark.until(thought.closing)
+    space = "/\\n{0,2}/" if follows and not thought.answer else ""
+    whole = " ".join(filter(None, [lark.text(thought.opening), text, space]))
+    return f"({whole})?" if thought.optional else whole
+
+
+def _content(lark: Lark, params: StructuredOutputsParams | None) -> str | None:
+    """What text must be."""
+    if params is None:
+        return ANY_TEXT
+    match params.kind:
+        case "json":
+            schema = msgspec.json.decode(params.constraint)
+            return lark.json(schema) if isinstance(schema, dict) else None
+        case "json_object":
+            return lark.json({"type": "object"})
+        case "choice":
+            return "(" + " | ".join(lark.text(choice) for choice in params.choice or ()) + ")"
+    return None
+
+
+def _with_calls(lark: Lark, offer: Offer, frame: Frame, free: bool) -> list[str]:
+    """The ways in which an answer calls tools: by calls alone, and if text may precede them, after text."""
+    trigger = frame.trigger
+    alone = _calls(lark, offer, frame)
+    if offer.choice == "required" or not free or not trigger:
+        return [alone]
+    if trigger in lark.tokens:
+        return [f"{ANY_TEXT} {alone}"]
+    lead = lark.until(trigger)
+    return [f"{lead} {_calls(lark, offer, frame, opened=trigger)}"]
+
+
+def _calls(lark: Lark, offer: Offer, frame: Frame, opened: str = "") -> str:
+    """All calls. `opened`: what of their beginning stands there already."""
+    functions = [function for function in offer.functions if offer.named in (None, function.name)]
+    lark.opened = opened
+    before = lark.text(frame.before)
+    lark.opened = "" if frame.before else opened
+    first = _one_of(lark, frame, functions)
+    lark.opened = ""
+    more = ""
+    if offer.parallel and offer.named is None:
+        again = _one_of(lark, frame, functions) if opened else first
+        more = f"({lark.text(frame.between)} {again})*"
+    return " ".join(filter(None, [before, first, more, lark.text(frame.after)]))
+
+
+def _one_of(lark: Lark, frame: Frame, functions: list[Function]) -> str:
+    return lark.rule(" | ".join(frame.call(lark, function) for function in functions))

@@ -1,0 +1,210 @@
+"""How a request's answer will be read, and what holds the model to it: parsers by option and model, and a grammar.
+
+Dialects call `plan_parsing` once the prompt is written. A request without tools, to a model whose thoughts are not to
+be told apart, gets back what it brought.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+
+from quire.entrypoints.server.parsers import harmony
+from quire.entrypoints.server.parsers.base import Chain, Offer, Parser, TextParser
+from quire.entrypoints.server.parsers.forms import Form, Frame
+from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments, learned_form
+from quire.entrypoints.server.parsers.grammars import Answer, Thought, answer_grammar
+from quire.entrypoints.server.parsers.reader import Reader, Script, ScriptParser
+from quire.entrypoints.server.parsers.registry import THOUGHT_FORMS, TOOL_FORMS, thought_format, tool_format
+from quire.entrypoints.server.parsers.thoughts import ThoughtForm
+from quire.entrypoints.server.prompts import conversation_text, template_of
+from quire.entrypoints.server.state import ServerState
+from quire.errors import InvalidRequestError, QuireError
+from quire.sampling_params import SamplingParams
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.conversation import Conversation
+from quire.text.tokenizer import Tokenizer
+
+_Script = Callable[[Reader], Script[None]]
+
+
+@dataclass(frozen=True)
+class Parsing:
+    """What to ask the engine for, and what makes a parser for each choice."""
+
+    params: SamplingParams
+    make_parser: Callable[[], Parser] = TextParser
+
+
+def plan_parsing(
+    state: ServerState,
+    prompt: str,
+    params: SamplingParams,
+    offer: Offer | None,
+    thinking_budget: int | None = None,
+    chat_template: str | None = None,
+) -> Parsing:
+    """How the answer to a prompt is read.
+
+    Args:
+        offer: the request's tools; None: it has none.
+        thinking_budget: most tokens of the thought.
+        chat_template: the one that the request brought.
+
+    Raises:
+        InvalidRequestError: the model has no way to call tools that is known, or no thoughts to bound.
+    """
+    template = template_of(state, chat_template, offer and offer.functions)
+    thoughts = _thoughts(state, template)
+    if thinking_budget is not None and thoughts is None:
+        raise InvalidRequestError(
+            "thinking_token_budget needs a model whose thoughts are told apart; leave it out, or start the server with "
+            "--reasoning-parser.",
+            "thinking_token_budget",
+        )
+    if offer is not None and (offer.choice == "none" or not offer.functions):
+        offer = None
+    form = None if offer is None else _form(state, template, offer)
+    if thoughts is None and form is None:
+        return Parsing(params)
+    tokenizer = state.llm.tokenizer
+    assert tokenizer is not None, "there is a template"
+    marks = (thoughts.marks if thoughts else ()) + (form.marks if form else ())
+    tokens, hidden = _tokens(tokenizer, marks)
+    asked = _Asked(offer, form and form.frame_for(template), thoughts, thinking_budget)
+    changes: dict[str, Any] = {}
+    if (constraint := _constraint(asked, params.structured_outputs, prompt, tokens)) is not None:
+        changes["structured_outputs"] = constraint
+    if hidden:
+        changes["skip_special_tokens"] = False
+    script = None if thoughts is None else thoughts.script(prompt)
+    make = partial(_parser, script, form and form.script, offer or Offer())
+    if thoughts is harmony.THOUGHTS or form is harmony.FORM:
+        make = partial(_parser, None, harmony.script, offer or Offer())
+    return Parsing(msgspec.structs.replace(params, **changes) if changes else params, make)
+
+
+async def warm_up(state: ServerState) -> None:
+    """Have the process that writes conversations started, the template compiled and its format of calls known.
+
+    The first chat does not wait for that then.
+    """
+    with suppress(QuireError):  # what prevents it, each chat is told
+        await conversation_text(state, [{"role": "user", "content": "Hi"}], chat_template=None)
+        await asyncio.to_thread(_known_form, state, template_of(state, None, [{}]))
+
+
+def _thoughts(state: ServerState, template: str) -> ThoughtForm | None:
+    name = thought_format(state.args.reasoning_parser, template)
+    return None if name is None else THOUGHT_FORMS[name]
+
+
+def _form(state: ServerState, template: str, offer: Offer) -> Form:
+    """The format of the request's calls.
+
+    Raises:
+        InvalidRequestError: none is known, and the model may choose.
+    """
+    if offer.choice == "auto" and not state.args.enable_auto_tool_choice:
+        raise InvalidRequestError(
+            "tools: this server does not let the model choose whether it calls a tool (--no-enable-auto-tool-choice). "
+            "Set tool_choice to 'none' or 'required', or name a function.",
+            "tool_choice",
+        )
+    form = _known_form(state, template)
+    if form is not None:
+        return form
+    if offer.choice == "auto":
+        raise InvalidRequestError(
+            "tools: this model's chat template shows no format of tool calls that is known here. Set tool_choice to "
+            "'required' or name a function, and a grammar holds the call; or start the server with --tool-call-parser.",
+            "tools",
+        )
+    return JSON_CALLS if offer.named is None else json_arguments(offer.named)
+
+
+def _known_form(state: ServerState, template: str) -> Form | None:
+    option = state.args.tool_call_parser
+    name = None if option in ("generic", "none") else tool_format(option, template)
+    if name is not None:
+        return TOOL_FORMS[name]
+    if option == "none":
+        return None
+    if template not in state.learned_forms:
+        state.learned_forms[template] = _learned(state.llm.tokenizer, template)
+    return state.learned_forms[template]
+
+
+def _learned(tokenizer: Tokenizer | None, template: str) -> Form | None:
+    assert tokenizer is not None, "there is a template"
+
+    def render(messages: list[dict[str, Any]], tools: list[Any], opens: bool) -> str:
+        asked = Conversation(messages=messages, chat_template=template, tools=tools, add_generation_prompt=opens)
+        return tokenizer.render(asked)
+
+    try:
+        return learned_form(render)
+    except QuireError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _tokens(tokenizer: Tokenizer, marks: tuple[str, ...]) -> tuple[dict[str, int], bool]:
+    """Those marks that are tokens of their own, with their ids, and whether text leaves any of them out."""
+    found = {mark: id for mark in marks if (id := tokenizer.convert_tokens_to_ids(mark)) is not None}
+    found = {mark: id for mark, id in found.items() if tokenizer.token_text(id) == mark}
+    return found, any(not tokenizer.decode([id]) for id in found.values())
+
+
+@dataclass(frozen=True)
+class _Asked:
+    offer: Offer | None
+    frame: Frame | None
+    thoughts: ThoughtForm | None
+    budget: int | None
+
+
+def _constraint(
+    asked: _Asked, content: StructuredOutputsParams | None, prompt: str, tokens: dict[str, int]
+) -> StructuredOutputsParams | None:
+    """What the whole answer has to obey; None: what it had to obey before."""
+    offer = asked.offer
+    holds_calls = offer is not None and (
+        offer.choice == "required" or offer.closed or not offer.parallel or any(f.strict for f in offer.functions)
+    )
+    thought = _thought(asked.thoughts, prompt, asked.budget)
+    if not holds_calls and asked.budget is None and (content is None or (offer is None and thought is None)):
+        return None
+    grammar = answer_grammar(Answer(content, offer, asked.frame, thought), tokens)
+    if grammar is not None:
+        return StructuredOutputsParams(grammar=grammar)
+    assert content is not None, "any text can be part of a grammar"
+    if offer is not None or asked.budget is not None or thought is None:
+        other = "tools" if offer is not None else "thinking_token_budget"
+        raise InvalidRequestError(
+            f"{other} and a constraint of the kind {content.kind!r} can't go together; leave one of them out, or give "
+            "the constraint as a JSON schema.",
+            other,
+        )
+    return content.after(thought.closing + thought.answer, thought.opening)
+
+
+def _thought(form: ThoughtForm | None, prompt: str, budget: int | None) -> Thought | None:
+    if form is None or (begun := form.begun(prompt)) is False:
+        return None
+    opening = "" if begun or form.assumed else form.opens[0]
+    return Thought(opening, form.closes[0], form.answer, budget, optional=bool(opening))
+
+
+def _parser(thoughts: _Script | None, calls: _Script | None, offer: Offer) -> Parser:
+    answer = TextParser() if calls is None else ScriptParser(calls, offer, _new_id)
+    return answer if thoughts is None else Chain(ScriptParser(thoughts, offer, _new_id), answer)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,107 @@
+"""A chat request's tools: which there are, which may be called, and whether one has to be.
+
+The chat dialect calls `read_offer`; other dialects bring their own form into this one's and use `make_offer`. Errors
+name the field. What models and grammars make of an `Offer` is `parsing`'s matter.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from quire.entrypoints.server.parsers.base import Function, Offer
+from quire.errors import InvalidRequestError
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_CHOICES = "'none', 'auto', 'required', or an object that names a function or a list of allowed_tools"
+
+
+def read_offer(tools: Sequence[Any] | None, tool_choice: Any, parallel: bool | None) -> Offer | None:
+    """The tools of a chat request; None where it has none.
+
+    Args:
+        tools: `{"type": "function", "function": {"name", "parameters", "strict"}}` each.
+        tool_choice: "none", "auto", "required", `{"type": "function", "function": {"name"}}`, or
+            `{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}`.
+        parallel: whether several calls in one answer are allowed; yes by default.
+
+    Raises:
+        InvalidRequestError: one of them is of another form, two tools have one name, or the choice names no tool.
+    """
+    functions = [_function(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())]
+    return make_offer(functions, tool_choice, parallel is not False)
+
+
+def make_offer(functions: Sequence[Function], tool_choice: Any = None, parallel: bool = True) -> Offer | None:
+    """The same of functions that were read. Raises as `read_offer`."""
+    names = [function.name for function in functions]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InvalidRequestError(f"tools: two of them are called {name!r}; give each a name of its own.", "tools")
+    if not functions:
+        if tool_choice not in (None, "none"):
+            raise InvalidRequestError("tool_choice needs tools, and there are none; leave it out.", "tool_choice")
+        return None
+    if tool_choice in (None, "auto", "none"):
+        return Offer(tuple(functions), tool_choice or "auto", None, parallel)
+    if tool_choice == "required":
+        return Offer(tuple(functions), "required", None, parallel)
+    kind = tool_choice.get("type") if isinstance(tool_choice, dict) else None
+    if kind == "function":
+        name = _named(tool_choice, names, "tool_choice")
+        return Offer(tuple(functions), "required", name, parallel)
+    given = tool_choice.get("allowed_tools") if kind == "allowed_tools" else None
+    if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
+        raise InvalidRequestError(f"tool_choice must be {_CHOICES}; it is {_shown(tool_choice)}.", "tool_choice")
+    listed = given.get("tools")
+    if not isinstance(listed, list) or not listed:
+        raise InvalidRequestError("tool_choice.allowed_tools.tools must be a list of tools.", "tool_choice")
+    allowed = {_named(tool, names, "tool_choice.allowed_tools") for tool in listed}
+    chosen = tuple(function for function in functions if function.name in allowed)
+    return Offer(chosen, given["mode"], None, parallel, closed=len(chosen) < len(functions))
+
+
+def _function(tool: Any, where: str) -> Function:
+    kind = tool.get("type", "function") if isinstance(tool, dict) else None
+    if kind != "function":
+        reason = f"of type {_shown(kind)}" if isinstance(kind, str) else f"{_shown(tool)}"
+        raise InvalidRequestError(f"{where} is {reason}; only the type 'function' is supported.", "tools")
+    given = tool.get("function")
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"{where}.function must be an object with name and parameters.", "tools")
+    name = given.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{where}.function.name must be 1 to 128 letters, digits, or any of '_.:/-'; it is {_shown(name)}.", "tools"
+        )
+    return read_function(name, given.get("parameters"), given.get("strict"), given.get("description"), where)
+
+
+def read_function(name: str, parameters: Any, strict: Any, description: Any, where: str) -> Function:
+    """A function of a name that is known to be one.
+
+    Raises:
+        InvalidRequestError: its parameters are no schema of an object, or another field is of a wrong type.
+    """
+    schema = {} if parameters is None else parameters
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise InvalidRequestError(f"{where}: the parameters of {name!r} must be a JSON schema of an object.", "tools")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise InvalidRequestError(f"{where}: the properties of {name!r} must be an object.", "tools")
+    if type(strict) not in (bool, type(None)):
+        raise InvalidRequestError(f"{where}: strict of {name!r} must be true, false or null.", "tools")
+    return Function(name, schema, bool(strict), description if isinstance(description, str) else "")
+
+
+def _named(tool: Any, names: Sequence[str], where: str) -> str:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else tool.get("name") if isinstance(tool, dict) else None
+    if not isinstance(name, str) or name not in names:
+        there = ", ".join(map(repr, names[:20]))
+        raise InvalidRequestError(f"{where} names {_shown(name)}, which is none of the tools: {there}.", "tool_choice")
+    return name
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
