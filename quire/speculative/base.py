@@ -23,6 +23,7 @@ class DraftedSequence:
         sequence_id: unique in the engine's life.
         tokens: read only; keys and values of all but the last are in the cache.
         shares: its tokens may help others: its request has no cache salt.
+        greedy: its tokens are the likeliest ones, and not drawn.
         max_drafts: most drafts of it for the next step, >= 1.
         memory: what the proposer keeps of it, which goes with the row; None at first.
         acceptance: likewise of `quire.speculative.pace.Pace`.
@@ -33,6 +34,7 @@ class DraftedSequence:
     sequence_id: int
     tokens: SequenceTokens
     shares: bool = True
+    greedy: bool = True
     max_drafts: int = 0
     memory: Any = None
     acceptance: Any = None

@@ -10,56 +10,50 @@ from torch import Tensor
 
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
-_MIX = 0x9E3779B97F4A7C15  # an n-gram's key is a polynomial in this, mod 2^61 - 1; a collision drafts in vain, no more
-_MODULUS = 2**61 - 1
+_BITS = 20  # of a token id in a key; ids beyond would draft in vain, no more
 
 
 class NgramIndex:
     """Where the n-grams of a growing list of tokens ended last, n from `least` to `most`."""
 
-    __slots__ = ("_ends", "_least", "_most", "_num_indexed", "token_ids")
+    __slots__ = ("_ends", "_found", "_key", "token_ids")
 
     def __init__(self, least: int, most: int) -> None:
         self.token_ids: list[int] = []
-        self._least, self._most = least, most
-        self._ends: list[dict[int, int]] = [{} for _ in range(most - least + 1)]  # key -> index after its last token
-        self._num_indexed = 0
+        # By n, the shortest first: the bits of a key that count, and from keys to the index after the last token.
+        self._ends: list[tuple[int, dict[int, int]]] = [((1 << _BITS * n) - 1, {}) for n in range(least, most + 1)]
+        self._key = 0  # the last `most` tokens
+        self._found = -1  # the end of what the list ends with, when it was there before
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens."""
-        self.token_ids += token_ids
+        known, key, all_ends = self.token_ids, self._key, self._ends
+        most = all_ends[-1][0]
+        num, found = len(known), -1
+        for token_id in token_ids:
+            num += 1
+            key = (key << _BITS | token_id + 1) & most
+            found = -1
+            for mask, ends in all_ends:
+                part = key & mask
+                found = ends.get(part, found)  # the longest counts
+                ends[part] = num
+        if token_ids:
+            self._key, self._found = key, found
+        known += token_ids
 
     def lookup(self, count: int) -> list[int]:
         """At most `count` tokens that followed the longest n-gram that the list ends with; [] if it is new.
 
         Where they reach the end of the list they go on from its beginning: a text that repeats itself goes on so.
         """
-        token_ids, found = self.token_ids, -1
-        # The n-grams that have a successor: the ones that end the list are not among them yet.
-        for end in range(max(self._num_indexed + 1, self._least), len(token_ids)):
-            for ends, key in zip(self._ends, self._keys(end), strict=False):
-                ends[key] = end
-        self._num_indexed = max(self._num_indexed, len(token_ids) - 1)
-        for ends, key in zip(self._ends, self._keys(len(token_ids)), strict=False):
-            end = ends.get(key, -1)
-            if end < 0:
-                break  # then no longer one was there either
-            found = end
+        found, token_ids = self._found, self.token_ids
         if found < 0:
             return []
         drafts = token_ids[found : found + count]
         while len(drafts) < count:
             drafts += drafts[: count - len(drafts)]
         return drafts
-
-    def _keys(self, end: int) -> list[int]:
-        """Of the n-grams that end before `end`, the shortest first."""
-        keys, key, token_ids = [], 0, self.token_ids
-        for n, place in enumerate(range(end - 1, max(-1, end - 1 - self._most), -1), 1):
-            key = (key * _MIX + token_ids[place] + 1) % _MODULUS
-            if n >= self._least:
-                keys.append(key)
-        return keys
 
 
 class NgramProposer(Proposer):

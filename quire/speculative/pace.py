@@ -1,20 +1,30 @@
-"""How many drafts: as many as pay, by what was accepted so far and what a step of so many tokens costs; often none.
+"""How many drafts: as many as pay, by what was accepted so far and what steps and drafts cost; often none.
 
-The model runner asks it before drafts are made, and tells it what became of them. Its choice follows from these numbers
-alone, and changes how fast tokens come and never which. It knows no model and reads no clock.
+The model runner asks it before drafts are made, and tells it what became of them and how long it all took. Trying what
+may not pay is paid for by an account that has a small part of the time, so that bad drafts cost no more than that. Its
+choice changes how fast tokens come and never which. It knows no model and reads no clock.
 """
 
 from collections.abc import Sequence
 
-from quire.speculative.base import DraftedSequence
+from quire.speculative.base import DraftedSequence, Proposer
 
 _DECAY = 0.9  # of what is known of a sequence, each time that its drafts are verified
 _SLOW_DECAY = 0.98  # of what is known of all
 _PRIOR_WEIGHT = 2.0  # trials that the rate of all counts for, of a sequence
 _FIRST_RATE = 0.6
 _GAIN = 1.04  # what drafts must promise: figures are not exact
-_PATIENCE = 16  # steps without drafts before a few are tried again; doubled each time that they fail
-_MOST_PATIENCE = 512
+_PATIENCE = 8  # steps without drafts before one is tried again; doubled each time that it fails
+_MOST_PATIENCE = 128
+_LOSS = 0.01  # of the time of plain decoding may be spent in vain
+_MOST_SAVED = 1.5  # steps that the account holds at most
+_MOST_OWED = 4.0  # steps in vain after which nothing is drafted for a while
+_NEAR = 8  # tokens that a proposer has missed count as read along with the next ones; more are an investment
+_HORIZON = 8  # steps, and as many as a sequence has had, for which an investment may be expected to bear fruit
+_LEVELS = 32  # of acceptance: rows of one level are treated alike
+_REMEMBERED_STEPS = 64  # for which a choice is kept
+_DRIFT = 1.02  # by which measured times move towards a new one: they follow its median
+_SHAPE_STEPS = 8  # of which one changes what is known of its own size alone
 
 
 class StepCosts:
@@ -26,19 +36,36 @@ class StepCosts:
     """
 
     def __init__(self, seconds: dict[int, float], host: float = 0.0) -> None:
-        self._sizes = sorted(seconds)
-        self._seconds = [host + seconds[size] for size in self._sizes]
+        self._host = host
+        self._measured = dict(seconds)
+        self._factor = 1.0
+        self._num_learnt = 0
         self._known: dict[int, float] = {}
 
     def __call__(self, num_tokens: int) -> float:
         found = self._known.get(num_tokens)
         if found is None:
-            sizes, seconds = self._sizes, self._seconds
+            sizes = sorted(self._measured)
             last = next((i for i, size in enumerate(sizes) if size >= num_tokens and i), len(sizes) - 1)
-            slope = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1])
-            found = seconds[last] + slope * (num_tokens - sizes[last])
-            self._known[num_tokens] = found = max(found, seconds[0])
-        return found
+            low, high = sizes[last - 1], sizes[last]
+            seconds = self._measured
+            slope = (seconds[high] - seconds[low]) / (high - low)
+            found = max(seconds[high] + slope * (num_tokens - high), seconds[sizes[0]])
+            self._known[num_tokens] = found
+        return self._host + self._factor * found
+
+    def follow(self, slower: bool) -> None:
+        """All steps take more, or less, than is known."""
+        self._factor *= _DRIFT if slower else 1 / _DRIFT
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """A step took so long: all sizes follow at once, as machine and context change, and this one now and then."""
+        known = self(num_tokens) - self._host
+        self.follow(seconds > known)
+        self._num_learnt += 1
+        if self._num_learnt % _SHAPE_STEPS == 0:
+            self._measured[num_tokens] = self._known[num_tokens] * (_DRIFT if seconds > known else 1 / _DRIFT)
+            self._known.clear()
 
 
 class Acceptance:
@@ -46,7 +73,7 @@ class Acceptance:
 
     __slots__ = ("_accepted", "_trials", "patience", "steps_without")
 
-    def __init__(self, patience: int = _PATIENCE) -> None:
+    def __init__(self, patience: int) -> None:
         self._accepted = self._trials = 0.0
         self.steps_without, self.patience = 0, patience
 
@@ -63,16 +90,21 @@ class Pace:
 
     Args:
         costs: of steps of the model.
-        draft_seconds: of one draft of one sequence; all drafts of a round cost it once.
+        drafting: of steps of what drafts: of so many rows, each round; what it must read first counts as rows, too.
+        has_rounds: drafts of a row are made one after another, each at that price; else all at once.
     """
 
-    def __init__(self, costs: StepCosts, draft_seconds: float = 0.0) -> None:
-        self._costs = costs
-        self._draft_seconds = draft_seconds
-        self._all = Acceptance()
-        # A draft model has all to read again that it has missed.
-        self._patience = 4 * _PATIENCE if draft_seconds else _PATIENCE
-        self._break_even: dict[tuple[int, int], float] = {}
+    def __init__(self, costs: StepCosts, drafting: StepCosts, has_rounds: bool = False) -> None:
+        self.costs = costs
+        self.drafting = drafting
+        self._has_rounds = has_rounds
+        self._patience = _PATIENCE  # of who comes new
+        self._all = {greedy: Acceptance(_PATIENCE) for greedy in (True, False)}  # drafts of these agree more often
+        self._account = costs(1)  # seconds
+        self._num_scheduled = 1
+        self._token_seconds = costs(1)  # of plain decoding
+        self._choices: dict[tuple[int, ...], dict[int, int]] = {}  # of late, by batch and levels
+        self._num_learnt = 0
 
     def observe(self, row: DraftedSequence, num_drafts: int, num_accepted: int) -> None:
         """A sequence's drafts were verified."""
@@ -80,66 +112,109 @@ class Pace:
         if found is None:
             found = row.acceptance = Acceptance(self._patience)
         found.observe(num_drafts, num_accepted, _DECAY)
-        self._all.observe(num_drafts, num_accepted, _SLOW_DECAY)
+        self._all[row.greedy].observe(num_drafts, num_accepted, _SLOW_DECAY)
         if num_accepted:
-            found.patience = self._patience
+            found.patience = self._patience = _PATIENCE
+            self._account += num_accepted * self._token_seconds
 
-    def choose(self, rows: Sequence[DraftedSequence], num_scheduled: int, most: int) -> None:
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens, each of them sampled, took so long."""
+        self.costs.learn(num_tokens, seconds)
+        self._num_learnt += 1
+        if self._num_learnt % _REMEMBERED_STEPS == 0:
+            self._choices.clear()
+
+    def drafted(self, counts: Sequence[int], num_read: int, seconds: float) -> None:
+        """Rows that were chosen got so many drafts, for which so many tokens were read first, in so much time."""
+        making = self._making(len(counts), max(counts) or 1, num_read)
+        self.drafting.follow(seconds > making)
+        num, plain = self._num_scheduled, self._token_seconds * self._num_scheduled
+        self._account -= making + self.costs(num + sum(counts)) - plain
+
+    def choose(
+        self, rows: Sequence[DraftedSequence], num_scheduled: int, most: int, proposer: Proposer | None = None
+    ) -> bool:
         """Set `max_drafts` of each row: those drafts of all that make the most tokens a second, at most `most` of one.
 
         `num_scheduled`: sequences of the step, which will have a token each in the next one.
+
+        Returns:
+            Whether there are to be any.
         """
-        prior = self._all.rate(_FIRST_RATE)
-        rates = [prior if row.acceptance is None else row.acceptance.rate(prior) for row in rows]
+        plain = self.costs(num_scheduled)
+        self._num_scheduled, self._token_seconds = num_scheduled, plain / num_scheduled
+        self._account = min(self._account + _LOSS * plain, _MOST_SAVED * plain)
+        greedy, drawn = self._all[True].rate(_FIRST_RATE), self._all[False].rate(_FIRST_RATE)
+        levels: list[int] = []
         for row in rows:
-            row.max_drafts = 0
-        if max(rates) < self._least_rate(num_scheduled, most * len(rows)):
-            self._try_again(rows)
-            return
-        chances: list[tuple[float, int]] = []  # that a draft is accepted, and whose it is
-        for place, rate in enumerate(rates):
-            chance = rate
+            rate = greedy if row.greedy else drawn
+            levels.append(int((rate if row.acceptance is None else row.acceptance.rate(rate)) * _LEVELS + 0.5))
+        best: dict[int, int] = {}
+        if self._account > -_MOST_OWED * plain:
+            key = (num_scheduled, most, *sorted(levels))
+            found = self._choices.get(key)
+            best = self._choices[key] = self._best(levels, num_scheduled, most) if found is None else found
+        any_drafts = False
+        for row, level in zip(rows, levels, strict=True):
+            count = best.get(level, 0)
+            if not count:
+                count = int(self._try_again(row, num_scheduled, proposer))
+            elif proposer is not None and (missed := proposer.num_behind(row)) > _NEAR:
+                count = count if self._pays_reading(row, level / _LEVELS, count, missed) else 0
+            row.max_drafts = count
+            any_drafts = any_drafts or count > 0
+        return any_drafts
+
+    def _best(self, levels: Sequence[int], num_scheduled: int, most: int) -> dict[int, int]:
+        """How many drafts the rows of each level get."""
+        chances: list[tuple[float, int]] = []  # that a draft is accepted, and the level of whose it is
+        for level in set(levels):
+            rate = chance = min(level / _LEVELS, 0.995)
             for _ in range(most):
-                chances.append((chance, place))
+                chances.append((chance, level))
                 chance *= rate
         chances.sort(reverse=True)
-        costs = self._costs
-        best, num_best = num_scheduled / costs(num_scheduled) * _GAIN, 0
+        plain = self.costs(num_scheduled)
+        speed = num_scheduled / plain * _GAIN
+        counts: dict[int, int] = {}
+        best: dict[int, int] = {}
         tokens = float(num_scheduled)
-        rounds = 0
-        counts = [0] * len(rows)
-        for num, (chance, place) in enumerate(chances, 1):
-            tokens += chance
-            counts[place] += 1
-            rounds = max(rounds, counts[place])
-            speed = tokens / (costs(num_scheduled + num) + rounds * self._draft_seconds)
-            if speed > best:
-                best, num_best = speed, num
-        for _, place in chances[:num_best]:
-            rows[place].max_drafts += 1
-        if num_best < len(rows):
-            self._try_again([row for row in rows if not row.max_drafts])
+        num = num_rows = depth = 0
+        for chance, level in chances:
+            num_here, count = levels.count(level), counts.get(level, 0) + 1
+            counts[level] = count
+            num_rows += num_here if count == 1 else 0
+            depth = max(depth, count)
+            tokens += chance * num_here
+            num += num_here
+            seconds = self.costs(num_scheduled + num) + self._making(num_rows, depth, num_rows)
+            if tokens > speed * seconds:
+                speed, best = tokens / seconds, counts.copy()
+        return best
 
-    def _least_rate(self, num_scheduled: int, most: int) -> float:
-        """Below this no number of drafts, of at most so many in all, pays, even if all were first ones."""
-        key = num_scheduled, most
-        found = self._break_even.get(key)
+    def _making(self, num_rows: int, depth: int, num_read: int) -> float:
+        """What it costs to draft for so many rows, at most `depth` tokens for each."""
+        rounds = (depth - 1) * self.drafting(num_rows) if self._has_rounds else 0.0
+        return self.drafting(max(num_rows, num_read)) + rounds
+
+    def _pays_reading(self, row: DraftedSequence, rate: float, count: int, missed: int) -> bool:
+        """Whether reading what was missed is likely to pay, if there are as many steps to come as there have been."""
+        gain = sum(rate**i for i in range(1, count + 1)) * self._token_seconds - self._making(1, count, 1)
+        gain -= self.costs(self._num_scheduled + count) - self.costs(self._num_scheduled)
+        return self.drafting(missed) < max(self._account, 0.0) + gain * max(_HORIZON, row.tokens.position)
+
+    def _try_again(self, row: DraftedSequence, num_scheduled: int, proposer: Proposer | None) -> bool:
+        """Whether one that has long gone without is to have a draft, or nothing would ever be learnt of it."""
+        found: Acceptance | None = row.acceptance
         if found is None:
-            costs = self._costs
-            speed = num_scheduled / costs(num_scheduled) * _GAIN
-            found = self._break_even[key] = min(
-                (speed * (costs(num_scheduled + num) + self._draft_seconds) - num_scheduled) / num
-                for num in range(1, most + 1)
-            )
-        return found
-
-    def _try_again(self, rows: Sequence[DraftedSequence]) -> None:
-        """Let one that has long gone without have a draft, or nothing would ever be learnt of it."""
-        for row in rows:
-            found = row.acceptance
-            if found is None:
-                found = row.acceptance = Acceptance(self._patience)
-            found.steps_without += 1
-            if found.steps_without >= found.patience:
-                found.steps_without, found.patience = 0, min(2 * found.patience, _MOST_PATIENCE)
-                row.max_drafts = 1
+            found = row.acceptance = Acceptance(self._patience)
+        found.steps_without += 1
+        if found.steps_without < found.patience:
+            return False
+        missed = 1 if proposer is None else proposer.num_behind(row)
+        verifying = self.costs(num_scheduled + 1) - self.costs(num_scheduled)
+        if verifying + self._making(1, 1, missed) > self._account:
+            return False
+        found.steps_without, found.patience = 0, min(2 * found.patience, _MOST_PATIENCE)
+        self._patience = max(self._patience, found.patience)
+        return True

@@ -17,6 +17,7 @@ from quire.sampling.native import fixed_record
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
 from quire.speculative.draft_model import DraftOrder, DraftRunner, Reader
+from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.gather import StepBatch, gather_tokens
 from quire.worker.rows import Row, RowTable
@@ -53,12 +54,11 @@ class DraftModel:
         runner.draws_apart = speculative is not None and speculative.acceptance == "rejection"
         return runner
 
-    def round_seconds(self, layers: list[LayerCache]) -> float:
-        """How long one draft of a sequence takes, measured; `layers` are those of both models."""
-        seconds = self._device.step_seconds(
-            self._runnable, self.model.cache_layers, [1, 2], 0.1, len(group_layers(layers))
-        )
-        return seconds[1]
+    def costs(self, layers: list[LayerCache]) -> StepCosts:
+        """Of its steps, measured; `layers` are those of both models."""
+        sizes, num_groups = [1, 4, 16, 64], len(group_layers(layers))
+        seconds = self._device.step_seconds(self._runnable, self.model.cache_layers, sizes, 0.05, num_groups)
+        return StepCosts(seconds)
 
 
 class RowDraftRunner(DraftRunner):

@@ -5,6 +5,7 @@ remember the new tokens, draft more. It keeps rows and KV tensors and knows noth
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class _Begun:
     rows: list[Row]
     ends: list[int]  # as StepBatch.ends
     hidden: Tensor  # [T, H]
+    seconds: float  # that all this took, where it is measured
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,15 @@ class ModelRunner:
     def begin(self, plan: StepPlan) -> None:
         """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
         assert self._begun is None, "a step is begun and not finished"
+        start = time.perf_counter() if self.pace is not None else 0.0
         self._update_rows(plan)
         if not plan.scheduled:
-            self._begun = _Begun(plan, [], [], _NO_HIDDEN)
+            self._begun = _Begun(plan, [], [], _NO_HIDDEN, 0.0)
             return
         batch = gather(plan.scheduled, self.table)
         input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
-        self._begun = _Begun(plan, batch.rows, batch.ends, self.model(input_ids, step))
+        hidden = self.model(input_ids, step)
+        self._begun = _Begun(plan, batch.rows, batch.ends, hidden, time.perf_counter() - start if start else 0.0)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
         """Sample the plan that was begun, under the masks of `guide`."""
@@ -201,7 +205,8 @@ class ModelRunner:
             row.failure = Failure(FailureKind.INTERNAL, message)
             row.state = self._make_state(row, task, SamplingParams())
         if self.proposer is not None and task.params.speculative:
-            row.drafted = DraftedSequence(row.sequence_id, row.tokens, shares=row.request.cache_salt is None)
+            shares = row.request.cache_salt is None
+            row.drafted = DraftedSequence(row.sequence_id, row.tokens, shares, greedy=row.state.greedy)
 
     def _make_state(self, row: Row, task: SamplingTask, params: SamplingParams) -> SamplingState:
         return SamplingState(
@@ -236,6 +241,7 @@ class ModelRunner:
                 token_rows.append(begun.ends[place] - 1)
         if not lanes:
             return
+        start = time.perf_counter() if self.pace is not None else 0.0
         hidden = self.device.take_rows(begun.hidden, token_rows)
         logits = self.model.compute_logits(hidden)
         if guide is not None:
@@ -247,6 +253,8 @@ class ModelRunner:
             self.device.draw(logits, list(lanes.values()))
         else:
             self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
+        if self.pace is not None and len(token_rows) == begun.ends[-1]:
+            self.pace.learn(len(token_rows), begun.seconds + time.perf_counter() - start)
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
             drafts = self._propose(self.proposer, begun, lanes, hidden)
@@ -300,16 +308,19 @@ class ModelRunner:
         if not seen or len(begun.rows) >= proposer.max_batch:
             return found
         if self.pace is not None:
-            self.pace.choose(seen, len(begun.rows), proposer.max_drafts)
-            if not all(drafted.max_drafts for drafted in seen):
-                places = [place for place, drafted in zip(places, seen, strict=True) if drafted.max_drafts]
-                seen = [drafted for drafted in seen if drafted.max_drafts]
-                if not seen:
-                    return found
+            if not self.pace.choose(seen, len(begun.rows), proposer.max_drafts, proposer):
+                return found
+            places = [place for place, drafted in zip(places, seen, strict=True) if drafted.max_drafts]
+            seen = [drafted for drafted in seen if drafted.max_drafts]
         if proposer.uses_hidden:
             newest = [lanes[place].first_row + len(lanes[place].token_ids) - 1 for place in places]
             hidden = self.device.take_rows(hidden, newest)
+        num_read, start = 0, 0.0
+        if self.pace is not None:
+            num_read, start = sum([proposer.num_behind(drafted) for drafted in seen]), time.perf_counter()
         proposed = proposer.propose(seen, hidden, [])
+        if self.pace is not None:
+            self.pace.drafted([len(drafts) for drafts in proposed], num_read, time.perf_counter() - start)
         for place, drafted, drafts in zip(places, seen, proposed, strict=True):
             if drafts:
                 assert len(drafts) <= proposer.max_drafts, (

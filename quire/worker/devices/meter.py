@@ -103,7 +103,7 @@ def measure_steps(
         if len(found) >= 2 and time.perf_counter() - start > limit:
             break
         seconds: list[float] = []
-        while len(seconds) < 2 or (len(seconds) < 12 and sum(seconds) < limit / 40):
+        while not seconds or (len(seconds) < 12 and sum(seconds) < limit / 40):
             begin = time.perf_counter()
             model.compute_logits(model(*upload(_one_sequence(count, num_groups))))
             seconds.append(time.perf_counter() - begin)

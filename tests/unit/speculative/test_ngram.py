@@ -1,6 +1,8 @@
 """Prompt lookup against a search of the whole text."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,24 +36,13 @@ def test_lookup_is_the_search(least: int, most: int) -> None:
             assert index.lookup(count) == searched(token_ids, least, most, count)
 
 
-def test_a_token_enters_the_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the text is, a step looks at a few n-grams only."""
-    index = NgramIndex(2, 4)
-    index.extend([i % 97 for i in range(20_000)])
-    index.lookup(4)
-    looked = 0
-    keys = NgramIndex._keys
+def test_a_step_costs_the_same_however_long_the_text_is(count_bytecodes: Callable[[Callable[[], Any]], int]) -> None:
+    def cost(num_tokens: int) -> int:
+        index = NgramIndex(2, 4)
+        index.extend([i % 97 for i in range(num_tokens)])
+        return count_bytecodes(lambda: (index.extend([1, 2]), index.lookup(4)))
 
-    def counted(self: NgramIndex, end: int) -> list[int]:
-        nonlocal looked
-        looked += 1
-        return keys(self, end)
-
-    monkeypatch.setattr(NgramIndex, "_keys", counted)
-    for i in range(100):
-        index.extend([i, i + 1])
-        index.lookup(4)
-    assert looked == 300
+    assert cost(20_000) == cost(200) < 300
 
 
 def test_the_proposer_reads_rows_as_they_grow() -> None:
