@@ -39,7 +39,7 @@ class StepCosts:
         self._host = host
         self._measured = dict(seconds)
         self._factor = 1.0
-        self._num_learnt = 0
+        self._num_followed = 0
         self._known: dict[int, float] = {}
 
     def __call__(self, num_tokens: int) -> float:
@@ -55,15 +55,16 @@ class StepCosts:
         return self._host + self._factor * found
 
     def follow(self, slower: bool) -> None:
-        """All steps take more, or less, than is known."""
-        self._factor *= _DRIFT if slower else 1 / _DRIFT
+        """All steps take more, or less, than is known: that changes by much at first, then it follows the median."""
+        self._num_followed += 1
+        drift = _DRIFT + 0.5 / self._num_followed
+        self._factor *= drift if slower else 1 / drift
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step took so long: all sizes follow at once, as machine and context change, and this one now and then."""
         known = self(num_tokens) - self._host
         self.follow(seconds > known)
-        self._num_learnt += 1
-        if self._num_learnt % _SHAPE_STEPS == 0:
+        if self._num_followed % _SHAPE_STEPS == 0:
             self._measured[num_tokens] = self._known[num_tokens] * (_DRIFT if seconds > known else 1 / _DRIFT)
             self._known.clear()
 
