@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from quire.config.kv_events import KVEventsConfig
@@ -15,9 +16,10 @@ from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
-from quire.config.speculative import SpeculativeConfig, check_draft_model
+from quire.config.speculative import HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
+from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
@@ -201,6 +203,7 @@ class EngineArgs:
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         speculative = None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
+        method = None if speculative is None else speculative.method
         return EngineConfig(
             args=self,
             model=model,
@@ -215,7 +218,8 @@ class EngineArgs:
                 draft_tree=speculative.tree if speculative is not None else None,
             ),
             speculative=speculative,
-            draft=self._draft_model(speculative, model) if speculative is not None and speculative.model else None,
+            draft=self._draft_model(speculative, model) if speculative and method == "draft_model" else None,
+            heads=self._heads(speculative) if speculative and method in HEAD_METHODS else None,
         )
 
     def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
@@ -230,6 +234,11 @@ class EngineArgs:
         check_draft_model(draft, model)
         return draft
 
+    def _heads(self, speculative: SpeculativeConfig) -> Path:
+        """Where the heads that draft are."""
+        name, cache = speculative.model or "", self.download_dir
+        return resolve_model_path(name, speculative.revision, cache_dir=cache, allow_patterns=HEAD_PATTERNS)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -240,6 +249,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None
+    heads: Path | None = None
 
     @property
     def kv_events(self) -> KVEventsConfig:

@@ -19,15 +19,18 @@ from quire.utils.suggest import nearest
 MAX_DRAFTS = 32  # of one sequence in one step
 OPTION = "speculative_config"
 
-# The options that one method alone reads.
-_OF_METHOD = {
-    "model": "draft_model",
-    "revision": "draft_model",
-    "quantization": "draft_model",
-    "prompt_lookup_min": "ngram",
-    "prompt_lookup_max": "ngram",
-    "suffix_decoding_max_spec_factor": "suffix",
-    "suffix_decoding_max_cached_requests": "suffix",
+HEAD_METHODS = ("medusa",)  # those whose `model` is heads that were trained for the model
+_WITH_MODEL = ("draft_model", *HEAD_METHODS)
+
+# The options that some methods alone read.
+_OF_METHODS = {
+    "model": _WITH_MODEL,
+    "revision": _WITH_MODEL,
+    "quantization": _WITH_MODEL,
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+    "suffix_decoding_max_spec_factor": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
 }
 _OF_TYPICAL = ("posterior_threshold", "posterior_alpha")
 _REQUIRED = ("method",)
@@ -42,15 +45,20 @@ class SpeculativeConfig:
         ConfigError: a value is out of its range, or of no use to the method.
     """
 
-    method: Literal["ngram", "suffix", "draft_model"] = option(
+    method: Literal["ngram", "suffix", "draft_model", "medusa"] = option(
         "ngram",
         "'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest "
-        "such tokens, in past outputs too where asked, 'draft_model' asks a smaller model.",
+        "such tokens, in past outputs too where asked, 'draft_model' asks a smaller model, 'medusa' heads that were "
+        "trained for the model.",
     )
-    model: str | None = option(None, "The draft model: a directory, a hub id, or 'demo-draft'; of the same vocabulary.")
-    revision: str | None = option(None, "Branch, tag or commit of the draft model on the hub.")
+    model: str | None = option(
+        None,
+        "The draft model, of the same vocabulary, or the heads, trained for the model: a directory, a hub id, or "
+        "'demo-draft', 'demo-medusa'.",
+    )
+    revision: str | None = option(None, "Branch, tag or commit of the draft model or heads on the hub.")
     quantization: Literal["int8", "int4"] | None = option(
-        None, "The draft model's weights, as the option of the model."
+        None, "The draft model's or heads' weights, as the option of the model."
     )
     num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
     speculative_token_tree: str | None = option(
@@ -171,19 +179,18 @@ class SpeculativeConfig:
                 f"{OPTION}: adaptive is refused with the acceptance 'typical', as a request's answer would depend on "
                 "what steps cost; leave it out."
             )
-        for name, method in _OF_METHOD.items():
-            if name in given and config.method != method:
-                raise ConfigError(
-                    f"{OPTION}: {name} is for the method {method!r}, not {config.method!r}; leave it out."
-                )
+        for name, methods in _OF_METHODS.items():
+            if name in given and config.method not in methods:
+                for_them = f"method{'s' if len(methods) > 1 else ''} {', '.join(map(repr, methods))}"
+                raise ConfigError(f"{OPTION}: {name} is for the {for_them}, not {config.method!r}; leave it out.")
         num_drafts = given.get("num_speculative_tokens", config.max_drafts)
         if config.tree is not None and num_drafts != config.max_drafts:
             raise ConfigError(
                 f"{OPTION}: num_speculative_tokens={num_drafts} are not the {config.max_drafts} nodes of "
                 "speculative_token_tree; leave it out."
             )
-        if config.method == "draft_model" and not config.model:
-            raise ConfigError(f"{OPTION}: the method 'draft_model' needs 'model', the name of the model that drafts.")
+        if config.method in _WITH_MODEL and not config.model:
+            raise ConfigError(f"{OPTION}: the method {config.method!r} needs 'model', the name of what drafts.")
         return config
 
 

@@ -4,6 +4,7 @@ The engine makes it from its options; an executor hands it to each worker. It ho
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.config.draft_tree import DraftTree
 from quire.config.model import ModelConfig
@@ -23,6 +24,7 @@ class WorkerConfig:
         draft_tree: their shape, where they are no chain.
         speculative: how they are drafted, where they are.
         draft: the model that drafts them, where one does.
+        heads: the folder of heads that draft them, where some do.
         quantization: weight format made at load time, None for the checkpoint's own.
         kv_cache_dtype: "auto" for the model's, or the name of a cache format.
         kernels: level of compiled kernels, "auto" or "torch".
@@ -43,6 +45,7 @@ class WorkerConfig:
     draft_tree: DraftTree | None = None
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None
+    heads: Path | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"

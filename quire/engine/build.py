@@ -36,6 +36,7 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
         draft_tree=config.scheduler.draft_tree,
         speculative=config.speculative,
         draft=config.draft,
+        heads=config.heads,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         kernels=args.kernels,

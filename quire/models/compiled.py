@@ -4,7 +4,7 @@ The worker makes one from a loaded model whose weights are packed. The model's o
 runs once, with the builder's values in place of tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,3 +83,27 @@ class CompiledModel:
         logits = torch.empty(hidden.shape[0], self.vocab_size)
         self._head.run([hidden, logits])
         return logits
+
+
+class CompiledHeads:
+    """Functions of the same rows, recorded as one program: [R, width] -> [R, N] each.
+
+    Args:
+        heads: makes all of them.
+        dtype: of the rows.
+        target: as for `CompiledModel`.
+    """
+
+    def __init__(
+        self, heads: Callable[[Tensor], Sequence[Tensor]], width: int, dtype: torch.dtype, target: Target | None = None
+    ) -> None:
+        builder = ProgramBuilder(dtype, target)
+        outputs: Any = heads(recorded(builder.input(width)))
+        self._shape, self._dtype = (len(outputs), outputs[0].width), outputs[0].dtype
+        self._program = builder.finish(outputs)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[R, width] -> [R, K, N]."""
+        found = torch.empty(hidden.shape[0], *self._shape, dtype=self._dtype)
+        self._program.run([hidden, *found.unbind(1)])
+        return found

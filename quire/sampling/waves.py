@@ -134,12 +134,14 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
 
 
 def sample_ahead(
-    logits: Tensor, states: Sequence[SamplingState], ahead: int, target: Target | None = None
+    logits: Tensor, states: Sequence[SamplingState], ahead: int | Sequence[int], target: Target | None = None
 ) -> list[int | None]:
     """A token from each of [R, V] logits, drawn as `ahead` positions beyond a sequence's next one; None where it fails.
 
-    Nothing may look back: no state has penalties, bad words, processors or a least number of tokens.
+    `ahead` is one number for all, or each one's. Nothing may look back: no state has penalties, bad words, processors
+    or a least number of tokens.
     """
     num = len(states)
-    output = sample(logits, Draws(states, [1] * num, range(num), None, [ahead] * num), target)
+    each = [ahead] * num if isinstance(ahead, int) else ahead
+    output = sample(logits, Draws(states, [1] * num, range(num), None, each), target)
     return [token_ids[0] if token_ids else None for token_ids in output.token_ids]

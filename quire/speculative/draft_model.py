@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.drawing import Drawing, drafting_state
 
 
 @dataclass(slots=True)
@@ -154,18 +154,7 @@ class DraftModelProposer(Proposer):
     def _open(self, row: DraftedSequence) -> Reader:
         """How the sampler draws for the sequence, but for what looks back at tokens or reports."""
         own, params, seed, sequence_index = self._runner.open(row)
-        plain = msgspec.structs.replace(
-            params,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            repetition_penalty=1.0,
-            logits_processors=None,
-            min_tokens=0,
-            logprobs=None,
-            prompt_logprobs=None,
-            n=1,
-            temperature=0.0 if self._is_greedy else params.temperature,
-        )
-        state = SamplingState(plain, row.tokens, seed=seed, sequence_index=sequence_index, vocab_size=self._vocab_size)
+        drawing = Drawing(params, seed, sequence_index)
+        state = drafting_state(drawing, row.tokens, self._vocab_size, self._is_greedy)
         reader = row.memory = Reader(own, state)
         return reader

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.errors import ModelLoadError
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
@@ -41,6 +41,12 @@ class HeadCheckpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor, by its name in the checkpoint."""
         return {} if self.source is None else {spec.name: spec.shape for spec in self.source.specs}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its tensors."""
+        assert self.source is not None, "there are no tensors"
+        [found] = [tensor.clone() for _, tensor in self.source.stream([one for one in self.shapes if one != name])]
+        return found
 
     def error(self, complaint: str) -> ModelLoadError:
         """For what is wrong with it."""
@@ -138,6 +144,6 @@ def fill_heads(
                 )
             slot.load(tensor)
     if left:
-        theirs = {ours: name for name, ours in reversed(names.items())}
-        listed = ", ".join(theirs.get(name) or name for name in sorted(left)[:5])
+        theirs = {ours: name for name, ours in reversed(list(names.items()))}
+        listed = ", ".join(theirs.get(name, name) for name in sorted(left)[:5])
         raise checkpoint.error(f"lack {len(left)} tensors: {listed}. They are incomplete, or of another kind.")

@@ -26,6 +26,7 @@ from quire.worker.devices.cpu import CpuDevice
 from quire.worker.draft import DraftModel
 from quire.worker.fingerprint import kv_fingerprint
 from quire.worker.judging import Judge
+from quire.worker.medusa import MedusaModel
 from quire.worker.rows import RowTable
 from quire.worker.runner import KVCache, ModelRunner
 from quire.worker.tiers import DiskCache, HostCache
@@ -57,6 +58,7 @@ class Worker:
         self._store: WeightStore | None = None
         self._model = self._build()
         self._draft = DraftModel(config, self.device, self._model) if config.draft is not None else None
+        self._heads = MedusaModel(config, self.device) if config.heads is not None else None
         self._layers = [*self._model.cache_layers, *(self._draft.model.cache_layers if self._draft else ())]
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
@@ -90,6 +92,8 @@ class Worker:
         self._runnable = device.compile(self._model)
         if self._draft is not None:
             self._draft.load(progress)
+        if self._heads is not None:
+            self._heads.load()
         return WorkerReport(
             kernels=device.kernels,
             kernels_reason=device.kernels_reason,
@@ -165,7 +169,8 @@ class Worker:
         elif config.speculative is not None:
             own = cache.tensors[len(self._model.cache_layers) :]
             drafts = self._draft.runner(table, own) if self._draft is not None else None
-            proposer = make_proposer(config.speculative, model.vocab_size, drafts)
+            heads = self._heads.runner(model, table) if self._heads is not None else None
+            proposer = make_proposer(config.speculative, model.vocab_size, drafts, heads)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
         speculative = config.speculative
         if speculative is None or proposer is None:

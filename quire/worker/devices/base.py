@@ -5,7 +5,7 @@ and takes hidden states from it. A device knows tensors and kernels, and neither
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -74,6 +74,10 @@ class Device(ABC):
     @abstractmethod
     def compile(self, model: CausalLM) -> RunnableModel:
         """The loaded model as this device runs it."""
+
+    @abstractmethod
+    def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
+        """Functions of the same rows, in the model's type, as this device runs them: [R, width] -> [R, K, N]."""
 
     @abstractmethod
     def activation_bytes(
@@ -149,7 +153,9 @@ class Device(ABC):
         """Sample [N, V] logits into lanes, as `quire.sampling.accept.judge_lanes`."""
 
     @abstractmethod
-    def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
+    def draw_ahead(
+        self, logits: Tensor, states: Sequence[SamplingState], ahead: int | Sequence[int]
+    ) -> list[int | None]:
         """Draw a token from each of [R, V] logits, as `draw` would `ahead` positions later; None where that fails.
 
         The states are of parameters that don't look back. Nothing is appended.

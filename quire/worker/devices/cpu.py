@@ -6,7 +6,7 @@ the KV cache lies in huge pages. Knows no plan and no row.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -20,7 +20,7 @@ from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
-from quire.models.compiled import CompiledModel
+from quire.models.compiled import CompiledHeads, CompiledModel
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, prefault
 from quire.protocol.cache import LayerCache, group_layers
@@ -92,6 +92,11 @@ class CpuDevice(Device):
 
     def compile(self, model: CausalLM) -> RunnableModel:
         return CompiledModel(model, self._target) if self.packs_weights else model
+
+    def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
+        if self.packs_weights:
+            return CompiledHeads(heads, width, self._dtype, self._target)
+        return lambda hidden: torch.stack(list(heads(hidden)), 1)
 
     def activation_bytes(
         self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int
@@ -190,7 +195,9 @@ class CpuDevice(Device):
     def judge(self, logits: Tensor, lanes: Sequence[Lane], rule: Rule) -> None:
         judge_lanes(logits, lanes, rule, self._target)
 
-    def draw_ahead(self, logits: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
+    def draw_ahead(
+        self, logits: Tensor, states: Sequence[SamplingState], ahead: int | Sequence[int]
+    ) -> list[int | None]:
         return sample_ahead(logits, states, ahead, self._target)
 
     def draw_drafts(

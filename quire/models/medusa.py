@@ -1,0 +1,136 @@
+"""Medusa heads (arXiv:2401.10774): each predicts a token further ahead from the model's last hidden state.
+
+A head is some residual blocks, `x + silu(W x + b)`, and an output head, its own or the model's. Checkpoints come in the
+published form (`0.0.linear.weight`: head, layer) and in vLLM's (`blocks.0.layers.0.weight`); what is in one is read
+here from its tensors' names and shapes. The worker builds and fills these; nothing here knows files.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from quire import ops
+from quire.layers.linear import Linear
+from quire.models.builder import Builder
+
+TOKEN_MAP = "token_map"  # of vLLM's form: which token each of a head's own outputs stands for
+_PLACE = r"(?P<head>\d+)\.(?P<layer>\d+)"
+_BLOCK = re.compile(rf"(?:{_PLACE}\.linear|blocks\.(?P<vllm>\d+)\.layers\.(?P<vllm_layer>\d+))\.(?P<kind>weight|bias)")
+_HEAD = re.compile(rf"(?:{_PLACE}|lm_heads\.(?P<vllm>\d+)(?P<vllm_layer>))\.weight")
+_PREFIX = re.compile(r"medusa_heads?\.")
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """What heads there are.
+
+    Attributes:
+        num_layers: residual blocks of each head.
+        num_outputs: of the heads' own output heads; None where they use the model's.
+        bias: whether the blocks have one.
+        scale: what logits are multiplied by.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    num_outputs: int | None = None
+    bias: bool = True
+    scale: float = 1.0
+
+
+def read_shape(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], num_heads: int
+) -> tuple[MedusaShape, dict[str, str | None]]:
+    """The first heads of a checkpoint, and each tensor's name here; None for those that are not needed.
+
+    Args:
+        config: its config.json.
+        shapes: of its tensors, by name; those of unknown names are left out of the result.
+        num_heads: how many are wanted.
+
+    Raises:
+        ValueError: what is wrong, as said of "the heads".
+    """
+    scale = config.get("logit_scale", 1.0)
+    if not isinstance(scale, int | float):
+        raise ValueError(f"have logit_scale = {scale!r} in config.json; it must be a number.")
+    use_models_head = bool(config.get("original_lm_head"))
+    names: dict[str, str | None] = {}
+    heads, layers = {-1}, {-1}
+    sizes: list[int] = []
+    outputs: list[int] = []
+    for name, shape in shapes.items():
+        bare = _PREFIX.sub("", name)
+        if found := _BLOCK.fullmatch(bare) or _HEAD.fullmatch(bare):
+            head, layer = int(found["head"] or found["vllm"]), int(found["layer"] or found["vllm_layer"] or 0)
+            own_head = found.re is _HEAD
+            heads.add(head)
+            if head >= num_heads or (own_head and use_models_head):
+                names[name] = None
+            elif own_head:
+                names[name] = f"lm_heads.{head}.weight"
+                outputs += shape[:1]
+            else:
+                names[name] = f"blocks.{head}.{layer}.{found['kind']}"
+                sizes += shape[-1:]
+                layers.add(layer)
+        elif bare in (TOKEN_MAP, "lm_head.weight"):
+            names[name] = None
+    if not sizes:
+        raise ValueError("have no tensor that is called as a Medusa head's, as '0.0.linear.weight'; use such heads.")
+    _check_numbers(config, max(heads) + 1, max(layers) + 1, num_heads)
+    bias = any(ours is not None and ours.endswith("bias") for ours in names.values())
+    return MedusaShape(num_heads, max(layers) + 1, sizes[0], outputs[0] if outputs else None, bias, scale), names
+
+
+def _check_numbers(config: Mapping[str, Any], num_heads: int, num_layers: int, wanted: int) -> None:
+    said = config.get("medusa_num_heads", config.get("num_heads", num_heads))
+    said_layers = config.get("medusa_num_layers", config.get("num_hidden_layers", num_layers))
+    if said != num_heads or said_layers != num_layers:
+        raise ValueError(
+            f"are {said} of {said_layers} layers by config.json, and its tensors are of {num_heads} of {num_layers}: "
+            "they don't belong together. Fetch both again."
+        )
+    if num_heads < wanted:
+        raise ValueError(
+            f"are {num_heads}, and each drafts one token: num_speculative_tokens, or the depth of "
+            f"speculative_token_tree, is {wanted}. Lower it."
+        )
+
+
+class MedusaHeads(nn.Module):
+    """The heads, called with the hidden states [R, H] from which the newest tokens were drawn."""
+
+    def __init__(self, shape: MedusaShape, builder: Builder) -> None:
+        super().__init__()
+        size = shape.hidden_size
+        self.shape = shape
+        self._blocks = [
+            [builder.linear(f"blocks.{head}.{layer}", size, size, bias=shape.bias) for layer in range(shape.num_layers)]
+            for head in range(shape.num_heads)
+        ]
+        self._heads: list[Linear] = []
+        if shape.num_outputs is not None:
+            self._heads = [builder.linear(f"lm_heads.{i}", size, shape.num_outputs) for i in range(shape.num_heads)]
+        self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
+        self.lm_heads = nn.ModuleList(self._heads)
+
+    def forward(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
+        """Of the first heads: logits [R, V] each, or where the model's output head makes them what it is given, [R, H].
+
+        Head j looks at the token j + 1 places after the newest one.
+        """
+        found: list[Tensor] = []
+        for head, block in enumerate(self._blocks[:num_heads]):
+            x = hidden
+            for layer in block:
+                x = x + ops.silu(layer(x))
+            if self._heads:
+                x = self._heads[head](x, wide=True)
+                x = x if self.shape.scale == 1.0 else ops.scale(x, self.shape.scale)
+            found.append(x)
+        return found

@@ -1,0 +1,43 @@
+"""How a proposer draws: as the sampler will, with the random bits of the position that is drafted.
+
+So a draft is the sampler's own choice wherever proposer and model think alike. Proposers that have logits use it; it
+knows neither models nor rows.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
+from quire.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a sequence is drawn with: its request's parameters and seed, and which of the request's it is."""
+
+    params: SamplingParams
+    seed: int
+    sequence_index: int
+
+
+def drafting_state(drawing: Drawing, tokens: SequenceTokens, vocab_size: int, greedy: bool = False) -> SamplingState:
+    """How the sampler draws for a sequence, but for what looks back at tokens or reports: that is left out.
+
+    greedy: take what is likeliest, whatever the parameters say.
+    """
+    params = drawing.params
+    plain = msgspec.structs.replace(
+        params,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logits_processors=None,
+        min_tokens=0,
+        logprobs=None,
+        prompt_logprobs=None,
+        n=1,
+        temperature=0.0 if greedy else params.temperature,
+    )
+    return SamplingState(plain, tokens, seed=drawing.seed, sequence_index=drawing.sequence_index, vocab_size=vocab_size)

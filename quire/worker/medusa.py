@@ -1,0 +1,117 @@
+"""Medusa heads beside the model: read, held against it, and run on the hidden states that tokens were drawn from.
+
+The worker makes one where the configuration says so. Heads without an output head of their own use the model's, all in
+one product. It knows rows, and no plan.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from quire.config.worker import WorkerConfig
+from quire.models.builder import BuildContext, Builder
+from quire.models.medusa import TOKEN_MAP, MedusaHeads, MedusaShape, read_shape
+from quire.models.registry import DTYPES
+from quire.protocol.requests import SamplingTask
+from quire.sampling.state import SamplingState
+from quire.speculative.base import DraftedSequence
+from quire.speculative.drawing import Drawing
+from quire.speculative.medusa import HeadRunner
+from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.heads import fill_heads, open_heads
+from quire.worker.rows import RowTable
+from quire.worker.weights.store import WeightStore
+
+
+class MedusaModel:
+    """The heads of a configuration that names some; `load` fills them.
+
+    Raises:
+        ModelLoadError: files are missing or damaged, or the heads are another model's, or too few.
+    """
+
+    def __init__(self, config: WorkerConfig, device: Device) -> None:
+        speculative = config.speculative
+        assert config.heads is not None, "no heads are configured"
+        assert speculative is not None, "heads, and nothing that uses them"
+        self._config, self._device = config, device
+        self._dtype = DTYPES[config.model.dtype]
+        self._checkpoint = open_heads(config.heads, speculative.model or "", load_format=config.load_format)
+        tree = speculative.tree
+        shape, self._names = self._read(speculative.num_speculative_tokens if tree is None else tree.max_depth)
+        store = WeightStore(None) if device.packs_weights else None
+        formats = device.weight_formats(speculative.quantization, store)
+        self._heads = MedusaHeads(shape, Builder(BuildContext(device.backend, formats, self._dtype)))
+        self._token_map: Tensor | None = None
+
+    def load(self) -> None:
+        """Fill them."""
+        config, checkpoint = self._config, self._checkpoint
+        fill_heads(self._heads, checkpoint, self._names, self._dtype, config.model.seed)
+        num_outputs, vocab_size = self._heads.shape.num_outputs, config.model.vocab_size
+        if num_outputs is not None and num_outputs != vocab_size:
+            found = checkpoint.tensor(TOKEN_MAP).long()
+            if found.min() < 0 or found.max() >= vocab_size:
+                raise checkpoint.error(f"have a {TOKEN_MAP} with ids outside the model's vocabulary of {vocab_size}.")
+            self._token_map = found
+
+    def runner(self, model: RunnableModel, table: RowTable) -> "RowHeadRunner":
+        """What drafts for the rows, with the output head of `model` where the heads have none."""
+        return RowHeadRunner(self._device, self._heads, model, table, self._token_map)
+
+    def _read(self, num_heads: int) -> tuple[MedusaShape, dict[str, str | None]]:
+        """Of so many heads, held against the model."""
+        checkpoint, model = self._checkpoint, self._config.model
+        hidden_size = checkpoint.number("hidden_size", default=model.hidden_size)
+        vocab_size = checkpoint.number("vocab_size", default=model.vocab_size)
+        num_layers = checkpoint.number("medusa_num_layers", "num_hidden_layers", default=1)
+        shape, names = MedusaShape(num_heads, num_layers, hidden_size), {}
+        if checkpoint.source is not None:
+            try:
+                shape, names = read_shape(checkpoint.config, checkpoint.shapes, num_heads)
+            except ValueError as error:
+                raise checkpoint.error(str(error)) from None
+        for found in (hidden_size, shape.hidden_size):
+            checkpoint.hold("hidden size", found, model.hidden_size, model.model)
+        num_outputs = shape.num_outputs or vocab_size
+        mapped = checkpoint.shapes.get(TOKEN_MAP) == (num_outputs,)
+        for found in (vocab_size, vocab_size if mapped else num_outputs):
+            checkpoint.hold("vocabulary", found, model.vocab_size, model.model)
+        return shape, names
+
+
+class RowHeadRunner(HeadRunner):
+    """Runs heads for the rows of a table; a program for each number of them."""
+
+    def __init__(
+        self, device: Device, heads: MedusaHeads, model: RunnableModel, table: RowTable, token_map: Tensor | None
+    ) -> None:
+        self._device, self._heads, self._model, self._table = device, heads, model, table
+        self._token_map = token_map
+        self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    def drawing(self, row: DraftedSequence) -> Drawing:
+        held = self._table[row.sequence_id]
+        task = held.request.task
+        assert isinstance(task, SamplingTask), "what is ranked is not drafted for"
+        return Drawing(task.params, task.seed, held.sequence_index)
+
+    def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
+        each = [state for state in states for _ in range(num_heads)]
+        return self._device.draw_ahead(self.logits(hidden, num_heads), each, [*range(num_heads)] * len(states))
+
+    def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
+        """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""
+        program = self._programs.get(num_heads)
+        if program is None:
+            heads = partial(self._heads, num_heads=num_heads)
+            program = self._programs[num_heads] = self._device.compile_heads(heads, hidden.shape[1])
+        found = program(hidden).flatten(0, 1)
+        if self._heads.shape.num_outputs is None:
+            return self._model.compute_logits(found)
+        if self._token_map is None:
+            return found
+        logits = found.new_full((found.shape[0], self._model.vocab_size), float("-inf"))
+        logits[:, self._token_map] = found
+        return logits

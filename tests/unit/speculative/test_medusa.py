@@ -1,0 +1,54 @@
+"""The proposer asks as many heads as are wanted, once for all sequences."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
+from quire.sampling_params import SamplingParams
+from quire.speculative.base import DraftedSequence
+from quire.speculative.drawing import Drawing
+from quire.speculative.medusa import HeadRunner, MedusaProposer
+
+
+class Runner(HeadRunner):
+    """Head j drafts 10 i + j for the sequence of seed i, but for 11, which can't be drawn."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.num_states = 0
+
+    def drawing(self, row: DraftedSequence) -> Drawing:
+        self.num_states += 1
+        return Drawing(SamplingParams(temperature=0.5, n=2, min_tokens=3), row.sequence_id, 0)
+
+    def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
+        self.calls.append((len(hidden), num_heads))
+        self.temperatures = [state.temperature for state in states]
+        ids = [10 * state.seed + j for state in states for j in range(num_heads)]
+        return [None if token_id == 11 else token_id for token_id in ids]
+
+
+def row(number: int, max_drafts: int) -> DraftedSequence:
+    return DraftedSequence(number, SequenceTokens.of([1, 2]), max_drafts=max_drafts)
+
+
+def test_each_sequence_gets_as_many_as_it_may_have() -> None:
+    runner = Runner()
+    proposer = MedusaProposer(4, 64, runner)
+    rows = [row(0, 3), row(1, 3), row(2, 1)]
+    assert proposer.propose(rows, torch.zeros(3, 8), []) == [[0, 1, 2], [10], [20]]
+    assert runner.calls == [(3, 3)]
+    rows[0].max_drafts = 1
+    assert proposer.propose(rows[:1], torch.zeros(1, 8), []) == [[0]]
+    assert runner.calls[1:] == [(1, 1)]
+    assert runner.num_states == 3  # made once for each sequence
+    assert runner.temperatures == [0.5]
+
+
+def test_where_the_typical_is_accepted_the_likeliest_is_drafted() -> None:
+    runner = Runner()
+    MedusaProposer(2, 64, runner, "typical").propose([row(3, 2)], torch.zeros(1, 8), [])
+    assert runner.temperatures == [0.0]
