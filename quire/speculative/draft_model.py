@@ -5,6 +5,7 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 `DraftRunner`; it knows no blocks itself.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,6 @@ class DraftModelProposer(Proposer):
         """How the sampler draws for the sequence, but for what looks back at tokens or reports."""
         own, params, seed, sequence_index = self._runner.open(row)
         drawing = Drawing(params, seed, sequence_index)
-        state = drafting_state(drawing, row.tokens, self._vocab_size, self._is_greedy)
+        state = drafting_state(drawing, row.tokens, self._vocab_size, math.inf if self._is_greedy else 1.0)
         reader = row.memory = Reader(own, state)
         return reader

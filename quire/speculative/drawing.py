@@ -12,6 +12,8 @@ from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 
+_LEAST = 0.01  # temperature that is not greedy
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -22,12 +24,13 @@ class Drawing:
     sequence_index: int
 
 
-def drafting_state(drawing: Drawing, tokens: SequenceTokens, vocab_size: int, greedy: bool = False) -> SamplingState:
+def drafting_state(drawing: Drawing, tokens: SequenceTokens, vocab_size: int, sharpness: float = 1.0) -> SamplingState:
     """How the sampler draws for a sequence, but for what looks back at tokens or reports: that is left out.
 
-    greedy: take what is likeliest, whatever the parameters say.
+    sharpness: its temperature is divided by this; `math.inf` takes what is likeliest.
     """
     params = drawing.params
+    temperature = params.temperature / sharpness
     plain = msgspec.structs.replace(
         params,
         presence_penalty=0.0,
@@ -38,6 +41,6 @@ def drafting_state(drawing: Drawing, tokens: SequenceTokens, vocab_size: int, gr
         logprobs=None,
         prompt_logprobs=None,
         n=1,
-        temperature=0.0 if greedy else params.temperature,
+        temperature=temperature if temperature >= _LEAST else 0.0,
     )
     return SamplingState(plain, tokens, seed=drawing.seed, sequence_index=drawing.sequence_index, vocab_size=vocab_size)

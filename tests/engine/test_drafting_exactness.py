@@ -18,7 +18,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {},
     "suffix": {"suffix_decoding_max_cached_requests": 50},
     "draft_model": {"model": "demo-draft"},
+    "medusa": {"model": "demo-medusa"},
 }
+WIDE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]"
 FORMATS: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
@@ -59,6 +61,9 @@ def alone(model_options, todo):
 def check(model_options, alone, todo, method: str, k: int, options: dict[str, Any], way: str) -> None:
     changes = {name: value for name, value in WAYS[way].items() if name != "adaptive"}
     config = {"method": method, "num_speculative_tokens": k, "adaptive": way == "adaptive"} | METHODS[method]
+    if method == "medusa" and k > 4:
+        config["speculative_token_tree"] = WIDE  # the demo has four heads
+        del config["num_speculative_tokens"]
     one = engine(model_options("demo"), **options, **changes, speculative_config=config)
     expected = alone(options)
     assert run(one, todo, together=7) == expected

@@ -75,7 +75,7 @@ def check(plain: dict[str, list[Any]], method: dict[str, Any], *, together: bool
 
 
 def method_of(name: str, k: int) -> dict[str, Any]:
-    model = {"model": "demo-draft"} if name == "draft_model" else {}
+    model = {"draft_model": {"model": "demo-draft"}, "medusa": {"model": "demo-medusa"}}.get(name, {})
     return {"method": name, "num_speculative_tokens": k} | model
 
 

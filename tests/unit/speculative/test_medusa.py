@@ -45,7 +45,7 @@ def test_each_sequence_gets_as_many_as_it_may_have() -> None:
     assert proposer.propose(rows[:1], torch.zeros(1, 8), []) == [[0]]
     assert runner.calls[1:] == [(1, 1)]
     assert runner.num_states == 3  # made once for each sequence
-    assert runner.temperatures == [0.5]
+    assert runner.temperatures == [0.25]  # sharper than the request's
 
 
 def test_where_the_typical_is_accepted_the_likeliest_is_drafted() -> None:
