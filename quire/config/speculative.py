@@ -104,8 +104,19 @@ class SpeculativeConfig:
                 f"speculative_token_tree is for the methods {', '.join(_DRAFT_TREES)}, and {self.method!r} drafts "
                 "chains; leave it out."
             )
-        if self.tree is not None and self.acceptance == "typical":
-            raise ConfigError("speculative_token_tree is refused with the acceptance 'typical'; leave one of them out.")
+        if self.tree is not None and self.acceptance != "exact":
+            raise ConfigError(
+                f"speculative_token_tree is refused with the acceptance {self.acceptance!r}; leave one of them out."
+            )
+        if self.acceptance != "typical":
+            return
+        # What is drafted makes a difference then, and so has to follow from the request alone.
+        for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is refused with the acceptance 'typical', as answers would depend "
+                    "on who else is there; leave it out."
+                )
 
     @cached_property
     def tree(self) -> DraftTree | None:
@@ -116,16 +127,6 @@ class SpeculativeConfig:
     def max_drafts(self) -> int:
         """Most drafts of a sequence in one step."""
         return self.num_speculative_tokens if self.tree is None else len(self.tree)
-
-        if self.acceptance != "typical":
-            return
-        # What is drafted makes a difference then, and so has to follow from the request alone.
-        for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is refused with the acceptance 'typical', as answers would depend "
-                    "on who else is there; leave it out."
-                )
 
     @property
     def threshold(self) -> float | None:

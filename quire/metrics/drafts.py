@@ -3,14 +3,16 @@
 The scheduler's outcomes tell each verified draft, `Scheduler.stats` reads them. Knows no sequence.
 """
 
+from quire.config.draft_tree import DraftTree
 from quire.protocol.stats import SpeculationStats
 
 
 class DraftCounts:
-    """Counters since the start; `shown` says whether there is anything that drafts."""
+    """Counters since the start; `shown` says whether there is anything that drafts, `tree` in which shape."""
 
-    def __init__(self, shown: bool) -> None:
+    def __init__(self, shown: bool, tree: DraftTree | None = None) -> None:
         self._shown = shown
+        self._tree = tree
         self._num_drafts = self._num_draft_tokens = self._num_accepted = 0
         self._per_position: list[int] = []
 
@@ -20,7 +22,8 @@ class DraftCounts:
         self._num_draft_tokens += num_drafts
         self._num_accepted += num_accepted
         per_position = self._per_position
-        per_position += [0] * (num_drafts - len(per_position))
+        depth = num_drafts if self._tree is None else self._tree.depths[num_drafts - 1]
+        per_position += [0] * (depth - len(per_position))
         for place in range(num_accepted):
             per_position[place] += 1
 

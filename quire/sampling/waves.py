@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.config.draft_tree import DraftTree
 from quire.ops.native.library import Target
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.sampling import native
@@ -27,6 +28,9 @@ class Lane:
         num_drafts: how many of the drafts in its row were computed.
         num_samples: draws at its one position, > 1 only without drafts; the first of them is appended.
         masks: a grammar's bitmask by sampled position, where there is one.
+        tree: the shape of the drafts, where they are no chain: `masks` are then by place among the computed, as is
+        path: the place of what each token was drawn from, 0 and then 1 + its node.
+        draft_ids: those of the tree.
         drafted: the proposer's view of the sequence where a rule judges its drafts (`quire.sampling.accept`), not
             whether the sampler draws them.
         probs: then float64 [V], what each draft in its row was drawn from; [] where they are certain.
@@ -36,8 +40,8 @@ class Lane:
     """
 
     __slots__ = (
-        "drafted", "failure", "first_row", "logprobs", "masks", "num_drafts", "num_samples", "probs", "state",
-        "token_ids",
+        "draft_ids", "drafted", "failure", "first_row", "logprobs", "masks", "num_drafts", "num_samples", "path",
+        "probs", "state", "token_ids", "tree",
     )  # fmt: skip
 
     def __init__(self, state: SamplingState, first_row: int, num_drafts: int = 0, num_samples: int = 1) -> None:
@@ -46,6 +50,7 @@ class Lane:
         self.num_drafts = num_drafts
         self.num_samples = num_samples
         self.masks: dict[int, Mask] | None = None
+        self.tree: DraftTree | None = None
         self.drafted: Any = None
         self.probs: list[Any] = []
         self.token_ids: list[int] = []
@@ -57,6 +62,32 @@ class Lane:
         """Drafts that were computed in vain."""
         return self.num_drafts + 1 - len(self.token_ids) if self.num_drafts else 0
 
+    @property
+    def max_accepted(self) -> int:
+        """Most of its drafts that can be accepted."""
+        return self.num_drafts if self.tree is None else self.tree.depths[self.num_drafts - 1]
+
+    def use_tree(self, tree: DraftTree) -> None:
+        """Its drafts are the first nodes of a tree."""
+        tokens = self.state.tokens
+        self.tree, self.path = tree, [0]
+        self.draft_ids: list[int] = tokens.ids[tokens.num : tokens.num + self.num_drafts].tolist()
+
+    def drawn_rows(self) -> list[int]:
+        """The row of the logits that each token was drawn from."""
+        if self.tree is not None:
+            return [self.first_row + place for place in self.path]
+        return list(range(self.first_row, self.first_row + len(self.token_ids)))
+
+    def follow(self, token_id: int) -> bool:
+        """Go on to the node of a token that was drawn, if there is one, in the tree."""
+        assert self.tree is not None
+        for node in self.tree.children[self.path[-1]]:
+            if node < self.num_drafts and self.draft_ids[node] == token_id:
+                self.path.append(1 + node)
+                return True
+        return False
+
 
 def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = None) -> None:
     """Sample [N, V] logits of any float type into the lanes, and append to their tokens what was drawn.
@@ -67,10 +98,11 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
     if [lane for lane in lanes if lane.num_drafts] and native.library() is not None:
         lanes = _draw_at_once(logits, lanes, target)
     while lanes:
-        rows = [lane.first_row + wave for lane in lanes]
+        places = [wave if lane.tree is None else lane.path[-1] for lane in lanes]
+        rows = [lane.first_row + place for lane, place in zip(lanes, places, strict=True)]
         masks = None
         if [lane for lane in lanes if lane.masks]:
-            masks = [lane.masks.get(wave) if lane.masks else None for lane in lanes]
+            masks = [lane.masks.get(place) if lane.masks else None for lane, place in zip(lanes, places, strict=True)]
         num_samples = [lane.num_samples for lane in lanes]
         output = sample(logits, Draws([lane.state for lane in lanes], num_samples, rows, masks), target)
         agreeing: list[Lane] = []
@@ -78,7 +110,11 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
             tokens = lane.state.tokens
             if not drawn:
                 continue
-            if lane.num_drafts > wave and tokens.ids[tokens.num] == drawn[0]:
+            if (
+                lane.follow(drawn[0])
+                if lane.tree is not None
+                else lane.num_drafts > wave and tokens.ids[tokens.num] == drawn[0]
+            ):
                 agreeing.append(lane)
                 tokens.append(drawn[0])
             else:
@@ -102,7 +138,7 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
     rows: list[int] = []
     ahead: list[int] = []
     for lane in lanes:
-        if lane.state.record is None or lane.masks or lane.num_samples > 1:
+        if lane.state.record is None or lane.masks or lane.num_samples > 1 or lane.tree is not None:
             others.append(lane)
             continue
         chosen.append(lane)

@@ -265,7 +265,10 @@ class Planner:
         """Schedule a sequence's next token and as many of its drafts as there is room for; they preempt nobody."""
         start = sequence.num_scheduled
         # With all drafts accepted and one token more it may just reach its limit.
-        num_drafts = min(sequence.num_drafts, budget - 1, sequence.group.limit - sequence.num_tokens - 1)
+        most, tree = sequence.group.limit - sequence.num_tokens - 1, self._config.draft_tree
+        if tree is not None:  # so many levels of it
+            most = tree.num_within(most)
+        num_drafts = min(sequence.num_drafts, budget - 1, most)
         while num_drafts > 0:
             appended = self._kv.append(sequence.table, start, start + 1 + num_drafts)
             if appended is not None:

@@ -59,7 +59,7 @@ class Scheduler:
         self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
         self._outcomes = Outcomes(
-            self._planner, kv_manager, config.max_model_len, DraftCounts(config.max_num_drafts > 0)
+            self._planner, kv_manager, config.max_model_len, DraftCounts(config.max_num_drafts > 0, config.draft_tree)
         )
         self._num_added = 0
         self._step_id = 0

@@ -14,6 +14,7 @@ from quire.protocol.step import ScheduledSequence
 from quire.worker.rows import Row, RowTable
 
 INT = np.int32  # of all that kernels index by
+_NO_TAIL = np.iinfo(INT).max
 
 Ints = npt.NDArray[INT]
 
@@ -28,6 +29,9 @@ class StepArrays:
         seq_lens: [S], tokens computed before this step plus those computed in it.
         block_tables: by KV group, [S, max_blocks].
         slot_mappings: by KV group, [T].
+        tail_starts: [S], where drafts are a tree, each node of which is a sequence then; see
+            `quire.attention.base.Tails`.
+        tail_slots: by KV group, [S, W].
     """
 
     input_ids: Ints
@@ -37,6 +41,8 @@ class StepArrays:
     block_tables: list[Ints]
     slot_mappings: list[Ints]
     block_size: int
+    tail_starts: Ints | None = None
+    tail_slots: list[Ints] | None = None
 
 
 @dataclass(slots=True)
@@ -56,6 +62,14 @@ class StepBatch:
 def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
     """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
     rows = [table[s.sequence_id] for s in scheduled]
+    if table.tree is not None and any(s.num_drafts for s in scheduled):
+        return gather_nodes(
+            rows,
+            [row.num_computed for row in rows],
+            [s.num_new_tokens - s.num_drafts for s in scheduled],
+            [range(s.num_drafts) for s in scheduled],
+            table,
+        )
     return gather_tokens(rows, [row.num_computed for row in rows], [s.num_new_tokens for s in scheduled], table)
 
 
@@ -90,6 +104,53 @@ def gather_tokens(rows: list[Row], first: Sequence[int], counts: Sequence[int], 
         block_tables.append(tables[indices, :num_blocks])
     input_ids = table.token_ids[row_of_token, positions]
     arrays = StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slot_mappings, block_size)
+    return StepBatch(rows, ends, arrays)
+
+
+def gather_nodes(
+    rows: list[Row], first: Sequence[int], counts: Sequence[int], nodes: Sequence[range], table: RowTable
+) -> StepBatch:
+    """Likewise, where drafts are a tree: of row i `counts[i]` tokens, >= 0, and then these nodes after them.
+
+    A node's token, and its slots, are at the position of its number after those tokens; what it is computed as, its
+    position in the sequence, follows from its depth.
+    """
+    assert table.tree is not None, "drafts are no tree"
+    indices: list[int] = []  # of what attention takes for a sequence
+    lengths: list[int] = []
+    bases: list[int] = []
+    numbers: list[int] = []  # -1 for what is no node
+    ends: list[int] = []
+    for row, start, count, part in zip(rows, first, counts, nodes, strict=True):
+        own = [*range(bool(count)), *part]
+        if count:
+            own[0] = -1
+        indices += [row.index] * len(own)
+        bases += [start + count] * len(own)
+        numbers += own
+        lengths += [count] * bool(count) + [1] * len(part)
+        ends.append((ends[-1] if ends else 0) + count + len(part))
+    index, base, number, length = np.array(indices), np.array(bases, INT), np.array(numbers), np.array(lengths, INT)
+    seq_lens = base + table.tree.depths[number]
+    query_start_loc = np.zeros(len(index) + 1, INT)
+    np.cumsum(length, out=query_start_loc[1:])
+    within = np.arange(ends[-1], dtype=INT) - np.repeat(query_start_loc[:-1], length)
+    positions = within + np.repeat(seq_lens - length, length)
+    places = within + np.repeat(np.where(number < 0, base - length, base + number).astype(INT), length)
+    above = base[:, None] + table.tree.ancestors[number]
+    row_of_token, num_blocks = np.repeat(index, length), -(-int(seq_lens.max()) // table.block_size)
+
+    arrays = StepArrays(
+        input_ids=table.token_ids[row_of_token, places],
+        positions=positions,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=[tables[index, :num_blocks] for tables in table.block_tables],
+        slot_mappings=table.slots(row_of_token, places),
+        block_size=table.block_size,
+        tail_starts=np.where(number < 0, _NO_TAIL, base).astype(INT),
+        tail_slots=table.slots(index[:, None], above),
+    )
     return StepBatch(rows, ends, arrays)
 
 

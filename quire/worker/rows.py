@@ -6,14 +6,33 @@ is left for another. It knows nothing of the scheduler or of tensors.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from quire.config.draft_tree import DraftTree
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Failure, Fork, NewSequence, ScheduledSequence
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
+
+
+class TreeShape:
+    """A tree of drafts, and what gathers its nodes; the last entry of either array is for what is no node.
+
+    Attributes:
+        depths: int32 [nodes + 1], 0 for no node.
+        ancestors: int32 [nodes + 1, depth], each node's path, itself included; then zeros.
+    """
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tree = tree
+        self.depths = np.array([*tree.depths, 0], np.int32)
+        self.ancestors = np.zeros((len(tree) + 1, tree.max_depth), np.int32)
+        for node, path in enumerate(tree.ancestors):
+            self.ancestors[node, : len(path)] = path
 
 
 class Row:
@@ -62,15 +81,23 @@ class RowTable:
         token_ids: int32 [num_rows, max_model_len + 1 + max_drafts]; see `SequenceTokens`.
         block_tables: int32 [num_groups, num_rows, max_blocks].
         requests: what sequences refer to, by request id.
+        tree: the shape of drafts, where they are no chain.
         num_with_prompt_logprobs: rows whose request asks for prompt logprobs.
 
     The arrays come from zeroed virtual memory, so a row's far end costs nothing until it is written.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1, max_drafts: int = 0
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+        max_drafts: int = 0,
+        tree: DraftTree | None = None,
     ) -> None:
         self.block_size = block_size
+        self.tree = None if tree is None else TreeShape(tree)
         # One more than the context: the last token sampled is remembered although it is never computed.
         self.token_ids = np.zeros((num_rows, max_model_len + 1 + max_drafts), dtype=np.int32)
         max_blocks = -(-(max_model_len + max_drafts) // block_size)
@@ -148,6 +175,11 @@ class RowTable:
             row.tokens.append(scheduled.chosen_token_id)
         if scheduled.draft_token_ids:
             row.tokens.set_drafts(scheduled.draft_token_ids)
+
+    def slots(self, rows: npt.NDArray[Any], positions: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+        """Cache slots of positions of rows, by KV group."""
+        block, offset = np.divmod(positions, np.int32(self.block_size))
+        return [tables[rows, block] * np.int32(self.block_size) + offset for tables in self.block_tables]
 
     def check_integrity(self, live_sequence_ids: Sequence[int] | None = None) -> None:
         """Raise AssertionError unless rows and free list agree, every free row is wiped, and all live ones are known.

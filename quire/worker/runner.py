@@ -14,13 +14,10 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
-from quire.protocol.cache import CacheGroup
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (
     Failure,
     FailureKind,
-    Moves,
     PromptLogprobs,
     SampleGuide,
     Sampling,
@@ -35,11 +32,11 @@ from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
+from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.gather import gather
 from quire.worker.judging import Judge
 from quire.worker.rows import Row, RowTable
-from quire.worker.tiers import HostCache
 
 logger = logging.getLogger(__name__)
 
@@ -56,43 +53,6 @@ class _Begun:
     ends: list[int]  # as StepBatch.ends
     hidden: Tensor  # [T, H]
     seconds: float  # that all this took, where it is measured
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """The KV cache of a worker: one tensor a cache layer, in the backend's shape, and which layers share blocks."""
-
-    backend: AttentionBackend
-    tensors: list[Tensor]
-    groups: list[CacheGroup]
-    host: HostCache | None = None
-
-    def carry_out(self, moves: Moves) -> None:
-        """Out to the host, within the device, and in."""
-        assert self.host is not None or not (moves.out or moves.in_), "there are no blocks in host memory"
-        if self.host is not None and moves.out:
-            self.host.move_out(moves.out)
-        if moves.copies:
-            self._copy(moves.copies)
-        if self.host is not None and moves.in_:
-            self.host.move_in(moves.in_)
-
-    def _copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks within the device, as (group, source, destination)."""
-        for number, group in enumerate(self.groups):
-            pairs = [(source, destination) for g, source, destination in moves if g == number]
-            if pairs:
-                sources, destinations = torch.tensor(pairs, device=self.tensors[0].device).unbind(1)
-                for layer in group.layers:
-                    self.backend.copy_blocks(self.tensors[layer], sources, destinations)
-
-    def poison(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Fill blocks, by group, with NaN, so that reading what was never written shows."""
-        for group, ids in zip(self.groups, block_ids, strict=False):
-            if ids:
-                blocks = torch.tensor(ids, device=self.tensors[0].device)
-                for layer in group.layers:
-                    self.backend.fill_blocks(self.tensors[layer], blocks, float("nan"))
 
 
 class ModelRunner:
@@ -235,6 +195,8 @@ class ModelRunner:
                 continue
             assert row.state is not None, "a sequence that does not sample was scheduled to"
             lanes[place] = Lane(row.state, len(token_rows), num_drafts, scheduled[place].num_samples)
+            if num_drafts and self.table.tree is not None:
+                lanes[place].use_tree(self.table.tree.tree)
             if num_drafts:
                 token_rows.extend(range(begun.ends[place] - 1 - num_drafts, begun.ends[place]))
             else:
@@ -255,6 +217,8 @@ class ModelRunner:
             self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
         if self.pace is not None and len(token_rows) == begun.ends[-1]:
             self.pace.learn(len(token_rows), begun.seconds + time.perf_counter() - start)
+        if self.table.tree is not None:
+            self._move_accepted(begun, lanes)
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
             drafts = self._propose(self.proposer, begun, lanes, hidden)
@@ -266,6 +230,25 @@ class ModelRunner:
             else:
                 result = SequenceResult(lane.token_ids, lane.logprobs, drafts.get(place, []))
                 results[place] = result if results[place] is _NOTHING else _with_prompt(results[place], result)
+
+    def _move_accepted(self, begun: _Begun, lanes: dict[int, Lane]) -> None:
+        """Let keys and values of the accepted path of each tree lie where a chain's would."""
+        rows: list[int] = []
+        sources: list[int] = []
+        destinations: list[int] = []
+        for place, lane in lanes.items():
+            if lane.tree is not None:
+                row = begun.rows[place]
+                base = row.num_computed - lane.num_drafts
+                for depth, of_path in enumerate(lane.path[1:]):
+                    if of_path - 1 != depth:
+                        rows.append(row.index)
+                        sources.append(base + of_path - 1)
+                        destinations.append(base + depth)
+        if rows:
+            whose, slots = np.array(rows), self.table.slots
+            of, to = slots(whose, np.array(sources, np.int32)), slots(whose, np.array(destinations, np.int32))
+            self.cache.move_slots(of, to, self.table.block_size)
 
     def _rank(self, logits: Tensor, lanes: dict[int, Lane], results: list[SequenceResult]) -> None:
         """Candidates by place in the plan."""
@@ -313,7 +296,7 @@ class ModelRunner:
             places = [place for place, drafted in zip(places, seen, strict=True) if drafted.max_drafts]
             seen = [drafted for drafted in seen if drafted.max_drafts]
         if proposer.uses_hidden:
-            newest = [lanes[place].first_row + len(lanes[place].token_ids) - 1 for place in places]
+            newest = [lanes[place].drawn_rows()[-1] for place in places]
             hidden = self.device.take_rows(hidden, newest)
         num_read, start = 0, 0.0
         if self.pace is not None:
@@ -337,7 +320,7 @@ class ModelRunner:
                 row, num_accepted = begun.rows[place], lane.num_drafts - lane.num_refused
                 verdicts.append(Verdict(row.sequence_id, lane.num_drafts, num_accepted))
                 if self.pace is not None and row.drafted is not None:
-                    self.pace.observe(row.drafted, lane.num_drafts, num_accepted)
+                    self.pace.observe(row.drafted, lane.max_accepted, num_accepted)
         proposer.observe(verdicts)
 
     def _forget_drafts(self, proposer: Proposer, sequence_ids: Sequence[int]) -> None:

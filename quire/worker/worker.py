@@ -21,6 +21,7 @@ from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
 from quire.worker.blockfiles import BlockFiles, BlockFolder
+from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.draft import DraftModel
@@ -28,7 +29,7 @@ from quire.worker.fingerprint import kv_fingerprint
 from quire.worker.judging import Judge
 from quire.worker.medusa import MedusaModel
 from quire.worker.rows import RowTable
-from quire.worker.runner import KVCache, ModelRunner
+from quire.worker.runner import ModelRunner
 from quire.worker.tiers import DiskCache, HostCache
 from quire.worker.weights.cache import place_of
 from quire.worker.weights.load import load_model_weights
@@ -154,12 +155,19 @@ class Worker:
         device.reserve(model, config.max_num_batched_tokens)
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
-        table = RowTable(num_rows, layout.max_model_len, layout.block_size, len(layout.groups), config.max_num_drafts)
+        table = RowTable(
+            num_rows,
+            layout.max_model_len,
+            layout.block_size,
+            len(layout.groups),
+            config.max_num_drafts,
+            config.draft_tree,
+        )
         tensors = [caches[layer] for layer in range(len(self._layers))]
         host = HostCache(device, tensors, layout.groups, layout.num_host_blocks) if layout.num_host_blocks else None
         if host is not None and self._files is not None:
             self._disk = DiskCache(host, self._files)
-        cache = KVCache(device.backend, tensors, layout.groups, host)
+        cache = KVCache(device.backend, tensors, layout.groups, host, self._model.dtype)
         self._runner = self._make_runner(cache, table)
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:

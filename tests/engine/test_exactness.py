@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from quire import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from quire.config.draft_tree import DraftTree
 from quire.config.worker import WorkerConfig
 from quire.engine.build import build_core, worker_config
 from quire.executor.inprocess import InProcessExecutor
@@ -168,6 +169,7 @@ def facts(output: RequestOutput) -> list[tuple[Any, ...]]:
 def engine(
     options: dict[str, Any], dtype: str, *, late: bool = False, proposer: Proposer | None = None, **changes: Any
 ) -> LLMEngine:
+    tree: DraftTree | None = changes.pop("tree", None)
     base = {
         "dtype": dtype,
         "max_model_len": 256,
@@ -178,6 +180,9 @@ def engine(
         "debug": True,
     }
     config = EngineArgs(**(options | base | changes)).resolve()
+    if tree is not None:
+        scheduler = dataclasses.replace(config.scheduler, draft_tree=tree, max_num_drafts=len(tree))
+        config = dataclasses.replace(config, scheduler=scheduler)
     kind = LateExecutor if late else InProcessExecutor
     if proposer is None:
         executor = kind(worker_config(config))

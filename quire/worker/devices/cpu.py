@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch
+from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
 from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
@@ -174,11 +174,17 @@ class CpuDevice(Device):
 
     def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
         starts, lengths = torch.from_numpy(arrays.query_start_loc), torch.from_numpy(arrays.seq_lens)
+        tails: list[Tails | None] = [None] * len(arrays.block_tables)
+        if arrays.tail_starts is not None and arrays.tail_slots is not None:
+            tail_starts = torch.from_numpy(arrays.tail_starts)
+            tails = [Tails(tail_starts, torch.from_numpy(slots)) for slots in arrays.tail_slots]
         metadata = [
             self.backend.build(
-                AttentionBatch(starts, lengths, torch.from_numpy(tables), torch.from_numpy(slots), arrays.block_size)
+                AttentionBatch(
+                    starts, lengths, torch.from_numpy(tables), torch.from_numpy(slots), arrays.block_size, tail
+                )
             )
-            for tables, slots in zip(arrays.block_tables, arrays.slot_mappings, strict=True)
+            for tables, slots, tail in zip(arrays.block_tables, arrays.slot_mappings, tails, strict=True)
         ]
         return torch.from_numpy(arrays.input_ids), Step(torch.from_numpy(arrays.positions), caches, metadata)
 

@@ -9,8 +9,8 @@ from quire import EngineArgs
 from quire.config.worker import WorkerConfig
 from quire.protocol.cache import CacheGroup
 from quire.protocol.step import Moves
+from quire.worker.cache import KVCache
 from quire.worker.devices.cpu import CpuDevice
-from quire.worker.runner import KVCache
 from quire.worker.tiers import HostCache
 
 

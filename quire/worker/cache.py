@@ -1,0 +1,61 @@
+"""The KV cache of a worker as a whole: what plans ask of it, carried out in all layers of a group.
+
+The worker makes it, the model runner calls it. It knows blocks and slots, and no row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, SlotMoves
+from quire.protocol.cache import CacheGroup
+from quire.protocol.step import Moves
+from quire.worker.gather import Ints
+from quire.worker.tiers import HostCache
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The KV cache of a worker: one tensor a cache layer, in the backend's shape, and which layers share blocks."""
+
+    backend: AttentionBackend
+    tensors: list[Tensor]
+    groups: list[CacheGroup]
+    host: HostCache | None = None
+    dtype: torch.dtype = torch.float32  # the model's
+
+    def carry_out(self, moves: Moves) -> None:
+        """Out to the host, within the device, and in."""
+        assert self.host is not None or not (moves.out or moves.in_), "there are no blocks in host memory"
+        if self.host is not None and moves.out:
+            self.host.move_out(moves.out)
+        if moves.copies:
+            self._copy(moves.copies)
+        if self.host is not None and moves.in_:
+            self.host.move_in(moves.in_)
+
+    def _copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks within the device, as (group, source, destination)."""
+        for number, group in enumerate(self.groups):
+            pairs = [(source, destination) for g, source, destination in moves if g == number]
+            if pairs:
+                sources, destinations = torch.tensor(pairs, device=self.tensors[0].device).unbind(1)
+                for layer in group.layers:
+                    self.backend.copy_blocks(self.tensors[layer], sources, destinations)
+
+    def move_slots(self, sources: Sequence[Ints], destinations: Sequence[Ints], block_size: int) -> None:
+        """Move tokens' keys and values, given by their slots in each group."""
+        for group, of_group, to in zip(self.groups, sources, destinations, strict=True):
+            moves = SlotMoves(torch.from_numpy(of_group), torch.from_numpy(to), block_size, self.dtype)
+            for layer in group.layers:
+                self.backend.move_slots(self.tensors[layer], moves)
+
+    def poison(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Fill blocks, by group, with NaN, so that reading what was never written shows."""
+        for group, ids in zip(self.groups, block_ids, strict=False):
+            if ids:
+                blocks = torch.tensor(ids, device=self.tensors[0].device)
+                for layer in group.layers:
+                    self.backend.fill_blocks(self.tensors[layer], blocks, float("nan"))
