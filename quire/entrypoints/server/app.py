@@ -26,7 +26,7 @@ from quire.entrypoints.server import (
     render,
     response_routes,
 )
-from quire.entrypoints.server.errors import error_response
+from quire.entrypoints.server.errors import ANTHROPIC, error_response
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
@@ -116,6 +116,7 @@ _REASONS = {
     431: "Too many headers.",
     500: "The engine failed.",
     503: "Too many requests are queued; Retry-After says when to try again.",
+    529: "The same, as Anthropic says it.",
 }
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
 _ERROR_SCHEMA = {
@@ -132,6 +133,23 @@ _ERROR_SCHEMA = {
 }
 
 
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "title": "AnthropicError",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
+        "request_id": _TEXT,
+    },
+}
+
+
+def _error_content(path: str) -> dict[str, Any]:
+    name = "AnthropicError" if path.startswith(ANTHROPIC) else "Error"
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+
 def _operations(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(path, operation) for path, item in schema["paths"].items() for operation in item.values()]
 
@@ -141,9 +159,9 @@ def _describe_errors(schema: dict[str, Any]) -> None:
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas["Error"] = _ERROR_SCHEMA
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for _, operation in _operations(schema):
+    schemas |= {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+    for path, operation in _operations(schema):
+        content = _error_content(path)
         responses = operation["responses"]
         responses.pop("422", None)
         statuses = [431, 500]
@@ -151,6 +169,8 @@ def _describe_errors(schema: dict[str, Any]) -> None:
             statuses += [400, 404, 413, 415, 503]
         elif operation.get("parameters"):
             statuses += [400, 404]
+        if path.startswith(ANTHROPIC):
+            statuses.append(529)
         if operation.get("tags") == ["admin"]:
             statuses.append(403)
         for status in statuses:
@@ -159,8 +179,7 @@ def _describe_errors(schema: dict[str, Any]) -> None:
 
 def _describe_keys(schema: dict[str, Any]) -> None:
     schema["components"]["securitySchemes"] = {"APIKey": {"type": "http", "scheme": "bearer"}}
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for path, operation in _operations(schema):
         if path not in PUBLIC_PATHS:
             operation["security"] = [{"APIKey": []}]
-            operation["responses"]["401"] = {"description": _REASONS[401], "content": content}
+            operation["responses"]["401"] = {"description": _REASONS[401], "content": _error_content(path)}

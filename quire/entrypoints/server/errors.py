@@ -26,6 +26,7 @@ from quire.errors import (
     RequestFailedError,
 )
 
+ANTHROPIC = "/v1/messages"  # what Anthropic's routes begin with
 _LONGEST_MESSAGE = 1000  # characters; a message may quote what the client sent
 _LONGEST_QUOTE = 80
 
@@ -111,7 +112,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request is for Anthropic's API."""
-    return scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/messages")
+    return scope["path"].removeprefix(scope.get("root_path", "")).startswith(ANTHROPIC)
 
 
 def anthropic_error(info: ErrorInfo) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 

@@ -63,7 +63,10 @@ def _thinking(body: ConversationRequest) -> dict[str, Any]:
         if body.max_tokens is not None and budget >= body.max_tokens:
             message = f"thinking.budget_tokens ({budget}) must be less than max_tokens ({body.max_tokens})."
             raise InvalidRequestError(message, "thinking.budget_tokens")
-    return {"chat_template_kwargs": {"enable_thinking": kind != "disabled"} | (variables or {})}
+    return {
+        "chat_template_kwargs": {"enable_thinking": kind != "disabled"} | (variables or {}),
+        "thinking_token_budget": budget if kind == "enabled" else None,
+    }
 
 
 def _messages(body: ConversationRequest) -> list[dict[str, Any]]:

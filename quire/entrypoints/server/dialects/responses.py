@@ -301,9 +301,9 @@ class ResponseWriter:
     def _place(self) -> int:
         return len(self._output) - 1
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, kind: str, /, **fields: Any) -> Event:
         self._number += 1
-        return {"type": name, "sequence_number": self._number, **fields}
+        return {"type": kind, "sequence_number": self._number, **fields}
 
 
 def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

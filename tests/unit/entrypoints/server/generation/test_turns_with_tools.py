@@ -1,0 +1,173 @@
+"""/v1/responses and /v1/messages where the model thinks and calls tools: items, blocks and events."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
+THOUGHT, SAID = "Let me see.", "I look."
+ARGUMENTS = {"where": "a {}"}
+CALLS = "".join(
+    f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': ARGUMENTS})}\n</tool_call>\n" for _ in range(2)
+)
+ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALLS}"
+RESPONSES: dict[str, Any] = {
+    "input": "Hi",
+    "tools": [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": False}],
+}
+MESSAGES: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 1000,
+    "tools": [{"name": "look", "input_schema": SCHEMA}],
+}
+
+
+@pytest.fixture
+def server(make_server: Callable[..., Any]) -> Any:
+    server = make_server(tool_call_parser="hermes", reasoning_parser="qwen3")
+    server.core.texts = [ANSWER]
+    return server
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[TestClient]:
+    with TestClient(server.app) as client:
+        yield client
+
+
+def post(client: TestClient, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def stream(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    answer = client.post(path, json=body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    return [json.loads(block.split("\ndata: ")[1]) for block in answer.text.split("\n\n")[:-1]]
+
+
+def schema_of(event: dict[str, Any]) -> str:
+    words = event["type"].replace("output_text", "text").replace(".", "_").split("_")
+    return "".join(word.capitalize() for word in words) + "Event"
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_ids(entry) for entry in value]
+    if isinstance(value, dict):
+        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "call_id", "signature")}
+    return value
+
+
+def test_a_response(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    answer = post(client, "/v1/responses", **RESPONSES)
+    assert openai_errors("Response", answer) == []
+    assert answer["status"] == "completed"
+    thought, said, *calls = answer["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": thought["content"][0]["text"]}]
+    assert (thought["content"][0]["text"].strip(), said["content"][0]["text"].strip()) == (THOUGHT, SAID)
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [("look", ARGUMENTS)] * 2
+    assert len({call["call_id"] for call in calls}) == 2
+    usage = answer["usage"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+
+    events = stream(client, "/v1/responses", **RESPONSES)
+    for event in events:
+        assert openai_errors(schema_of(event), event) == []
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(answer["output"])
+    for place, item in enumerate(events[-1]["response"]["output"]):
+        own = [event for event in events if event.get("output_index") == place]
+        assert (own[0]["type"], own[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
+        assert own[-1]["item"] == item
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert "".join(event["delta"] for event in own if event["type"].endswith(".delta")) == text
+    kinds = [event["type"] for event in events]
+    assert kinds.count("response.function_call_arguments.done") == 2
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+
+
+def test_a_response_with_logprobs_has_those_of_its_text(client: TestClient) -> None:
+    answer = post(client, "/v1/responses", **RESPONSES, include=["message.output_text.logprobs"])
+    tokens = answer["output"][1]["content"][0]["logprobs"]
+    shown = "".join(token["token"] for token in tokens)
+    assert "look" in shown
+    assert "see" not in shown
+    assert "box" not in shown
+
+
+def test_tools_go_on_in_the_next_response(server: Any, client: TestClient) -> None:
+    first = post(client, "/v1/responses", **RESPONSES)
+    calls = [item for item in first["output"] if item["type"] == "function_call"]
+    outputs = [{"type": "function_call_output", "call_id": call["call_id"], "output": "A cat."} for call in calls]
+    server.core.texts = ["A cat."]
+    body: dict[str, Any] = {**RESPONSES, "input": outputs, "previous_response_id": first["id"]}
+    second = post(client, "/v1/responses", **body)
+    assert second["output"][0]["content"][0]["text"] == "A cat."
+    server.core.texts = ["A dog."]
+    whole = [{"role": "user", "content": "Hi"}, *first["output"], *outputs]  # as without a store
+    prompts = [request.prompt_token_ids for request in server.core.requests]
+    post(client, "/v1/responses", **{**RESPONSES, "input": whole, "store": False})
+    assert server.core.requests[-1].prompt_token_ids == prompts[-1]
+
+
+def test_a_message(client: TestClient) -> None:
+    answer = post(client, "/v1/messages", **MESSAGES)
+    assert answer["stop_reason"] == "tool_use"
+    thought, said, *uses = answer["content"]
+    assert (thought["type"], thought["thinking"].strip(), bool(thought["signature"])) == ("thinking", THOUGHT, True)
+    assert (said["type"], said["text"].strip()) == ("text", SAID)
+    assert [(use["name"], use["input"]) for use in uses] == [("look", ARGUMENTS)] * 2
+
+    events = stream(client, "/v1/messages", **MESSAGES)
+    for place, block in enumerate(answer["content"]):
+        start, *deltas, stop = [event for event in events if event.get("index") == place]
+        assert (start["type"], stop["type"]) == ("content_block_start", "content_block_stop")
+        assert start["content_block"]["type"] == block["type"]
+        kind = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}[block["type"]]
+        text = "".join(delta["delta"].get(kind, "") for delta in deltas)
+        assert (json.loads(text) if kind == "partial_json" else text) == block.get(kind, block.get("input"))
+        assert (deltas[-1]["delta"]["type"] == "signature_delta") == (block["type"] == "thinking")
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    assert events[-2]["usage"] == answer["usage"]
+
+
+def test_results_go_on_in_the_next_message(server: Any, client: TestClient) -> None:
+    first = post(client, "/v1/messages", **MESSAGES)
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "A cat."}
+        for block in first["content"]
+        if block["type"] == "tool_use"
+    ]
+    server.core.texts = ["A cat."]
+    turns = [
+        *MESSAGES["messages"],
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": results},
+    ]
+    second = post(client, "/v1/messages", **{**MESSAGES, "messages": turns})
+    assert (second["stop_reason"], second["content"][0]["text"]) == ("end_turn", "A cat.")
+
+
+REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a choice of no tool": ("/v1/responses", {"tool_choice": {"type": "function", "name": "leap"}}, "leap"),
+    "two of one name": ("/v1/responses", {"tools": RESPONSES["tools"] * 2}, "look"),
+    "a schema": ("/v1/responses", {"tools": [{"type": "function", "name": "look", "parameters": 7}]}, "tools"),
+    "a use of no tool": ("/v1/messages", {"tool_choice": {"type": "tool", "name": "leap"}}, "leap"),
+    "two tools of one name": ("/v1/messages", {"tools": MESSAGES["tools"] * 2}, "look"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(client: TestClient, name: str) -> None:
+    path, body, shown = REFUSALS[name]
+    given = RESPONSES if path == "/v1/responses" else MESSAGES
+    refused = client.post(path, json={**given, **body})
+    assert refused.status_code == 400, refused.text
+    assert shown in refused.json()["error"]["message"]
+    assert "function." not in refused.json()["error"]["message"]
+    assert post(client, path, **given)
