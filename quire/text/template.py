@@ -86,10 +86,10 @@ class ChatTemplate:
             "messages": conversation,
         }
         if not continue_final_message:
-            return _run(template, variables)
+            return _run_either_way(template, variables)
         mark = f"FINALMESSAGE{secrets.token_hex(8)} "  # letters only, so that no filter changes it
         final = _mark_final_message(conversation, mark, text)
-        return _cut_at_mark(_run(template, variables), mark, final)
+        return _cut_at_mark(_run_either_way(template, variables), mark, final)
 
 
 @cache
@@ -111,6 +111,24 @@ def _compile(text: str) -> tuple[jinja2.Template, bool]:
     except (RecursionError, ValueError, SyntaxError, MemoryError) as error:
         reason = f"{type(error).__name__} while compiling"
     raise InvalidRequestError(f"the chat template is no valid Jinja: {reason}.", "chat_template")
+
+
+def _run_either_way(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Arguments of tool calls are objects to most templates, and text to those that fail with objects."""
+    try:
+        return _run(template, variables)
+    except InvalidRequestError as error:
+        functions = [
+            call["function"]
+            for message in variables["messages"]
+            for call in message.get("tool_calls", ())
+            if isinstance(call, dict) and isinstance(call.get("function"), dict)
+        ]
+        if "TypeError" not in str(error) or not functions:
+            raise
+        for function in functions:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return _run(template, variables)
 
 
 def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
