@@ -24,6 +24,7 @@ class Frame(Struct, frozen=True):
         trigger: what a call begins with, after which text can't go on; "" where only a whole answer is a call.
         call: one call.
         before, between, after: around all of them.
+        single: an answer has one call at most.
     """
 
     trigger: str
@@ -31,6 +32,7 @@ class Frame(Struct, frozen=True):
     before: str = ""
     between: str = ""
     after: str = ""
+    single: bool = False
 
 
 class Form(Struct, frozen=True):

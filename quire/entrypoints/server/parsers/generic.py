@@ -15,7 +15,7 @@ from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named
 from quire.entrypoints.server.parsers.lark import Lark
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 
-_NAME, _TEXT = "probe_of_a_name", "PROBE OF A TEXT"
+_NAME, _TEXT, _ID = "probe_of_a_name", "PROBE OF A TEXT", "probe0123"
 _ARGUMENTS = {"probe_of_a_key": "probe of a value"}
 _USER = {"role": "user", "content": "Hi"}
 _TOOL = {
@@ -60,19 +60,21 @@ def learned_form(render: Render) -> Form | None:
     Raises:
         InvalidRequestError: the template refuses tools.
     """
-    call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     opened = render([_USER], [_TOOL], True)
     written = render([_USER, calling], [_TOOL], False)
     plain = render([_USER, {"role": "assistant", "content": _TEXT}], [_TOOL], False)
-    begun = _common(opened, written)
+    begun = _before_tag(written, max(_common(opened, written), _common(plain, written)))
     found = _JSON_ARGUMENTS.search(written, begun)
     at = written.find(_NAME, begun)
     if found is None or not begun <= at < found.start() or found.start() - at > MAX_NAME:
         return None
     before, middle = written[begun:at], written[at + len(_NAME) : found.start()]
     after = written[found.end() :]
-    after = after[: len(after) - _common(after[::-1], plain.partition(_TEXT)[2][::-1])]
+    after = _to_tags_end(after, len(after) - _common(after[::-1], plain.partition(_TEXT)[2][::-1]))
+    if _ID in before + middle + after:
+        return None  # what the model would write there, nobody knows
     if head := _JSON_HEAD.search(before):
         if (mark := before[: head.start()].strip()) == "":
             return JSON_CALLS
@@ -84,7 +86,7 @@ def learned_form(render: Render) -> Form | None:
 
 def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
     """A mark, then JSON with the name in it."""
-    end = after.lstrip().lstrip("}] ").strip()
+    end = after.lstrip().lstrip("}] \n\t").strip()
 
     def script(read: Reader) -> Script[None]:
         while found := (yield from read.text(mark)):
@@ -113,6 +115,19 @@ def _named(before: str, middle: str, after: str) -> Form:
                 yield from read.one_of(after)
 
     return Form(script, Frame(before, named_call(before, middle, after)))
+
+
+def _before_tag(text: str, at: int) -> int:
+    """The place, or the beginning of the tag that it is in."""
+    opened = text.rfind("<", 0, at)
+    return opened if opened > text.rfind(">", 0, at) and not text[opened:at].count(" ") else at
+
+
+def _to_tags_end(text: str, at: int) -> str:
+    """The text up to a place, or to the end of the tag that this is in."""
+    if text.rfind("<", 0, at) > text.rfind(">", 0, at) and (closed := text.find(">", at)) >= 0:
+        return text[: closed + 1]
+    return text[:at]
 
 
 def _common(first: str, second: str) -> int:

@@ -112,7 +112,7 @@ def _calls(lark: Lark, offer: Offer, frame: Frame, opened: str = "") -> str:
     first = _one_of(lark, frame, functions)
     lark.opened = ""
     more = ""
-    if offer.parallel and offer.named is None:
+    if offer.parallel and offer.named is None and not frame.single:
         again = _one_of(lark, frame, functions) if opened else first
         more = f"({lark.text(frame.between)} {again})*"
     return " ".join(filter(None, [before, first, more, lark.text(frame.after)]))

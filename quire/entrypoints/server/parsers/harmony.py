@@ -41,6 +41,6 @@ THOUGHTS = ThoughtForm(  # for grammars: `script` reads them
 )
 FORM = Form(
     script,
-    Frame(CHANNEL, named_call(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")),
+    Frame(CHANNEL, named_call(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", ""), single=True),
     marks=(START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS),
 )

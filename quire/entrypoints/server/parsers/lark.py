@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ANY_TEXT = "/(?s:.*)/"
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Lark:
@@ -47,8 +48,8 @@ class Lark:
         return self.rule(f"{ANY_TEXT} {_quoted(end)}", "[lazy]")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """JSON that obeys a schema."""
-        return self.rule(f"%json {json.dumps(schema)}")
+        """JSON that obeys a schema, spaced as chat templates write it."""
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
 
     def series(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Items in this order, with a separator between them; each may be left out unless it says that it is needed."""

@@ -70,7 +70,7 @@ _TOOL_SIGNS = {
     r"<tool_call>(?s:.*)<arg_key>": "glm45",
     r"<function=(?s:.*)<parameter=": "qwen3_coder",
     r"functools": "phi4_mini_json",
-    r"<tool_call>(\\n|\s)*\{": "hermes",
+    r"<tool_call>(?s:.{0,600})\"name": "hermes",
     r"<\|tool_call\|>": "granite",
     r"<\|python_start\|>": "llama4_pythonic",
     r"<\|python_tag\|>|function name, \\?\"parameters": "llama3_json",

@@ -1,0 +1,253 @@
+"""Tools and thoughts over HTTP: what is asked for reaches template and engine, what the model writes comes as calls."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.entrypoints.server.parsers.registry import (
+    THOUGHT_NAMES,
+    TOOL_NAMES,
+    check_name,
+    thought_format,
+    tool_format,
+)
+from quire.entrypoints.server.parsing import plan_parsing, warm_up
+from quire.errors import ConfigError
+from quire.protocol.requests import SamplingTask
+from quire.sampling_params import SamplingParams
+
+TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }} {% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
+OTHER = """{% for m in messages %}{{ m.role }}: {{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}@@call {{ c.function.name }} with {{ c.function.arguments | tojson }}@@{% endfor %}
+{% endfor %}"""
+SHARED = Path(__file__).parents[6] / "shared" / "data" / "chat_templates"
+USER = {"role": "user", "content": "Hi"}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+    }
+    for name in ("add", "sub")
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3}}\n</tool_call>'
+
+
+@pytest.fixture
+def server(make_server: Callable[..., Any]) -> Any:
+    made = make_server(chat_template=TEMPLATE, reasoning_parser="qwen3")
+    made.core.texts = [f"<think>\nSo.\n</think>\n\nI add.\n{CALL}\n{CALL}"]
+    return made
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[TestClient]:
+    with TestClient(server.app) as client:
+        yield client
+
+
+def post(client: TestClient, **fields: Any) -> Any:
+    answer = client.post("/v1/chat/completions", json={"messages": [USER], "tools": TOOLS} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if not fields.get("stream") else answer.text
+
+
+def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/chat/completions", json={"messages": [USER], "tools": TOOLS} | fields)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def params_of(server: Any) -> SamplingParams:
+    task = server.request.task
+    assert isinstance(task, SamplingTask)
+    return task.params
+
+
+def test_calls_and_thoughts(client: TestClient, openai_errors: Callable[..., list[str]]) -> None:
+    answer = post(client)
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert openai_errors("CreateChatCompletionResponse", answer) == []
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("I add.", "So.", "So.")
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"x": 3}'}] * 2
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_a_stream_of_them_adds_up(
+    client: TestClient, parsed: Callable[..., list[Any]], openai_errors: Callable[..., list[str]]
+) -> None:
+    events = parsed(post(client, stream=True))
+    assert not any(openai_errors("CreateChatCompletionStreamResponse", event) for event in events)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "So."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I add."
+    calls: dict[int, dict[str, str]] = {}
+    for piece in [piece for delta in deltas for piece in delta.get("tool_calls", [])]:
+        call = calls.setdefault(piece["index"], {"id": "", "name": "", "arguments": ""})
+        call["id"] += piece.get("id", "")
+        for name, value in piece["function"].items():
+            call[name] += value
+    assert [(call["name"], call["arguments"]) for call in calls.values()] == [("add", '{"x": 3}')] * 2
+    assert deltas[0]["role"] == "assistant"
+    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "tool_calls"
+    assert len(deltas) > 8, "they come as they are written"
+
+
+def test_history_reaches_the_template(client: TestClient, server: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    post(client, messages=messages, tool_choice="none", chat_template_kwargs={"enable_thinking": False})
+    prompt = server.llm.tokenizer.decode(server.request.prompt_token_ids, skip_special_tokens=False)
+    written = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    assert prompt == f"add sub user: Hiassistant: {written}tool: 2<think></think>"
+
+
+def test_without_choice_calls_are_text(client: TestClient, server: Any) -> None:
+    server.core.texts = [CALL]
+    message = post(client, tool_choice="none")["choices"][0]["message"]
+    assert message["content"] == CALL
+    assert "tool_calls" not in message
+
+
+def test_effort_switches_thinking(client: TestClient, server: Any) -> None:
+    post(client, reasoning_effort="none")
+    prompt = server.llm.tokenizer.decode(server.request.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<think></think>")
+
+
+def test_tools_that_are_free_cost_no_grammar(client: TestClient, server: Any) -> None:
+    post(client)
+    assert params_of(server).structured_outputs is None
+
+
+def grammar(server: Any, **fields: Any) -> str | None:
+    """What the engine is asked to hold an answer to."""
+    from quire.entrypoints.server.tool_request import read_offer
+
+    offer = read_offer(fields.get("tools", TOOLS), fields.get("tool_choice"), fields.get("parallel"))
+    params = SamplingParams(structured_outputs=fields.get("content"))
+    planned = plan_parsing(server.state, "", params, offer, fields.get("budget")).params.structured_outputs
+    return None if planned is None else planned.grammar
+
+
+def test_what_is_held_by_a_grammar(server: Any) -> None:
+    named = grammar(server, tool_choice={"type": "function", "function": {"name": "sub"}})
+    assert named is not None
+    assert ('"sub' in named.replace("\\", ""), '"add' in named.replace("\\", "")) == (True, False)
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOLS[1]]}}
+    assert '"sub' in (grammar(server, tool_choice=allowed) or "").replace("\\", "")
+    assert ")*" in (grammar(server, tool_choice="required") or "")
+    assert ")*" not in (grammar(server, tool_choice="required", parallel=False) or ")*")
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    assert grammar(server, tools=[strict]) is not None
+    assert "max_tokens=7" in (grammar(server, budget=7) or "")
+    assert grammar(server) is None
+    assert grammar(server, tool_choice="none") is None
+
+
+def test_refused_by_name(client: TestClient) -> None:
+    for fields, param in [
+        ({"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"thinking_token_budget": 3, "structured_outputs": {"regex": "a"}, "tools": []}, "thinking_token_budget"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tools"),
+    ]:
+        assert refusal(client, **fields)["param"] == param, fields
+
+
+def test_a_format_is_learned_from_the_template(make_server: Callable[..., Any]) -> None:
+    server = make_server(chat_template=OTHER)
+    server.core.texts = ['Well. @@call sub with {"x": 5}@@']
+    with TestClient(server.app) as client:
+        message = post(client)["choices"][0]["message"]
+    assert message["content"] == "Well."
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "sub", "arguments": '{"x": 5}'}]
+    assert grammar(server, tool_choice="required") is not None
+
+
+def test_the_format_is_known_before_the_first_request(make_server: Callable[..., Any]) -> None:
+    server = make_server(chat_template=OTHER)
+    asyncio.run(warm_up(server.state))
+    assert list(server.state.learned_forms) == [OTHER]
+
+
+def test_without_a_format_a_call_is_json(make_server: Callable[..., Any]) -> None:
+    server = make_server()
+    assert grammar(server, tool_choice="required") is not None
+    with TestClient(server.app) as client:
+        assert refusal(client)["param"] == "tools"
+    choice = {"type": "function", "function": {"name": "add"}}
+    assert '"name"' not in (grammar(server, tool_choice=choice) or '"name"')
+
+
+def test_options(make_server: Callable[..., Any]) -> None:
+    with TestClient(make_server(chat_template=TEMPLATE, enable_auto_tool_choice=False).app) as client:
+        assert "enable-auto-tool-choice" in refusal(client)["message"]
+    with TestClient(make_server(chat_template=TEMPLATE, tool_call_parser="none").app) as client:
+        assert refusal(client)["param"] == "tools"
+    check_name("tool_call_parser", "hermes", TOOL_NAMES)
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        check_name("tool_call_parser", "hermez", TOOL_NAMES)
+    with pytest.raises(ConfigError, match="did you mean 'deepseek_r1'"):
+        check_name("reasoning_parser", "deepseek-r1", THOUGHT_NAMES)
+
+
+FORMATS = {
+    "Qwen-Qwen3-0.6B": ("hermes", "think"),
+    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
+    "Qwen3-Coder": ("qwen3_coder", None),
+    "GLM-4.6": ("glm45", "think"),
+    "moonshotai-Kimi-K2": ("kimi_k2", None),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek_v3", "think"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "think"),
+    "openai-gpt-oss-120b": ("openai", "openai_gptoss"),
+    "ibm-granite-granite-4.0": ("hermes", None),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "think"),
+    "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
+    "google-gemma-4-31B-it": ("gemma", "gemma4"),
+    "fireworks-ai-llama-3-firefunction-v2": ("phi4_mini_json", None),
+    "google-gemma-2-2b-it": (None, None),
+    "microsoft-Phi-3.5-mini-instruct": (None, None),
+}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_template_tells_its_formats(name: str) -> None:
+    template = (SHARED / f"{name}.jinja").read_text()
+    assert (tool_format("auto", template), thought_format("auto", template)) == FORMATS[name]
+    assert thought_format(None, template) == ("openai_gptoss" if "gpt-oss" in name else None)
+
+
+def test_arguments_reach_templates_that_want_text(make_server: Callable[..., Any]) -> None:
+    loops = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    text = loops + "{{ 'call ' + c.function.arguments }}{% endfor %}{% endfor %}"
+    server = make_server(chat_template=text)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    with TestClient(server.app) as client:
+        post(client, tools=None, messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+    assert json.loads(server.llm.tokenizer.decode(server.request.prompt_token_ids)[5:]) == {"x": 1}
