@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.draft_tree import DraftTree
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
 from quire.speculative.ngram import NgramProposer
@@ -48,6 +49,21 @@ def test_acceptance_decides(rate: float, least: int, most: int) -> None:
         pace.observe(some[0], 4, round(4 * rate))
     (count,) = chosen(pace, some)
     assert least <= count <= most
+
+
+def test_of_a_tree_so_many_levels() -> None:
+    tree = DraftTree.read(str([(0,), (1,), (2,), *((i, 0) for i in range(3)), *((i, 0, 0) for i in range(3))]))
+    costs = StepCosts(FLAT)
+    assert chosen(Pace(costs, FREE, tree=tree), rows(1)) == [9]
+    assert chosen(Pace(costs, FREE, tree=tree), rows(2)) == [6, 6]
+    assert chosen(Pace(costs, FREE, tree=tree), rows(4)) == [3] * 4
+    assert chosen(Pace(costs, FREE, tree=tree), rows(16)) == [0] * 16
+    pace, some = Pace(costs, FREE, tree=tree), rows(1)
+    for _ in range(200):
+        pace.observe(some[0], 3, 0)
+    tried = [chosen(pace, some)[0] for _ in range(300)]
+    assert set(tried) <= {0, 3, 9}, "whole levels"
+    pace.drafted([9], 1, 0.1)
 
 
 def test_those_that_are_accepted_get_what_there_is() -> None:

@@ -1,0 +1,87 @@
+"""Lanes whose drafts are a tree: what is drawn along it is what is drawn without drafts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.config.draft_tree import DraftTree
+from quire.sampling.sampler import Draws, sample
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
+from quire.sampling.waves import Lane, draw_lanes
+
+VOCAB = 50
+TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]")
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.9, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "logprobs": 0},
+    {"temperature": 1.0, "top_p": 0.9},
+]
+
+
+def state_of(kind: dict[str, Any], room: int = 12) -> SamplingState:
+    tokens = SequenceTokens.of([3, 4], [5], room)
+    return SamplingState(SamplingParams(**kind), tokens, seed=7, sequence_index=0, vocab_size=VOCAB)
+
+
+def walk(kind: dict[str, Any], logits: torch.Tensor, places: list[int]) -> tuple[list[int], Any]:
+    """Draw at these rows one after another, without drafts."""
+    state, drawn, logprobs = state_of(kind), [], []
+    for place in places:
+        output = sample(logits, Draws([state], [1], [place]))
+        drawn += output.token_ids[0]
+        logprobs += output.logprobs[0] or []
+        state.tokens.append(drawn[-1])
+    return drawn, logprobs or None
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["greedy", "penalties", "top_p"])
+@pytest.mark.parametrize("path", [[], [0], [1, 3], [1, 4, 5], [0, 2]])
+@pytest.mark.parametrize("num_drafts", [3, 6])
+def test_the_path_that_is_drawn_is_followed(kind: dict[str, Any], path: list[int], num_drafts: int) -> None:
+    generator = torch.Generator().manual_seed(len(path) + num_drafts)
+    logits = torch.randn(2 + num_drafts + 1, VOCAB, generator=generator) * 2
+    seen = [node for node in path if node < num_drafts]
+    places = [2, *(3 + node for node in seen)]
+    expected, logprobs = walk(kind, logits, places)
+    drafts = [
+        (expected[depth - 1] + 1 + node) % VOCAB if depth <= len(expected) else 0
+        for node, depth in enumerate(TREE.depths)
+    ]
+    for node, token_id in zip(path, expected, strict=False):
+        drafts[node] = token_id
+    state = state_of(kind)
+    state.tokens.set_drafts(drafts)
+    other = state_of(KINDS[0])
+    lane, plain = Lane(state, 2, num_drafts), Lane(other, 0)
+    lane.use_tree(TREE)
+    draw_lanes(logits, [plain, lane])
+    # Where the path's end is no leaf of what was computed, its children may be drawn by chance: they are not here.
+    assert lane.token_ids == expected
+    assert lane.logprobs == logprobs
+    assert lane.drawn_rows() == places
+    assert lane.num_refused == num_drafts - len(seen)
+    assert lane.max_accepted == TREE.depths[num_drafts - 1]
+    assert state.tokens.output() == [5, *expected]
+    assert not state.tokens.num_drafts
+    assert not state.tokens.ids[state.tokens.num :].any()
+    assert (plain.token_ids, plain.drawn_rows()) == (walk(KINDS[0], logits, [0])[0], [0])
+
+
+def test_masks_are_by_computed_place() -> None:
+    logits = torch.zeros(7, VOCAB)
+    state = state_of({"temperature": 0})
+    state.tokens.set_drafts([10, 11, 12, 13, 14, 15])
+    lane = Lane(state, 0, 6)
+    lane.use_tree(TREE)
+
+    def only(token_id: int) -> Any:
+        mask = torch.zeros(2, dtype=torch.int32).numpy().view("<u4")
+        mask[token_id // 32] = 1 << token_id % 32
+        return mask
+
+    lane.masks = {0: only(11), 2: only(14), 5: only(15), 6: only(20)}
+    draw_lanes(logits, [lane])
+    assert lane.token_ids == [11, 14, 15, 20]

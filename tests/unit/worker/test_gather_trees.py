@@ -1,0 +1,95 @@
+"""The nodes of trees of drafts, gathered: tokens, positions and slots against plain loops."""
+
+import random
+
+import numpy as np
+import pytest
+
+from quire import SamplingParams
+from quire.config.draft_tree import DraftTree
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.step import NewSequence, ScheduledSequence
+from quire.worker.gather import StepArrays, gather, gather_nodes
+from quire.worker.rows import Row, RowTable
+
+SIZE, GROUPS = 4, 2
+TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]")
+
+
+@pytest.fixture
+def table() -> RowTable:
+    """Three rows, each with a prompt of its own length and drafts for the whole tree."""
+    table = RowTable(5, 40, SIZE, GROUPS, len(TREE), TREE)
+    rng = random.Random(1)
+    for number, length in enumerate([1, 7, 12]):
+        task = SamplingTask(params=SamplingParams(), max_tokens=9, stop_token_ids=frozenset(), seed=1)
+        prompt = [rng.randrange(100) for _ in range(length)]
+        table.requests[str(number)] = NewRequest(request_id=str(number), prompt_token_ids=prompt, task=task)
+        blocks = [[100 * g + 10 * number + i for i in range(-(-(length + len(TREE)) // SIZE))] for g in range(GROUPS)]
+        row = table.add(NewSequence(number, str(number), 0, [], blocks, length - 1))
+        row.tokens.set_drafts([200 + 10 * number + node for node in range(len(TREE))])
+    return table
+
+
+def slot(table: RowTable, group: int, row: Row, place: int) -> int:
+    return int(table.block_tables[group, row.index, place // SIZE]) * SIZE + place % SIZE
+
+
+def check(table: RowTable, arrays: StepArrays, expected: list[tuple[Row, list[int], list[int], list[int]]]) -> None:
+    """`expected`: of each sequence of attention its row, places and positions of its tokens, and places of its tail."""
+    assert arrays.tail_starts is not None
+    assert arrays.tail_slots is not None
+    assert arrays.query_start_loc.tolist() == np.cumsum([0, *(len(places) for _, places, *_ in expected)]).tolist()
+    assert arrays.input_ids.tolist() == [int(row.tokens.ids[p]) for row, places, *_ in expected for p in places]
+    assert arrays.positions.tolist() == [p for _, _, positions, _ in expected for p in positions]
+    assert arrays.seq_lens.tolist() == [positions[-1] + 1 for _, _, positions, _ in expected]
+    for group in range(GROUPS):
+        slots = [slot(table, group, row, place) for row, places, *_ in expected for place in places]
+        assert arrays.slot_mappings[group].tolist() == slots
+        for i, (row, _, positions, tail) in enumerate(expected):
+            width = -(-(positions[-1] + 1) // SIZE)
+            held = table.block_tables[group, row.index, :width]
+            assert arrays.block_tables[group][i, :width].tolist() == held.tolist()
+            start = int(arrays.tail_starts[i])
+            if not tail:
+                assert start > positions[-1]
+                continue
+            assert start + len(tail) == positions[-1] + 1
+            of_tail = arrays.tail_slots[group][i, : len(tail)].tolist()
+            assert of_tail == [slot(table, group, row, place) for place in tail]
+    assert all(array.dtype == np.int32 for array in (arrays.positions, arrays.seq_lens, *arrays.slot_mappings))
+
+
+def node_of(row: Row, base: int, node: int) -> tuple[Row, list[int], list[int], list[int]]:
+    path = TREE.ancestors[node]
+    return row, [base + node], [base + len(path) - 1], [base + ancestor for ancestor in path]
+
+
+def test_a_step_with_trees_and_without(table: RowTable) -> None:
+    table[2].num_computed = 8
+    scheduled = [
+        ScheduledSequence(0, 1 + len(TREE), num_drafts=len(TREE)),
+        ScheduledSequence(2, 4),
+        ScheduledSequence(1, 1 + 3, num_drafts=3),
+    ]
+    batch = gather(scheduled, table)
+    assert batch.ends == [7, 11, 15]
+    zero, one, two = (table[i] for i in range(3))
+    expected = [(zero, [0], [0], []), *(node_of(zero, 1, node) for node in range(6))]
+    expected += [(two, [8, 9, 10, 11], [8, 9, 10, 11], [])]
+    expected += [(one, [6], [6], []), *(node_of(one, 7, node) for node in range(3))]
+    check(table, batch.arrays, expected)
+
+
+def test_some_nodes_alone(table: RowTable) -> None:
+    """As a proposer computes them, level by level."""
+    one, two = table[1], table[2]
+    batch = gather_nodes([two, one], [12, 5], [0, 2], [range(2, 5), range(2)], table)
+    assert batch.ends == [3, 7]
+    expected = [node_of(two, 12, node) for node in (2, 3, 4)]
+    expected += [(one, [5, 6], [5, 6], []), *(node_of(one, 7, node) for node in (0, 1))]
+    check(table, batch.arrays, expected)
+
+
+def test_a_step_without_drafts_has_no_tails(table: RowTable) -> None:
+    assert gather([ScheduledSequence(0, 1), ScheduledSequence(1, 1)], table).arrays.tail_starts is None
