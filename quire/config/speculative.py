@@ -104,10 +104,8 @@ class SpeculativeConfig:
                 f"speculative_token_tree is for the methods {', '.join(_DRAFT_TREES)}, and {self.method!r} drafts "
                 "chains; leave it out."
             )
-        if self.tree is not None and self.acceptance != "exact":
-            raise ConfigError(
-                f"speculative_token_tree is refused with the acceptance {self.acceptance!r}; leave one of them out."
-            )
+        if self.tree is not None and self.acceptance == "typical":
+            raise ConfigError("speculative_token_tree is refused with the acceptance 'typical'; leave one of them out.")
         if self.acceptance != "typical":
             return
         # What is drafted makes a difference then, and so has to follow from the request alone.

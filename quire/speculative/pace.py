@@ -7,6 +7,7 @@ choice changes how fast tokens come and never which. It knows no model and reads
 
 from collections.abc import Sequence
 
+from quire.config.draft_tree import DraftTree
 from quire.speculative.base import DraftedSequence, Proposer
 
 _DECAY = 0.9  # of what is known of a sequence, each time that its drafts are verified
@@ -93,10 +94,14 @@ class Pace:
         costs: of steps of the model.
         drafting: of steps of what drafts: of so many rows, each round; what it must read first counts as rows, too.
         has_rounds: drafts of a row are made one after another, each at that price; else all at once.
+        tree: the shape of the drafts, where they are no chain: then so many levels of it are chosen.
     """
 
-    def __init__(self, costs: StepCosts, drafting: StepCosts, has_rounds: bool = False) -> None:
+    def __init__(
+        self, costs: StepCosts, drafting: StepCosts, has_rounds: bool = False, tree: DraftTree | None = None
+    ) -> None:
         self.costs = costs
+        self._tree = tree
         self.drafting = drafting
         self._has_rounds = has_rounds
         self._patience = _PATIENCE  # of who comes new
@@ -127,7 +132,10 @@ class Pace:
 
     def drafted(self, counts: Sequence[int], num_read: int, seconds: float) -> None:
         """Rows that were chosen got so many drafts, for which so many tokens were read first, in so much time."""
-        making = self._making(len(counts), max(counts) or 1, num_read)
+        depth = max(counts) or 1
+        if self._tree is not None:
+            depth = self._tree.depths[depth - 1]
+        making = self._making(len(counts), depth, num_read)
         self.drafting.follow(seconds > making)
         num, plain = self._num_scheduled, self._token_seconds * self._num_scheduled
         self._account -= making + self.costs(num + sum(counts)) - plain
@@ -142,6 +150,8 @@ class Pace:
         Returns:
             Whether there are to be any.
         """
+        if self._tree is not None:
+            most = self._tree.max_depth
         plain = self.costs(num_scheduled)
         self._num_scheduled, self._token_seconds = num_scheduled, plain / num_scheduled
         self._account = min(self._account + _LOSS * plain, _MOST_SAVED * plain)
@@ -162,12 +172,12 @@ class Pace:
                 count = int(self._try_again(row, num_scheduled, proposer))
             elif proposer is not None and (missed := proposer.num_behind(row)) > _NEAR:
                 count = count if self._pays_reading(row, level / _LEVELS, count, missed) else 0
-            row.max_drafts = count
+            row.max_drafts = self._num_drafts(count)
             any_drafts = any_drafts or count > 0
         return any_drafts
 
     def _best(self, levels: Sequence[int], num_scheduled: int, most: int) -> dict[int, int]:
-        """How many drafts the rows of each level get."""
+        """How many drafts, of a tree levels, the rows of each level of acceptance get."""
         chances: list[tuple[float, int]] = []  # that a draft is accepted, and the level of whose it is
         for level in set(levels):
             rate = chance = min(level / _LEVELS, 0.995)
@@ -187,11 +197,15 @@ class Pace:
             num_rows += num_here if count == 1 else 0
             depth = max(depth, count)
             tokens += chance * num_here
-            num += num_here
+            num += num_here * (self._num_drafts(count) - self._num_drafts(count - 1))
             seconds = self.costs(num_scheduled + num) + self._making(num_rows, depth, num_rows)
             if tokens > speed * seconds:
                 speed, best = tokens / seconds, counts.copy()
         return best
+
+    def _num_drafts(self, depth: int) -> int:
+        """Drafts of a row that reach so far."""
+        return depth if self._tree is None else self._tree.num_within(depth)
 
     def _making(self, num_rows: int, depth: int, num_read: int) -> float:
         """What it costs to draft for so many rows, at most `depth` tokens for each."""
@@ -201,7 +215,7 @@ class Pace:
     def _pays_reading(self, row: DraftedSequence, rate: float, count: int, missed: int) -> bool:
         """Whether reading what was missed is likely to pay, if there are as many steps to come as there have been."""
         gain = sum(rate**i for i in range(1, count + 1)) * self._token_seconds - self._making(1, count, 1)
-        gain -= self.costs(self._num_scheduled + count) - self.costs(self._num_scheduled)
+        gain -= self.costs(self._num_scheduled + self._num_drafts(count)) - self.costs(self._num_scheduled)
         return self.drafting(missed) < max(self._account, 0.0) + gain * max(_HORIZON, row.tokens.position)
 
     def _try_again(self, row: DraftedSequence, num_scheduled: int, proposer: Proposer | None) -> bool:
@@ -213,7 +227,7 @@ class Pace:
         if found.steps_without < found.patience:
             return False
         missed = 1 if proposer is None else proposer.num_behind(row)
-        verifying = self.costs(num_scheduled + 1) - self.costs(num_scheduled)
+        verifying = self.costs(num_scheduled + self._num_drafts(1)) - self.costs(num_scheduled)
         if verifying + self._making(1, 1, missed) > self._account:
             return False
         found.steps_without, found.patience = 0, min(2 * found.patience, _MOST_PATIENCE)

@@ -191,7 +191,7 @@ class Worker:
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
             drafting = StepCosts(PROPOSER_SECONDS) if self._draft is None else self._draft.costs(self._layers)
-            runner.pace = Pace(StepCosts(seconds, HOST_SECONDS), drafting, self._draft is not None)
+            runner.pace = Pace(StepCosts(seconds, HOST_SECONDS), drafting, self._draft is not None, config.draft_tree)
         return runner
 
     def begin(self, plan: StepPlan) -> None:
