@@ -384,3 +384,48 @@ def test_the_docs_show_every_route(browser: Browser, server: str, scheme: str) -
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     assert browser.complaints() == []
     browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_thoughts_are_folded_and_calls_get_results(page: Browser) -> None:
+    """A server of the page's own making, so that the model says just this."""
+    page.run("""{
+        globalThis.bodies = [];
+        const look = { name: "look", arguments: '{"where": "box"}' };
+        const call = { index: 0, id: "c1", type: "function", function: look };
+        const deltas = [{ reasoning_content: "Hm." }, { content: "I look." }, { tool_calls: [call] }];
+        const event = (delta) => `data: ${JSON.stringify({ choices: [{ delta }] })}\\n\\n`;
+        const chunks = (list) => list.map(event).join("");
+        globalThis.fetch = async (address, { body } = {}) => {
+            bodies.push(JSON.parse(body));
+            const list = bodies.length === 1 ? deltas : [{ content: "A cat." }];
+            return new Response(chunks(list) + "data: [DONE]\\n\\n");
+        };
+        $("tab-tools").click();
+        $("tools-example").click();
+        $("p-schema").value = '{"type": "object"}';
+    }""")
+    ask(page, "Look!")
+    assert answer(page) == "I look."
+    assert page.run("mode") == "chat"
+    assert page.run("[$('p-schema').value && bodies[0].response_format.type, bodies[0].tools[0].function.name]") == [
+        "json_schema",
+        "get_weather",
+    ]
+    assert page.run(
+        "[document.querySelector('.thought').open, document.querySelector('.thought div').textContent]"
+    ) == [
+        False,
+        "Hm.",
+    ]
+    assert page.run("document.querySelector('.call code').textContent") == 'look({"where": "box"})'
+    page.run("document.querySelector('.call input').value = 'a cat'")
+    page.run("document.querySelector('.calls').requestSubmit()")
+    assert answer(page) == "A cat."
+    roles = page.run("bodies[1].messages.map((message) => message.role)")
+    assert roles == ["user", "assistant", "tool"]
+    assert page.run("bodies[1].messages[2]") == {"role": "tool", "tool_call_id": "c1", "content": "a cat"}
+    page.run("$('p-schema').value = '{'")
+    ask(page, "Again")
+    page.wait("document.querySelector('.error') !== null")
+    assert "No JSON" in page.run("document.querySelector('.error').textContent")
+    assert page.complaints() == []
