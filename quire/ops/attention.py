@@ -6,7 +6,7 @@ with an online softmax (arXiv:1805.02867) in fp32. A tile that a query cannot se
 does not matter which other queries or which surplus tiles are computed beside it. Knows no requests.
 """
 
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import HeadSpec, instruction
+from quire.ops.native.structs import HeadSpec, declared, instruction
 from quire.ops.rope import HeadShape
 from quire.ops.table import op
 
@@ -197,13 +197,7 @@ class Scoring:
 
 @instruction("attention", wants_step=True)
 class AttentionSpec(Structure):
-    _fields_ = [
-        ("heads", HeadSpec),
-        ("sinks", c_void_p),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("softcap", c_float),
-    ]
+    _fields_ = [("heads", HeadSpec), *declared("ptr sinks; i64 window; f32 scale softcap")]
 
 
 def attend(query: Value, heads: HeadShape, scoring: Scoring, *, layer: int, group: int = 0) -> Value:

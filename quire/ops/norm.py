@@ -1,12 +1,12 @@
 """RMSNorm and LayerNorm over the last dimension, alone or after the addition to the residual stream."""
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import instruction
+from quire.ops.native.structs import declared, instruction
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
@@ -53,14 +53,7 @@ def add_layer_norm(
 
 @instruction("norm")
 class NormSpec(Structure):
-    _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("size", c_int64),
-        ("eps", c_float),
-        ("subtract_mean", c_int32),
-        ("plus_one", c_int32),
-    ]
+    _fields_ = declared("ptr weight bias; i64 size; f32 eps; i32 subtract_mean plus_one")
 
 
 @rms_norm.native

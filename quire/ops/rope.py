@@ -3,14 +3,14 @@
 The references do one of these each. Natively they are one instruction, `prepare`, that the attention backend records.
 """
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.ops.native.builder import ProgramBuilder, Value
-from quire.ops.native.structs import HeadSpec, instruction
+from quire.ops.native.structs import HeadSpec, declared, instruction
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
@@ -95,12 +95,7 @@ class Preparation:
 class PrepareSpec(Structure):
     _fields_ = [
         ("heads", HeadSpec),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("cos_sin", c_void_p),
-        ("rotary_dim", c_int64),
-        ("eps", c_float),
-        ("plus_one", c_int32),
+        *declared("ptr q_norm k_norm cos_sin; i64 rotary_dim; f32 eps; i32 plus_one"),
     ]
 
 

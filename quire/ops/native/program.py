@@ -205,13 +205,12 @@ class Program:
             ctypes.addressof(code), len(code), ctypes.addressof(memory), len(memory),
             target.kernels, target.num_threads,
         )  # fmt: skip
-        self._handle = self._library.quire_program_create(ctypes.addressof(spec))
+        self._handle: int = self._library.quire_program_create(ctypes.addressof(spec))
         self._bound_type, self._strides_type = ctypes.c_void_p * len(memory), ctypes.c_int64 * len(memory)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.quire_program_destroy(self._handle)
-            self._handle = None
 
     @property
     def handle(self) -> int:

@@ -6,11 +6,11 @@ operations there are, and their numbers, the library says (csrc/ops.h). Used by 
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,18 +46,21 @@ TYPE_OF = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.int8: Type.
 DTYPE_OF = {type: dtype for dtype, type in TYPE_OF.items()}
 
 
+_KINDS = {"ptr": c_void_p, "bytes": c_char_p, "i64": c_int64, "i32": c_int32, "f32": c_float}
+
+
+def declared(fields: str) -> list[tuple[str, Any]]:
+    """The fields of "kind name name; kind name", as a C struct would declare them."""
+    kinds = (part.split() for part in fields.split(";"))
+    return [(name, _KINDS[kind]) for kind, *names in kinds for name in names]
+
+
 class MatrixStruct(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("scales", c_void_p), ("rows", c_int64), ("cols", c_int64), ("type", c_int32)]
+    _fields_ = declared("ptr data scales; i64 rows cols; i32 type")
 
 
 class HeadSpec(ctypes.Structure):
-    _fields_ = [
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("layer", c_int32),
-        ("group", c_int32),
-    ]
+    _fields_ = declared("i64 num_heads num_kv_heads head_dim; i32 layer group")
 
 
 @dataclass(frozen=True)
@@ -115,121 +118,53 @@ class InstructionStruct(ctypes.Structure):
 
 
 class BufferStruct(ctypes.Structure):
-    _fields_ = [("width", c_int64), ("type", c_int32), ("bound", c_int32)]
+    _fields_ = declared("i64 width; i32 type bound")
 
 
 class ProgramStruct(ctypes.Structure):
-    _fields_ = [
-        ("instructions", c_void_p),
-        ("num_instructions", c_int64),
-        ("buffers", c_void_p),
-        ("num_buffers", c_int64),
-        ("kernels", c_void_p),
-        ("num_threads", c_int32),
-    ]
+    _fields_ = declared(
+        "ptr instructions; i64 num_instructions; ptr buffers; i64 num_buffers; ptr kernels; i32 num_threads"
+    )
 
 
 class StepStruct(ctypes.Structure):
-    _fields_ = [
-        ("num_tokens", c_int64),
-        ("num_seqs", c_int64),
-        ("max_blocks", c_int64),
-        ("block_size", c_int64),
-        ("ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("query_start_loc", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("tail_starts", c_void_p),
-        ("tail_slots", c_void_p),
-        ("max_tail", c_int64),
-    ]
+    _fields_ = declared(
+        "i64 num_tokens num_seqs max_blocks block_size; "
+        "ptr ids positions slots query_start_loc seq_lens block_tables tail_starts tail_slots; i64 max_tail"
+    )
 
 
 class MoveStruct(ctypes.Structure):
-    _fields_ = [
-        ("cache", c_void_p),
-        ("block_size", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("sources", c_void_p),
-        ("destinations", c_void_p),
-        ("count", c_int64),
-        ("type", c_int32),
-        ("activations", c_int32),
-    ]
+    _fields_ = declared(
+        "ptr cache; i64 block_size num_kv_heads head_dim; ptr sources destinations; i64 count; i32 type activations"
+    )
 
 
 class RunStruct(ctypes.Structure):
     _fields_ = [
         ("num_rows", c_int64),
         ("steps", POINTER(StepStruct)),
-        ("bound", c_void_p),
-        ("bound_strides", c_void_p),
-        ("caches", c_void_p),
-        ("first", c_int64),
-        ("last", c_int64),
-        ("cache_type", c_int32),
+        *declared("ptr bound bound_strides caches; i64 first last; i32 cache_type"),
     ]
 
 
 class PackStruct(ctypes.Structure):
-    _fields_ = [
-        ("matrix", MatrixStruct),
-        ("source", c_void_p),
-        ("source_stride", c_int64),
-        ("start", c_int64),
-        ("num_rows", c_int64),
-        ("source_type", c_int32),
-    ]
+    _fields_ = [("matrix", MatrixStruct), *declared("ptr source; i64 source_stride start num_rows; i32 source_type")]
 
 
 class SampleStruct(ctypes.Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        ("type", c_int64),
-        ("vocab_size", c_int64),
-        ("stride", c_int64),
-        ("num_rows", c_int64),
-        ("rows", ctypes.c_char_p),
-        ("logits_rows", c_void_p),
-        ("positions", c_void_p),
-        ("first_sample", c_void_p),
-        ("errors", c_void_p),
-        ("token_ids", c_void_p),
-        ("width", c_int64),
-        ("listed_ids", c_void_p),
-        ("logprobs", c_void_p),
-        ("ranks", c_void_p),
-    ]
+    _fields_ = declared(
+        "ptr logits; i64 type vocab_size stride num_rows; bytes rows; "
+        "ptr logits_rows positions first_sample errors token_ids; i64 width; ptr listed_ids logprobs ranks"
+    )
 
 
 class RoundsStruct(ctypes.Structure):
-    _fields_ = [
-        ("body", c_void_p),
-        ("head", c_void_p),
-        ("kernels", c_void_p),
-        ("num_rows", c_int64),
-        ("num_rounds", c_int64),
-        ("rows", c_void_p),
-        ("records", ctypes.c_char_p),
-        ("token_ids", c_void_p),
-        ("token_stride", c_int64),
-        ("block_tables", c_void_p),
-        ("table_stride", c_int64),
-        ("group_stride", c_int64),
-        ("num_groups", c_int64),
-        ("block_size", c_int64),
-        ("caches", c_void_p),
-        ("cache_type", c_int32),
-        ("hidden_type", c_int32),
-        ("hidden", c_void_p),
-        ("hidden_stride", c_int64),
-        ("logits", c_void_p),
-        ("vocab_size", c_int64),
-        ("drafts", c_void_p),
-    ]
+    _fields_ = declared(
+        "ptr body head kernels; i64 num_rows num_rounds; ptr rows; bytes records; ptr token_ids; i64 token_stride; "
+        "ptr block_tables; i64 table_stride group_stride num_groups block_size; ptr caches; "
+        "i32 cache_type hidden_type; ptr hidden; i64 hidden_stride; ptr logits; i64 vocab_size; ptr drafts"
+    )
 
 
 MIRRORED: dict[str, type[ctypes.Structure]] = {  # by their names in csrc; beside them, what each instruction is told
