@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from quire import ops
+from quire.config.model import ModelConfig
 from quire.layers.linear import Linear
 from quire.models.builder import Builder
+from quire.models.heads import HeadCheckpoint
 
 TOKEN_MAP = "token_map"  # of vLLM's form: which token each of a head's own outputs stands for
 _PLACE = r"(?P<head>\d+)\.(?P<layer>\d+)"
@@ -102,13 +104,39 @@ def _check_numbers(config: Mapping[str, Any], num_heads: int, num_layers: int, w
         )
 
 
+def read_heads(
+    checkpoint: HeadCheckpoint, model: ModelConfig, num_heads: int
+) -> tuple[MedusaShape, dict[str, str | None]]:
+    """The first heads of a checkpoint, held against the model, and each tensor's name here.
+
+    Raises:
+        ModelLoadError: they are another model's, or fewer.
+    """
+    hidden_size = checkpoint.number("hidden_size", default=model.hidden_size)
+    vocab_size = checkpoint.number("vocab_size", default=model.vocab_size)
+    num_layers = checkpoint.number("medusa_num_layers", "num_hidden_layers", default=1)
+    shape, names = MedusaShape(num_heads, num_layers, hidden_size), {}
+    if checkpoint.source is not None:
+        try:
+            shape, names = read_shape(checkpoint.config, checkpoint.shapes, num_heads)
+        except ValueError as error:
+            raise checkpoint.error(str(error)) from None
+    for found in (hidden_size, shape.hidden_size):
+        checkpoint.hold("hidden size", found, model.hidden_size, model.model)
+    num_outputs = shape.num_outputs or vocab_size
+    mapped = checkpoint.shapes.get(TOKEN_MAP) == (num_outputs,)
+    for found in (vocab_size, vocab_size if mapped else num_outputs):
+        checkpoint.hold("vocabulary", found, model.vocab_size, model.model)
+    return shape, names
+
+
 class MedusaHeads(nn.Module):
     """The heads, called with the hidden states [R, H] from which the newest tokens were drawn."""
 
     def __init__(self, shape: MedusaShape, builder: Builder) -> None:
         super().__init__()
         size = shape.hidden_size
-        self.shape = shape
+        self.shape, self.dtype = shape, builder.context.dtype
         self._blocks = [
             [builder.linear(f"blocks.{head}.{layer}", size, size, bias=shape.bias) for layer in range(shape.num_layers)]
             for head in range(shape.num_heads)

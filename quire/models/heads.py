@@ -1,0 +1,123 @@
+"""Heads that were trained for a model: what their checkpoint says, held against that model, and the filling of them.
+
+Medusa's and EAGLE's are read through this. The worker opens the files (`quire.worker.heads`); nothing here knows them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.errors import ModelLoadError
+from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
+
+_FORM = CheckpointFormat(prefix="")
+
+
+class TensorSpec(Protocol):
+    """A tensor before it is read."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def file(self) -> str: ...
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint, as the worker's sources have them."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]: ...
+    def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class HeadCheckpoint:
+    """A folder of heads.
+
+    Attributes:
+        name: as the user gave it.
+        config: what config.json says.
+        source: the tensors; none where the folder has none, which `load_format="dummy"` alone allows.
+    """
+
+    name: str
+    config: dict[str, Any]
+    source: Tensors | None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor, by its name in the checkpoint."""
+        return {} if self.source is None else {spec.name: spec.shape for spec in self.source.specs}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of its tensors."""
+        assert self.source is not None, "there are no tensors"
+        [found] = [tensor.clone() for _, tensor in self.source.stream([one for one in self.shapes if one != name])]
+        return found
+
+    def error(self, complaint: str) -> ModelLoadError:
+        """For what is wrong with it."""
+        return ModelLoadError(f"The heads {self.name!r} {complaint}")
+
+    def number(self, *names: str, default: int) -> int:
+        """The whole number, at least 1, that config.json has under the first of `names` that is there."""
+        for name in names:
+            value = self.config.get(name)
+            if value is not None:
+                if type(value) is not int or value < 1:
+                    raise self.error(f"have {name} = {value!r} in config.json; it must be a whole number above 0.")
+                return value
+        return default
+
+    def hold(self, what: str, value: int, of_model: int, model: str) -> None:
+        """Refuse heads that have another size than the model.
+
+        Raises:
+            ModelLoadError: with both sizes and the model's name.
+        """
+        if value != of_model:
+            raise self.error(
+                f"have a {what} of {value}, and the model {model!r} one of {of_model}: they were trained for another "
+                "model. Use heads that were trained for this one."
+            )
+
+
+def slot_shapes(heads: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every tensor that they need, by its name here."""
+    return {name: slot.form.shape for name, slot in weight_slots(heads, _FORM).items()}
+
+
+def fill(heads: nn.Module, checkpoint: HeadCheckpoint, names: Mapping[str, str | None]) -> None:
+    """Fill the layers of `heads`, in place; `names`: each tensor of the checkpoint -> what it is called here, or None.
+
+    Raises:
+        ModelLoadError: a tensor that `names` doesn't know, of another shape or type, or that is missing.
+    """
+    left: dict[str, WeightSlot] = dict(weight_slots(heads, _FORM))
+    source = checkpoint.source
+    assert source is not None, "there are no tensors"
+    for spec in source.specs:
+        if spec.name not in names:
+            raise checkpoint.error(f"have a tensor {spec.name!r} in {spec.file}, for which there is no place in them.")
+    with torch.no_grad():
+        for spec, tensor in source.stream([name for name, ours in names.items() if ours is None]):
+            slot = left.pop(names[spec.name] or "", None)
+            if slot is None:
+                raise checkpoint.error(f"have two tensors for one place; {spec.name!r} in {spec.file} is one of them.")
+            if tuple(tensor.shape) != slot.form.shape or tensor.dtype not in slot.form.dtypes:
+                raise checkpoint.error(
+                    f"have {spec.name!r} as {spec.dtype} {list(spec.shape)} in {spec.file}, where floats "
+                    f"{list(slot.form.shape)} belong: config.json and the tensors don't belong together."
+                )
+            slot.load(tensor)
+    if left:
+        theirs = {ours: name for name, ours in reversed(list(names.items()))}
+        listed = ", ".join(theirs.get(name, name) for name in sorted(left)[:5])
+        raise checkpoint.error(f"lack {len(left)} tensors: {listed}. They are incomplete, or of another kind.")
