@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from quire.config.draft_tree import DraftTree
+from quire.config.speculative import SpeculativeConfig
 from quire.sampling.state import SamplingState
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 from quire.speculative.drawing import Drawing, drafting_state
@@ -30,42 +32,72 @@ class HeadRunner(ABC):
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         """Tokens of the first heads for each of [R, H], one sequence's after another's; None where it can't be done."""
 
+    @abstractmethod
+    def rank(
+        self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int, num_choices: int
+    ) -> list[Sequence[int]]:
+        """Likewise the likeliest tokens of each, best first; fewer, or none, where there are no more."""
+
 
 class MedusaProposer(Proposer):
-    """Drafts a chain: of each head the token that the sampler would draw.
+    """Drafts a chain, of each head the token that the sampler would draw, or a tree, of each head the likeliest ones.
 
     Args:
-        max_drafts: of a sequence; there are at least so many heads.
+        config: the method's options. There are as many heads as drafts, or as the tree is deep.
         vocab_size: the model's.
-        acceptance: the configuration's; under "typical" it drafts what is likeliest.
     """
 
-    def __init__(self, max_drafts: int, vocab_size: int, runner: HeadRunner, acceptance: str = "exact") -> None:
-        self.max_drafts = max_drafts
+    def __init__(self, config: SpeculativeConfig, vocab_size: int, runner: HeadRunner) -> None:
+        self.max_drafts = config.max_drafts
+        self._tree = config.tree
         self._vocab_size = vocab_size
         self._runner = runner
-        self._sharpness = math.inf if acceptance == "typical" else _SHARPNESS
+        self._sharpness = math.inf if config.acceptance == "typical" else _SHARPNESS
 
     def propose(
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
         states: list[SamplingState] = []
-        num_heads = 0
+        num_drafts = 0
         for row in rows:
             if row.memory is None:
                 drawing = self._runner.drawing(row)
                 row.memory = drafting_state(drawing, row.tokens, self._vocab_size, self._sharpness)
             states.append(row.memory)
-            num_heads = max(num_heads, row.max_drafts)
-        drawn = self._runner.draw(hidden, states, num_heads)
+            num_drafts = max(num_drafts, row.max_drafts)
+        if self._tree is not None:
+            return self._fill(self._tree, rows, hidden, states, num_drafts)
+        drawn = self._runner.draw(hidden, states, num_drafts)
         drafts: list[list[int]] = []
         for place, row in enumerate(rows):
             chain: list[int] = []
-            for token_id in drawn[place * num_heads : place * num_heads + row.max_drafts]:
+            for token_id in drawn[place * num_drafts : place * num_drafts + row.max_drafts]:
                 if token_id is None:
                     break
                 chain.append(token_id)
             drafts.append(chain)
+        return drafts
+
+    def _fill(
+        self,
+        tree: DraftTree,
+        rows: Sequence[DraftedSequence],
+        hidden: Tensor,
+        states: Sequence[SamplingState],
+        num_nodes: int,
+    ) -> list[list[int]]:
+        """The first nodes of a tree: what a head says of a place doesn't depend on the node above it."""
+        num_heads, num_choices = tree.depths[num_nodes - 1], 1 + max(tree.choices[:num_nodes])
+        ranked = self._runner.rank(hidden, states, num_heads, num_choices)
+        drafts: list[list[int]] = []
+        for place, row in enumerate(rows):
+            found = ranked[place * num_heads : (place + 1) * num_heads]
+            nodes: list[int] = []
+            for depth, choice in zip(tree.depths[: row.max_drafts], tree.choices, strict=False):
+                if choice >= len(found[depth - 1]):
+                    break
+                nodes.append(found[depth - 1][choice])
+            drafts.append(nodes)
         return drafts
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:

@@ -27,7 +27,7 @@ def make_proposer(
         proposer: Proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
     elif config.method == "medusa":
         assert heads is not None, "heads are configured and not loaded"
-        proposer = MedusaProposer(config.num_speculative_tokens, vocab_size, heads, config.acceptance)
+        proposer = MedusaProposer(config, vocab_size, heads)
     else:
         proposer = _METHODS[config.method](config)
     proposer.max_batch = config.disable_by_batch_size or math.inf

@@ -4,24 +4,31 @@ The worker makes one where the configuration says so. Heads without an output he
 one product. It knows rows, and no plan.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
-from quire.models.medusa import TOKEN_MAP, MedusaHeads, MedusaShape, read_shape
+from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
 from quire.protocol.requests import SamplingTask
+from quire.protocol.step import TokenLogprobs
+from quire.sampling import Draws
 from quire.sampling.state import SamplingState
 from quire.speculative.base import DraftedSequence
 from quire.speculative.drawing import Drawing
 from quire.speculative.medusa import HeadRunner
+from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
+
+_HOST_SECONDS = 3e-5  # of drafting, beside the heads
 
 
 class MedusaModel:
@@ -39,7 +46,8 @@ class MedusaModel:
         self._dtype = DTYPES[config.model.dtype]
         self._checkpoint = open_heads(config.heads, speculative.model or "", load_format=config.load_format)
         tree = speculative.tree
-        shape, self._names = self._read(speculative.num_speculative_tokens if tree is None else tree.max_depth)
+        num_heads = speculative.num_speculative_tokens if tree is None else tree.max_depth
+        shape, self._names = read_heads(self._checkpoint, config.model, num_heads)
         store = WeightStore(None) if device.packs_weights else None
         formats = device.weight_formats(speculative.quantization, store)
         self._heads = MedusaHeads(shape, Builder(BuildContext(device.backend, formats, self._dtype)))
@@ -60,26 +68,6 @@ class MedusaModel:
         """What drafts for the rows, with the output head of `model` where the heads have none."""
         return RowHeadRunner(self._device, self._heads, model, table, self._token_map)
 
-    def _read(self, num_heads: int) -> tuple[MedusaShape, dict[str, str | None]]:
-        """Of so many heads, held against the model."""
-        checkpoint, model = self._checkpoint, self._config.model
-        hidden_size = checkpoint.number("hidden_size", default=model.hidden_size)
-        vocab_size = checkpoint.number("vocab_size", default=model.vocab_size)
-        num_layers = checkpoint.number("medusa_num_layers", "num_hidden_layers", default=1)
-        shape, names = MedusaShape(num_heads, num_layers, hidden_size), {}
-        if checkpoint.source is not None:
-            try:
-                shape, names = read_shape(checkpoint.config, checkpoint.shapes, num_heads)
-            except ValueError as error:
-                raise checkpoint.error(str(error)) from None
-        for found in (hidden_size, shape.hidden_size):
-            checkpoint.hold("hidden size", found, model.hidden_size, model.model)
-        num_outputs = shape.num_outputs or vocab_size
-        mapped = checkpoint.shapes.get(TOKEN_MAP) == (num_outputs,)
-        for found in (vocab_size, vocab_size if mapped else num_outputs):
-            checkpoint.hold("vocabulary", found, model.vocab_size, model.model)
-        return shape, names
-
 
 class RowHeadRunner(HeadRunner):
     """Runs heads for the rows of a table; a program for each number of them."""
@@ -88,6 +76,7 @@ class RowHeadRunner(HeadRunner):
         self, device: Device, heads: MedusaHeads, model: RunnableModel, table: RowTable, token_map: Tensor | None
     ) -> None:
         self._device, self._heads, self._model, self._table = device, heads, model, table
+        self._dtype = heads.dtype
         self._token_map = token_map
         self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
 
@@ -100,6 +89,30 @@ class RowHeadRunner(HeadRunner):
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         each = [state for state in states for _ in range(num_heads)]
         return self._device.draw_ahead(self.logits(hidden, num_heads), each, [*range(num_heads)] * len(states))
+
+    def rank(
+        self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int, num_choices: int
+    ) -> list[Sequence[int]]:
+        logits = self.logits(hidden, num_heads)
+        each = [state for state in states for _ in range(num_heads)]
+        draws = Draws(each, [num_choices] * len(each), range(len(each)))
+        ranked = self._device.rank(logits, draws)
+        return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]
+
+    def costs(self) -> StepCosts:
+        """What drafts of some rows take, all heads at once: measured."""
+        shape = self._heads.shape
+        seconds: dict[int, float] = {}
+        with self._device.computing():
+            for num_rows in (1, 8):
+                hidden = torch.zeros(num_rows, shape.hidden_size, dtype=self._dtype)
+                taken: list[float] = []
+                for _ in range(8):
+                    start = time.perf_counter()
+                    self.logits(hidden, shape.num_heads)
+                    taken.append(time.perf_counter() - start)
+                seconds[num_rows] = sorted(taken)[1]
+        return StepCosts(seconds, _HOST_SECONDS)
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""

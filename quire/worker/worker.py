@@ -172,12 +172,15 @@ class Worker:
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
         config, model, proposer = self._config, self._loaded(), None
+        drafting = StepCosts(PROPOSER_SECONDS)
         if self._make_proposer is not None:
             proposer = self._make_proposer(self._model)
         elif config.speculative is not None:
             own = cache.tensors[len(self._model.cache_layers) :]
             drafts = self._draft.runner(table, own) if self._draft is not None else None
             heads = self._heads.runner(model, table) if self._heads is not None else None
+            if heads is not None and config.speculative.adaptive:
+                drafting = heads.costs()
             proposer = make_proposer(config.speculative, model.vocab_size, drafts, heads)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
         speculative = config.speculative
@@ -190,7 +193,7 @@ class Worker:
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
-            drafting = StepCosts(PROPOSER_SECONDS) if self._draft is None else self._draft.costs(self._layers)
+            drafting = drafting if self._draft is None else self._draft.costs(self._layers)
             runner.pace = Pace(StepCosts(seconds, HOST_SECONDS), drafting, self._draft is not None, config.draft_tree)
         return runner
 

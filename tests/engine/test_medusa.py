@@ -35,6 +35,20 @@ def test_heads_change_no_answer(plain: dict[str, list[Any]]) -> None:
     check(plain, method_of("medusa", 3))
 
 
+def test_trees_of_heads_change_no_answer_and_have_more_accepted(plain: dict[str, list[Any]]) -> None:
+    tree = {"speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]"}
+    llm = check(plain, {"method": "medusa", "model": "demo-medusa"} | tree)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert len(stats.num_accepted_tokens_per_pos) == 4
+    num_steps, num_accepted = stats.num_drafts, stats.num_accepted_tokens
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    llm.generate(STORIES, params, use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens - num_accepted > 1.4 * (stats.num_drafts - num_steps)  # 1.9 where it was measured
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_heads_may_be_quantized(plain: dict[str, list[Any]], quantization: str) -> None:
