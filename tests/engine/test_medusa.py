@@ -131,3 +131,18 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         LLM("demo", speculative_config=method)
     with pytest.raises(ModelLoadError, match="/no/such/heads"):
         LLM("demo", speculative_config=method | {"model": "/no/such/heads"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_rules_judge_heads_too_and_are_repeatable_whatever_the_batch(acceptance: str) -> None:
+    config = {"method": "medusa", "model": "demo-medusa", "acceptance": acceptance}
+    llm = LLM("demo", speculative_config=config)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(STORIES))]
+    together = llm.generate(STORIES, params, use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 10 or acceptance == "rejection"
+    for story, one, answer in zip(STORIES, params, together, strict=True):
+        (alone,) = llm.generate(story, one, use_tqdm=False)
+        assert alone.outputs[0].token_ids == answer.outputs[0].token_ids
