@@ -8,7 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 
 from quire.entrypoints.server.parsers import harmony
 from quire.entrypoints.server.parsers.base import Chain, Offer, Parser, TextParser
-from quire.entrypoints.server.parsers.forms import Form, Frame
+from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments, learned_form
 from quire.entrypoints.server.parsers.grammars import Answer, Thought, answer_grammar
 from quire.entrypoints.server.parsers.reader import Reader, Script, ScriptParser
@@ -39,6 +39,7 @@ class Parsing:
 
     params: SamplingParams
     make_parser: Callable[[], Parser] = TextParser
+    names: dict[str, str] = field(default_factory=dict)  # what the engine's parameters are called in the body
 
 
 def plan_parsing(
@@ -76,17 +77,26 @@ def plan_parsing(
     assert tokenizer is not None, "there is a template"
     marks = (thoughts.marks if thoughts else ()) + (form.marks if form else ())
     tokens, hidden = _tokens(tokenizer, marks)
-    asked = _Asked(offer, form and form.frame_for(template), thoughts, thinking_budget)
-    changes: dict[str, Any] = {}
-    if (constraint := _constraint(asked, params.structured_outputs, prompt, tokens)) is not None:
+    if thinking_budget is not None and thoughts and not any(thoughts.closes[0].startswith(mark) for mark in tokens):
+        raise InvalidRequestError(
+            f"thinking_token_budget needs a model for which {thoughts.closes[0]!r}, the end of a thought, begins with "
+            "a token of its own; leave it out.",
+            "thinking_token_budget",
+        )
+    thought = _thought(thoughts, prompt, thinking_budget, state.llm.config.model.eos_token_ids)
+    asked = Answer(params.structured_outputs, offer, form and form.frame_for(template), thought)
+    changes, names = dict[str, Any](), dict[str, str]()
+    if (constraint := _constraint(asked, tokens)) is not None:
         changes["structured_outputs"] = constraint
+        if params.structured_outputs is None:
+            names["structured_outputs"] = "tools" if offer else "thinking_token_budget"
     if hidden:
         changes["skip_special_tokens"] = False
     script = None if thoughts is None else thoughts.script(prompt)
     make = partial(_parser, script, form and form.script, offer or Offer())
     if thoughts is harmony.THOUGHTS or form is harmony.FORM:
         make = partial(_parser, None, harmony.script, offer or Offer())
-    return Parsing(msgspec.structs.replace(params, **changes) if changes else params, make)
+    return Parsing(msgspec.structs.replace(params, **changes) if changes else params, make, names)
 
 
 async def warm_up(state: ServerState) -> None:
@@ -161,30 +171,20 @@ def _tokens(tokenizer: Tokenizer, marks: tuple[str, ...]) -> tuple[dict[str, int
     return found, any(not tokenizer.decode([id]) for id in found.values())
 
 
-@dataclass(frozen=True)
-class _Asked:
-    offer: Offer | None
-    frame: Frame | None
-    thoughts: ThoughtForm | None
-    budget: int | None
-
-
-def _constraint(
-    asked: _Asked, content: StructuredOutputsParams | None, prompt: str, tokens: dict[str, int]
-) -> StructuredOutputsParams | None:
+def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParams | None:
     """What the whole answer has to obey; None: what it had to obey before."""
-    offer = asked.offer
+    content, offer, thought = asked.content, asked.offer, asked.thought
+    budget = None if thought is None else thought.budget
     holds_calls = offer is not None and (
         offer.choice == "required" or offer.closed or not offer.parallel or any(f.strict for f in offer.functions)
     )
-    thought = _thought(asked.thoughts, prompt, asked.budget)
-    if not holds_calls and asked.budget is None and (content is None or (offer is None and thought is None)):
+    if not holds_calls and budget is None and (content is None or (offer is None and thought is None)):
         return None
-    grammar = answer_grammar(Answer(content, offer, asked.frame, thought), tokens)
+    grammar = answer_grammar(asked, tokens)
     if grammar is not None:
         return StructuredOutputsParams(grammar=grammar)
     assert content is not None, "any text can be part of a grammar"
-    if offer is not None or asked.budget is not None or thought is None:
+    if offer is not None or budget is not None or thought is None:
         other = "tools" if offer is not None else "thinking_token_budget"
         raise InvalidRequestError(
             f"{other} and a constraint of the kind {content.kind!r} can't go together; leave one of them out, or give "
@@ -194,11 +194,13 @@ def _constraint(
     return content.after(thought.closing + thought.answer, thought.opening)
 
 
-def _thought(form: ThoughtForm | None, prompt: str, budget: int | None) -> Thought | None:
+def _thought(
+    form: ThoughtForm | None, prompt: str, budget: int | None, eos_token_ids: tuple[int, ...]
+) -> Thought | None:
     if form is None or (begun := form.begun(prompt)) is False:
         return None
     opening = "" if begun or form.assumed else form.opens[0]
-    return Thought(opening, form.closes[0], form.answer, budget, optional=bool(opening))
+    return Thought(opening, form.closes[0], form.answer, budget, eos_token_ids, optional=bool(opening))
 
 
 def _parser(thoughts: _Script | None, calls: _Script | None, offer: Offer) -> Parser:

@@ -4,7 +4,7 @@
 from forms, tools and constraints to a text in llguidance's Lark.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -24,7 +24,8 @@ class Thought:
     opening: str  # "" where the prompt has it already
     closing: str
     answer: str = ""  # what begins the answer, where that is no call
-    budget: int | None = None  # most tokens of it
+    budget: int | None = None  # most tokens of it, where `closing` begins with a token
+    never: Collection[int] = ()  # tokens that can't be part of one that has a budget
     optional: bool = False  # the model may answer at once
 
 
@@ -64,13 +65,10 @@ def answer_grammar(answer: Answer, tokens: Mapping[str, int]) -> str | None:
 
 
 def _thought(lark: Lark, thought: Thought, follows: bool) -> str:
-    limit = "" if thought.budget is None else f"[max_tokens={thought.budget}]"
-    if thought.budget == 0:
-        text = lark.text(thought.closing)
-    elif limit:
-        text = f"{lark.rule(ANY_TEXT, limit)} {lark.text(thought.closing)}"
-    else:
+    if thought.budget is None:
         text = lark.until(thought.closing)
+    else:
+        text = lark.few_tokens(thought.budget, thought.closing, thought.never)
     space = "/\\n{0,2}/" if follows and not thought.answer else ""
     whole = " ".join(filter(None, [lark.text(thought.opening), text, space]))
     return f"({whole})?" if thought.optional else whole

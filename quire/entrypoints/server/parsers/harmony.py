@@ -36,11 +36,15 @@ def script(read: Reader) -> Script[None]:
             read.hold_spaces("")
 
 
+_MARKS = (START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS)
 THOUGHTS = ThoughtForm(  # for grammars: `script` reads them
-    (f"{CHANNEL}analysis{MESSAGE}",), (f"<|end|>{START}assistant",), answer=f"{CHANNEL}final{MESSAGE}"
+    (f"{CHANNEL}analysis{MESSAGE}",),
+    (f"<|end|>{START}assistant",),
+    answer=f"{CHANNEL}final{MESSAGE}",
+    parts=_MARKS,
 )
 FORM = Form(
     script,
     Frame(CHANNEL, named_call(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", ""), single=True),
-    marks=(START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS),
+    marks=_MARKS,
 )

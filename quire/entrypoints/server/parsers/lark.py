@@ -6,7 +6,7 @@ text does not match those.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 ANY_TEXT = "/(?s:.*)/"
@@ -46,6 +46,13 @@ class Lark:
         if self._split is not None and (found := self._split.match(end)):
             return f"{ANY_TEXT} {self._token(found[0])} {self.text(end[found.end() :])}".strip()
         return self.rule(f"{ANY_TEXT} {_quoted(end)}", "[lazy]")
+
+    def few_tokens(self, most: int, end: str, never: Collection[int]) -> str:
+        """At most so many tokens, and then this text, which begins with a token; others can `never` come before it."""
+        found = self._split.match(end) if self._split is not None else None
+        assert found is not None, "tokens can be counted up to one that ends them"
+        others = ",".join(map(str, sorted({self.tokens[found[0]], *never})))
+        return f"<[^{others}]>{{0,{most}}} {self.text(end)}" if most else self.text(end)
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON that obeys a schema, spaced as chat templates write it."""

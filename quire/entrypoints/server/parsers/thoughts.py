@@ -20,6 +20,7 @@ class ThoughtForm(Struct, frozen=True):
         assumed: the model thinks first though no tag says so.
         around: tags around the answer, which are no part of it.
         answer: what begins an answer that is no call.
+        parts: of these texts, that are tokens where the texts are none.
     """
 
     opens: tuple[str, ...] = ("<think>",)
@@ -27,11 +28,12 @@ class ThoughtForm(Struct, frozen=True):
     assumed: bool = False
     around: tuple[str, str] | None = None
     answer: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All tags."""
-        return self.opens + self.closes
+        """All that may be tokens of their own."""
+        return self.opens + self.closes + self.parts
 
     def begun(self, prompt: str) -> bool | None:
         """Whether the answer to a prompt begins within a thought; None: the model opens one, or does not."""

@@ -159,7 +159,6 @@ def test_what_is_held_by_a_grammar(server: Any) -> None:
     assert ")*" not in (grammar(server, tool_choice="required", parallel=False) or ")*")
     strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
     assert grammar(server, tools=[strict]) is not None
-    assert "max_tokens=7" in (grammar(server, budget=7) or "")
     assert grammar(server) is None
     assert grammar(server, tool_choice="none") is None
 
@@ -169,7 +168,7 @@ def test_refused_by_name(client: TestClient) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"thinking_token_budget": 3, "structured_outputs": {"regex": "a"}, "tools": []}, "thinking_token_budget"),
+        ({"thinking_token_budget": 3}, "thinking_token_budget"),  # to the demo's tokenizer its tags are text
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tools"),
     ]:
         assert refusal(client, **fields)["param"] == param, fields

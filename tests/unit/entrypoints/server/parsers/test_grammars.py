@@ -194,19 +194,23 @@ def test_a_constraint_holds_after_the_thought(walk: Walk) -> None:
     assert not walk.accepts(grammar, '<think>{"a": "red"}')
 
 
-def test_a_thought_has_its_budget(walk: Walk) -> None:
-    grammar = answer_grammar(Answer(thought=thought(4, "")), walk.tokens)
+def test_a_thought_has_its_budget() -> None:
+    walk = Walk(MARKS)
+    grammar = answer_grammar(Answer(thought=Thought("", "</think>", budget=4, never=[256])), walk.tokens)
     assert grammar is not None
     assert walk.accepts(grammar, "hm a</think> and so on, and so on")
+    assert walk.accepts(grammar, "h</think>Yes")
     assert walk.accepts(grammar, "</think>Yes")
     assert not walk.accepts(grammar, "hm a b</think>")
+    assert not walk.accepts(grammar, "hm<end></think>")
     none = answer_grammar(Answer(thought=thought(0, "")), walk.tokens)
     assert none is not None
     assert walk.accepts(none, "</think>Yes")
     assert not walk.accepts(none, "h</think>Yes")
 
 
-def test_tools_after_a_thought(walk: Walk) -> None:
+def test_tools_after_a_thought() -> None:
+    walk = Walk(MARKS)
     offer, form = Offer(BOTH, "required"), TOOL_FORMS["hermes"]
     grammar = answer_grammar(Answer(offer=offer, frame=form.frame_for(""), thought=thought(6)), walk.tokens)
     assert grammar is not None
