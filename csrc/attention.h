@@ -23,7 +23,7 @@ struct AttentionArgs {
     float scale;
     float softcap;   // scores become softcap * tanh(score / softcap); 0: they stay
     const float* sinks;  // [Hq], a score of each head that weighs in the softmax and has no value; or null
-    int64_t window;  // tokens seen, the query's own included; 0: all
+    int64_t window;  // tokens seen, the query's own included; 0: all; below: all but so many first ones
     const StepArgs* step;
     Type type;
 };
@@ -82,7 +82,7 @@ struct Sight {
     }
     int64_t position(int64_t row) const { return first_position + row / group; }
     int64_t lowest_key(int64_t row) const {
-        int64_t low = a.window ? position(row) - a.window + 1 : 0;
+        int64_t low = a.window > 0 ? position(row) - a.window + 1 : -a.window;
         return low > 0 ? low : 0;
     }
     int64_t query_head(int64_t row) const { return range.kv_head * group + row % group; }

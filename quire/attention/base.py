@@ -79,6 +79,7 @@ class AttentionSpec:
         head_dim: D, features of a head.
         scale: factor on the scores.
         window: position p sees the positions p - window + 1 .. p (.. p + window - 1 where not causal); None: all.
+        start: the first position that is seen (no token before it is given to the layer); not with a window.
         softcap: scores s become ``softcap * tanh(s / softcap)``.
         sinks: [Hq], scores of one more key for each head, whose value is zero.
         causal: whether a position sees those after it; where not, it sees all that the sequence has so far.
@@ -94,6 +95,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    start: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
     causal: bool = True

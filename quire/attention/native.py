@@ -105,6 +105,6 @@ def _record(qkv: Value, spec: AttentionSpec) -> Value:
         )
     heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     preparation = Preparation(spec.q_norm, spec.k_norm, spec.norm_eps, spec.rope, spec.norm_plus_one)
-    scoring = Scoring(spec.scale, spec.window, spec.softcap, spec.sinks)
+    scoring = Scoring(spec.scale, spec.window, spec.start, spec.softcap, spec.sinks)
     prepared = prepare(qkv, heads, preparation, layer=spec.layer, group=spec.group)
     return attend(prepared, heads, scoring, layer=spec.layer, group=spec.group)

@@ -28,6 +28,7 @@ class _Shape:
     kv_width: int  # KV heads * head_dim
     window: int | None
     causal: bool = True
+    start: int = 0
 
     @property
     def reach(self) -> int:
@@ -120,7 +121,8 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             query, key = ops.rotary(query, key, step.positions, spec.rope)
         ops.write_kv(key, value, cache, metadata.batch.slot_mapping)
         group_size = spec.num_heads // spec.num_kv_heads
-        work = metadata.work(_Shape(group_size, spec.num_kv_heads * spec.head_dim, spec.window, spec.causal))
+        shape = _Shape(group_size, spec.num_kv_heads * spec.head_dim, spec.window, spec.causal, spec.start)
+        work = metadata.work(shape)
         attended = ops.paged_attention(query, cache, work, spec.scale, softcap=spec.softcap, sinks=spec.sinks)
         return attended.reshape(qkv.shape[0], -1)
 
@@ -155,7 +157,7 @@ def _query_tiles(batch: AttentionBatch, counts: np.ndarray, shape: _Shape) -> _I
     offset = (np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tokens
     first = (batch.seq_lens.numpy() - counts)[sequence] + offset
     last = first + np.minimum(tokens, counts[sequence] - offset) - 1
-    low = np.zeros_like(first) if shape.window is None else np.maximum(first - shape.window + 1, 0)
+    low = np.full_like(first, shape.start) if shape.window is None else np.maximum(first - shape.window + 1, 0)
     high = last
     if not shape.causal:
         end = batch.seq_lens.numpy()[sequence] - 1
@@ -215,6 +217,7 @@ def _step(
     partial = keys[:, -1] > (active.first if shape.causal else np.minimum(active.first + shape.reach, active.high))
     if shape.window is not None:
         partial |= keys[:, 0] <= active.last - shape.window
+    partial |= keys[:, 0] < shape.start
     stop = start + len(active)
     masked = np.flatnonzero(partial)
     if not len(masked):
@@ -225,6 +228,7 @@ def _step(
     hidden = keys > (queries if shape.causal else np.minimum(queries + shape.reach, active.high[part, None, None]))
     if shape.window is not None:
         hidden |= keys <= queries - shape.window
+    hidden |= keys < shape.start
     hidden = np.repeat(hidden, shape.group_size, axis=1)
     return TileStep(
         start, stop, torch.from_numpy(slots), start + part.start, start + part.stop, torch.from_numpy(hidden)

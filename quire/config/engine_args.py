@@ -16,7 +16,13 @@ from quire.config.model import ModelConfig
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
-from quire.config.speculative import HEAD_METHODS, SpeculativeConfig, check_draft_model
+from quire.config.speculative import (
+    CACHED_METHODS,
+    EAGLE_METHODS,
+    HEAD_METHODS,
+    SpeculativeConfig,
+    check_draft_model,
+)
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
@@ -218,12 +224,14 @@ class EngineArgs:
                 draft_tree=speculative.tree if speculative is not None else None,
             ),
             speculative=speculative,
-            draft=self._draft_model(speculative, model) if speculative and method == "draft_model" else None,
+            draft=self._draft_model(speculative, model) if speculative and method in CACHED_METHODS else None,
             heads=self._heads(speculative) if speculative and method in HEAD_METHODS else None,
         )
 
     def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
-        """The configuration of the model that drafts, held against that of the model it drafts for."""
+        """The configuration of the model, or the head, that drafts, held against that of the model it drafts for."""
+        if speculative.method in EAGLE_METHODS:
+            return self._eagle_head(speculative, model)
         draft = ModelConfig.from_pretrained(
             speculative.model or "",
             dtype=model.dtype,
@@ -238,6 +246,20 @@ class EngineArgs:
         """Where the heads that draft are."""
         name, cache = speculative.model or "", self.download_dir
         return resolve_model_path(name, speculative.revision, cache_dir=cache, allow_patterns=HEAD_PATTERNS)
+
+    def _eagle_head(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
+        """The configuration of a head that has layers of its own; the worker holds it against the model's."""
+        if speculative.tree is not None:
+            raise NotYetSupportedError(
+                f"speculative_config: speculative_token_tree is not supported yet with the method "
+                f"{speculative.method!r}; leave it out."
+            )
+        path = self._heads(speculative)
+        stated = ModelConfig.from_pretrained(path, dtype=model.dtype, load_format=self.load_format)
+        # Positions are the model's: what a head was trained on is often shorter.
+        reach = {"max_position_embeddings": max(stated.derived_max_model_len, model.max_model_len)}
+        head = ModelConfig.from_pretrained(path, dtype=model.dtype, load_format=self.load_format, hf_overrides=reach)
+        return dataclasses.replace(head, model=speculative.model or "")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ MAX_DRAFTS = 32  # of one sequence in one step
 OPTION = "speculative_config"
 
 HEAD_METHODS = ("medusa",)  # those whose `model` is heads that were trained for the model
-_WITH_MODEL = ("draft_model", *HEAD_METHODS)
+EAGLE_METHODS = ("eagle", "eagle3")  # likewise, with layers of their own
+CACHED_METHODS = ("draft_model", *EAGLE_METHODS)  # what drafts has keys and values in the KV cache
+_WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
 
 # The options that some methods alone read.
 _OF_METHODS = {
@@ -45,16 +47,16 @@ class SpeculativeConfig:
         ConfigError: a value is out of its range, or of no use to the method.
     """
 
-    method: Literal["ngram", "suffix", "draft_model", "medusa"] = option(
+    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3"] = option(
         "ngram",
         "'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest "
         "such tokens, in past outputs too where asked, 'draft_model' asks a smaller model, 'medusa' heads that were "
-        "trained for the model.",
+        "trained for the model, 'eagle' and 'eagle3' a layer that goes on from its hidden states.",
     )
     model: str | None = option(
         None,
         "The draft model, of the same vocabulary, or the heads, trained for the model: a directory, a hub id, or "
-        "'demo-draft', 'demo-medusa'.",
+        "'demo-draft', 'demo-medusa', 'demo-eagle', 'demo-eagle3'.",
     )
     revision: str | None = option(None, "Branch, tag or commit of the draft model or heads on the hub.")
     quantization: Literal["int8", "int4"] | None = option(

@@ -1,5 +1,6 @@
 """The attention block: projections around one call of the attention backend. Models build it, layers run it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class SelfAttention(nn.Module):
         self,
         backend: AttentionBackend[Any],
         spec: AttentionSpec,
-        qkv_proj: Linear,
+        qkv_proj: nn.Module,
         o_proj: Linear,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -36,6 +37,6 @@ class SelfAttention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def forward(self, x: Tensor | Sequence[Tensor], step: Step) -> Tensor:
+        """[T, H], or several side by side where the projection joins them, -> [T, H]."""
         return self.o_proj(self.backend.attend(self.qkv_proj(x, step), self.spec, step), step)

@@ -5,7 +5,7 @@ packed weights are kept and the LoRA target; attention layers are numbered here,
 by which the KV cache is laid out. Must not know any family, nor a checkpoint's spelling of the names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.layers.linear import Linear, Place, Split
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.models.joined import JoinedLinear
 from quire.protocol.cache import LayerCache, group_layers
 from quire.quantization.base import MatrixShape
 from quire.quantization.registry import WeightFormats
@@ -91,6 +92,14 @@ class Builder:
             place = replace(place, method=self.context.formats.plain)
         return Linear(place, in_features, outputs, bias=bias, split=split)
 
+    def joined(
+        self, name: str, in_features: Sequence[int], outputs: int | Mapping[str, int], *, bias: bool = False
+    ) -> JoinedLinear:
+        """A linear layer on inputs of several sizes side by side; see `linear`."""
+        return JoinedLinear(
+            [self.linear(f"{name}.{i}", size, outputs, bias=bias and not i) for i, size in enumerate(in_features)]
+        )
+
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""
         return VocabEmbedding(self._place(name, MatrixShape(size, num_rows), table=True), num_rows, size)
@@ -117,7 +126,7 @@ class Builder:
 
     def attention(
         self,
-        size: int,
+        size: int | Sequence[int],
         spec: AttentionSpec,
         *,
         qkv_bias: bool = False,
@@ -128,6 +137,7 @@ class Builder:
         """An attention block on hidden states of `size`; this builder's name is the block's.
 
         Args:
+            size: or sizes, of several hidden states side by side, the last of which is that of what comes out.
             spec: without layer, group and norms, which are filled in here.
             head_norms: RMSNorm over each head of queries and keys, as the spec's eps says.
             fused: the checkpoint holds queries, keys and values as one matrix.
@@ -143,11 +153,16 @@ class Builder:
             k_norm=None if k_norm is None else k_norm.weight,
             layer=len(self.context.cache_layers),
         )
+        inner = size if isinstance(size, int) else size[-1]
+        if isinstance(size, int):
+            qkv_proj = self.linear("qkv_proj", size, outputs, bias=qkv_bias, split="out")
+        else:
+            qkv_proj = self.joined("qkv_proj", size, outputs, bias=qkv_bias)
         block = SelfAttention(
             self.context.backend,
             spec,
-            self.linear("qkv_proj", size, outputs, bias=qkv_bias, split="out"),
-            self.linear("o_proj", query_size, size, bias=output_bias, split="out"),
+            qkv_proj,
+            self.linear("o_proj", query_size, inner, bias=output_bias, split="out"),
             q_norm,
             k_norm,
         )

@@ -50,6 +50,7 @@ class CausalLM(nn.Module):
         self.vocab_size = config.vocab_size
         self.dtype = builder.context.dtype
         self.cache_layers = builder.context.cache_layers
+        self._embedding = (embedding,)  # registered where it stands in the backbone
         self.model = backbone
         self.tied = config.tie_word_embeddings
         self.lm_head = builder.head(embedding, tied=self.tied)
@@ -60,6 +61,11 @@ class CausalLM(nn.Module):
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
+
+    @property
+    def embedding(self) -> VocabEmbedding:
+        """The backbone's token embedding."""
+        return self._embedding[0]
 
     def forward(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states of a step's tokens, int64 [T] -> [T, H] after the final norm; writes to the step's caches."""

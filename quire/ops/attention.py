@@ -185,12 +185,14 @@ class Scoring:
     Attributes:
         scale: factor on the products.
         window: tokens that a query sees, its own included; None: all.
+        start: the first position that is seen; there is no window then.
         softcap: scores s become ``softcap * tanh(s / softcap)``.
         sinks: [Hq], scores of one more key for each head, whose value is zero.
     """
 
     scale: float
     window: int | None = None
+    start: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
 
@@ -214,7 +216,7 @@ def attend(query: Value, heads: HeadShape, scoring: Scoring, *, layer: int, grou
     spec = AttentionSpec(
         heads=heads.spec(layer, group),
         sinks=None if sinks is None else builder.address(sinks.float().contiguous()),
-        window=scoring.window or 0,
+        window=scoring.window or -scoring.start,
         scale=scoring.scale,
         softcap=scoring.softcap or 0.0,
     )

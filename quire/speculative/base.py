@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -50,6 +50,23 @@ class Verdict:
     num_accepted: int
 
 
+class ComputedSpan(NamedTuple):
+    """What a step computed of one sequence.
+
+    Attributes:
+        row: the sequence, whose newest tokens are not drawn yet.
+        start: position of its first token in the step.
+        first: row of the step's hidden states that belongs to it; `num_tokens` in all.
+        num_drafts: of them, the last ones, drafts that may be refused.
+    """
+
+    row: DraftedSequence
+    start: int
+    first: int
+    num_tokens: int
+    num_drafts: int
+
+
 class Proposer(ABC):
     """Draws drafts for the next step.
 
@@ -57,6 +74,8 @@ class Proposer(ABC):
         max_drafts: most that it proposes for a sequence.
         max_batch: in steps of so many sequences it is not asked.
         uses_hidden: whether it looks at hidden states; where not, none are handed to it.
+        reads_all: whether it is handed all that a step computed (`read`).
+        taps: indices of the model's layers whose outputs it reads, ascending.
         from_prefix: whether a draft, and what it was drawn from, follows from the tokens before it alone, so that it
             may be asked for at any position. Only such a proposer may set `probs`.
     """
@@ -64,6 +83,8 @@ class Proposer(ABC):
     max_drafts: int
     max_batch: float = math.inf
     uses_hidden: bool = True
+    reads_all: bool = False
+    taps: Sequence[int] = ()
     from_prefix: bool = False
 
     @abstractmethod
@@ -77,6 +98,15 @@ class Proposer(ABC):
             hidden: [R, H], the model's last hidden state from which each drew its newest token.
             taps: the same of the layers that the proposer asked for, [R, H] each.
         """
+
+    def read(self, spans: Sequence[ComputedSpan], hidden: Tensor, taps: Sequence[Tensor]) -> None:
+        """Take note of what a step of T tokens computed, before tokens are drawn from it.
+
+        Args:
+            hidden: [T, H], the model's last hidden states.
+            taps: of each of `self.taps`, likewise.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def observe(self, verdicts: Sequence[Verdict]) -> None:

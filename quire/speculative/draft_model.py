@@ -153,7 +153,6 @@ class DraftModelProposer(Proposer):
         return row.tokens.num - (reader.num_read if reader is not None else 0)
 
     def _open(self, row: DraftedSequence) -> Reader:
-        """How the sampler draws for the sequence, but for what looks back at tokens or reports."""
         own, params, seed, sequence_index = self._runner.open(row)
         drawing = Drawing(params, seed, sequence_index)
         state = drafting_state(drawing, row.tokens, self._vocab_size, math.inf if self._is_greedy else 1.0)

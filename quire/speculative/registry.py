@@ -6,6 +6,7 @@ from collections.abc import Callable
 from quire.config.speculative import SpeculativeConfig
 from quire.speculative.base import Proposer
 from quire.speculative.draft_model import DraftModelProposer, DraftRunner
+from quire.speculative.eagle import EagleProposer, EagleRunner
 from quire.speculative.medusa import HeadRunner, MedusaProposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.suffix import SuffixProposer
@@ -19,12 +20,17 @@ _METHODS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
 
 
 def make_proposer(
-    config: SpeculativeConfig, vocab_size: int, draft: DraftRunner | None = None, heads: HeadRunner | None = None
+    config: SpeculativeConfig,
+    vocab_size: int,
+    draft: DraftRunner | EagleRunner | None = None,
+    heads: HeadRunner | None = None,
 ) -> Proposer:
-    """What drafts tokens; `draft` runs the draft model, and `heads` the heads, where the method has such."""
-    if config.method == "draft_model":
-        assert draft is not None, "a draft model is configured and not loaded"
-        proposer: Proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
+    """What drafts tokens; `draft` runs what has caches of its own, and `heads` the heads, where the method has such."""
+    proposer: Proposer
+    if isinstance(draft, DraftRunner):
+        proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
+    elif isinstance(draft, EagleRunner):
+        proposer = EagleProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
     elif config.method == "medusa":
         assert heads is not None, "heads are configured and not loaded"
         proposer = MedusaProposer(config, vocab_size, heads)

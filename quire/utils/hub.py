@@ -26,6 +26,7 @@ HEAD_PATTERNS = ("config.json", "*.safetensors", "*.pt", "*.bin")  # heads that 
 # Copies of the weights in other layouts, which some repositories carry beside the one that is read.
 _IGNORE_PATTERNS = ("original/*", "consolidated*.safetensors", "*/*.safetensors", "*/*.json", "adapter_model*")
 _BUNDLED = {"demo": Path("demo"), "demo-draft": Path("demo", "draft"), "demo-medusa": Path("demo", "medusa")}
+_BUNDLED |= {"demo-eagle": Path("demo", "eagle"), "demo-eagle3": Path("demo", "eagle3")}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
 _TRUE = {"1", "ON", "YES", "TRUE"}

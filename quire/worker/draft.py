@@ -28,6 +28,8 @@ from quire.worker.weights.store import WeightStore
 class DraftModel:
     """The draft model of a configuration that names one; `load` fills it."""
 
+    taps: Sequence[int] = ()  # as `quire.worker.eagle.EagleModel` has
+
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no draft model is configured"
         assert config.speculative is not None, "a draft model, and nothing that uses it"

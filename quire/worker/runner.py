@@ -7,13 +7,14 @@ remember the new tokens, draft more. It keeps rows and KV tensors and knows noth
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
+from quire.layers.step import Taps
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (
     Failure,
@@ -30,7 +31,7 @@ from quire.sampling.sampler import Draws
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device, RunnableModel
@@ -53,6 +54,7 @@ class _Begun:
     ends: list[int]  # as StepBatch.ends
     hidden: Tensor  # [T, H]
     seconds: float  # that all this took, where it is measured
+    taps: Sequence[Tensor] = ()  # [T, H] of each layer that the proposer reads
 
 
 class ModelRunner:
@@ -100,8 +102,11 @@ class ModelRunner:
             return
         batch = gather(plan.scheduled, self.table)
         input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
+        taps: list[Tensor] = []
+        if self.proposer is not None and self.proposer.taps:
+            step = replace(step, taps=Taps(self.proposer.taps, taps))
         hidden = self.model(input_ids, step)
-        self._begun = _Begun(plan, batch.rows, batch.ends, hidden, time.perf_counter() - start if start else 0.0)
+        self._begun = _Begun(plan, batch.rows, batch.ends, hidden, time.perf_counter() - start if start else 0.0, taps)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
         """Sample the plan that was begun, under the masks of `guide`."""
@@ -111,6 +116,8 @@ class ModelRunner:
         results = [_NOTHING] * len(rows)
         if self.table.num_with_prompt_logprobs:
             self._prompt_logprobs(begun, results)
+        if self.proposer is not None and self.proposer.reads_all:
+            self._let_read(self.proposer, begun)
         for one, row in zip(scheduled, rows, strict=True):
             row.num_computed += one.num_new_tokens
         sampled = [place for place, one in enumerate(scheduled) if one.sampling]
@@ -312,6 +319,16 @@ class ModelRunner:
                 found[place] = list(drafts)
                 drafted.tokens.set_drafts(drafts)
         return found
+
+    def _let_read(self, proposer: Proposer, begun: _Begun) -> None:
+        """Hand the proposer what was computed of the sequences that it drafts for."""
+        spans = [
+            ComputedSpan(row.drafted, row.num_computed, end - one.num_new_tokens, one.num_new_tokens, one.num_drafts)
+            for row, end, one in zip(begun.rows, begun.ends, begun.plan.scheduled, strict=True)
+            if row.drafted is not None
+        ]
+        if spans:
+            proposer.read(spans, begun.hidden, begun.taps)
 
     def _tell_verdicts(self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane]) -> None:
         verdicts: list[Verdict] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from msgspec import structs
 
+from quire.config.speculative import EAGLE_METHODS
 from quire.config.worker import WorkerConfig
 from quire.models.registry import CausalLM, build_model
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
@@ -25,6 +26,7 @@ from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.draft import DraftModel
+from quire.worker.eagle import EagleModel
 from quire.worker.fingerprint import kv_fingerprint
 from quire.worker.judging import Judge
 from quire.worker.medusa import MedusaModel
@@ -58,7 +60,7 @@ class Worker:
         self.device: Device = CpuDevice(config)
         self._store: WeightStore | None = None
         self._model = self._build()
-        self._draft = DraftModel(config, self.device, self._model) if config.draft is not None else None
+        self._draft = self._build_draft()
         self._heads = MedusaModel(config, self.device) if config.heads is not None else None
         self._layers = [*self._model.cache_layers, *(self._draft.model.cache_layers if self._draft else ())]
         self._make_proposer = proposer
@@ -83,6 +85,14 @@ class Worker:
         except StaleStoreError:  # removed, or where that is not allowed done without
             return self._build(keep=place is not None and not place.path.exists())
 
+    def _build_draft(self) -> DraftModel | EagleModel | None:
+        """What drafts beside the model."""
+        config = self._config
+        if config.draft is None or config.speculative is None:
+            return None
+        drafts = EagleModel if config.speculative.method in EAGLE_METHODS else DraftModel
+        return drafts(config, self.device, self._model)
+
     def load(self, progress: bool = True) -> WorkerReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
         config, device = self._config, self.device
@@ -90,7 +100,7 @@ class Worker:
         loaded = load_model_weights(self._model, config.model, load_format=config.load_format, progress=progress)
         if self._store is not None:
             self._store.finish()
-        self._runnable = device.compile(self._model)
+        self._runnable = device.compile(self._model, self._draft.taps if self._draft is not None else ())
         if self._draft is not None:
             self._draft.load(progress)
         if self._heads is not None:

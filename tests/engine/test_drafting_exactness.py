@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"suffix_decoding_max_cached_requests": 50},
     "draft_model": {"model": "demo-draft"},
     "medusa": {"model": "demo-medusa"},
+    "eagle": {"model": "demo-eagle"},
 }
 WIDE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]"
 FORMATS: list[dict[str, Any]] = [

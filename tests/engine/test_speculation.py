@@ -75,11 +75,12 @@ def check(plain: dict[str, list[Any]], method: dict[str, Any], *, together: bool
 
 
 def method_of(name: str, k: int) -> dict[str, Any]:
-    model = {"draft_model": {"model": "demo-draft"}, "medusa": {"model": "demo-medusa"}}.get(name, {})
+    bundled = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle": "demo-eagle", "eagle3": "demo-eagle3"}
+    model = {"model": bundled[name]} if name in bundled else {}
     return {"method": name, "num_speculative_tokens": k} | model
 
 
-@pytest.mark.parametrize(("method", "k"), [("ngram", 3), ("suffix", 8), ("draft_model", 3)])
+@pytest.mark.parametrize(("method", "k"), [("ngram", 3), ("suffix", 8), ("draft_model", 3), ("eagle", 3)])
 def test_drafts_change_no_answer(plain: dict[str, list[Any]], method: str, k: int) -> None:
     check(plain, method_of(method, k))
 
@@ -138,6 +139,19 @@ def test_a_model_that_drafts_for_itself_is_always_right(block_size: int) -> None
     stats = llm.get_metrics().speculation
     assert stats is not None
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("method", ["eagle"])
+def test_heads_draft_well(method: str) -> None:
+    """A chain of three for the demo's own text: what the README promises, with a margin."""
+    llm = LLM("demo", speculative_config=method_of(method, 3) | {"adaptive": False})
+    prompts = ["Once upon a time", "The captain said", "It was a cold morning", "Where are you going?"]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=100, ignore_eos=True)
+    llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 0.1 * stats.num_draft_tokens
+    assert stats.num_accepted_tokens_per_pos[0] > 0.2 * stats.num_drafts
 
 
 def test_draft_models_may_be_quantized(plain: dict[str, list[Any]]) -> None:

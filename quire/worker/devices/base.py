@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
+from quire.models.eagle import EagleHead, RunnableHead
 from quire.protocol.cache import LayerCache
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats
@@ -72,8 +73,12 @@ class Device(ABC):
         """Memory that is free for the KV cache and activations."""
 
     @abstractmethod
-    def compile(self, model: CausalLM) -> RunnableModel:
-        """The loaded model as this device runs it."""
+    def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
+        """The loaded model as this device runs it; its steps may ask for the outputs of the layers `tapped`."""
+
+    @abstractmethod
+    def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
+        """A filled head likewise, that reads hidden states of such widths."""
 
     @abstractmethod
     def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:

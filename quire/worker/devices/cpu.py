@@ -21,6 +21,8 @@ from quire.errors import ConfigError
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
 from quire.models.compiled import CompiledHeads, CompiledModel
+from quire.models.compiled_eagle import CompiledEagle
+from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, prefault
 from quire.protocol.cache import LayerCache, group_layers
@@ -90,8 +92,11 @@ class CpuDevice(Device):
     def available_bytes(self) -> int:
         return available_memory_bytes()
 
-    def compile(self, model: CausalLM) -> RunnableModel:
-        return CompiledModel(model, self._target) if self.packs_weights else model
+    def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
+        return CompiledModel(model, self._target, tapped) if self.packs_weights else model
+
+    def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
+        return CompiledEagle(head, widths, self._target) if self.packs_weights else head
 
     def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
         if self.packs_weights:

@@ -28,7 +28,7 @@ from quire.utils.hub import resolve_model_path
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method 'ngram', not 'suffix'"),
         ({"method": "draft_model"}, "the method 'draft_model' needs 'model'"),
-        ({"method": "ngram", "model": "demo-draft"}, "model is for the methods 'draft_model', 'medusa', not"),
+        ({"method": "ngram", "model": "x"}, "model is for the methods 'draft_model', 'medusa', 'eagle', 'eagle3', not"),
         ({"method": "medusa"}, "the method 'medusa' needs 'model'"),
         ({"method": "medusa", "model": "demo-medusa", "prompt_lookup_max": 2}, "for the method 'ngram', not"),
         ({"method": "draft_model", "model": "demo-draft", "quantization": "int3"}, "quantization must be one of"),

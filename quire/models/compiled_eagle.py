@@ -1,0 +1,63 @@
+"""An EAGLE head recorded as native programs: what it reads of the model, its layer, its logits; a call each.
+
+The device makes one from a filled head, as `quire.models.compiled` does from a model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.native import step_data
+from quire.layers.step import Step
+from quire.models.eagle import EagleHead
+from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.library import Target
+from quire.ops.native.program import Caches, Program
+from quire.ops.native.structs import TYPE_OF
+
+
+class CompiledEagle:
+    """As `EagleHead` is called; `widths` are of the hidden states that it fuses."""
+
+    def __init__(self, head: EagleHead, widths: Sequence[int], target: Target | None) -> None:
+        self.vocab_size, self.dtype = head.vocab_size, head.dtype
+        self._fuse: Program | None = None
+        builder = ProgramBuilder(head.dtype, target)
+        inputs: list[Any] = [builder.input(width) for width in widths]
+        fused: Any = head.fuse(inputs)
+        self._width = fused.width
+        if fused is not inputs[0]:
+            self._fuse = builder.finish(fused)
+        builder = ProgramBuilder(head.dtype, target)
+        hidden: Any = head(
+            recorded(builder.ids), recorded(builder.input(self._width)), Step(recorded(builder.positions))
+        )
+        self._body = builder.finish(hidden)
+        builder = ProgramBuilder(head.dtype, target)
+        logits: Any = head.compute_logits(recorded(builder.input(hidden.width)))
+        self._num_logits, self._head = logits.width, builder.finish(logits)
+        self.spread = head.spread
+        self._caches: Caches | None = None
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        if self._fuse is None:
+            return hidden[0]
+        out = torch.empty(hidden[0].shape[0], self._width, dtype=self.dtype)
+        self._fuse.run([*hidden, out])
+        return out
+
+    def __call__(self, input_ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        out = torch.empty(input_ids.shape[0], self._width, dtype=self.dtype)
+        caches = self._caches
+        if caches is None or caches.tensors is not step.caches:
+            caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
+        steps = [step_data(batch, input_ids, step.positions) for batch in step.attention]
+        self._body.run([hidden, out], steps, caches)
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = torch.empty(hidden.shape[0], self._num_logits)
+        self._head.run([hidden, logits])
+        return logits

@@ -1,0 +1,109 @@
+"""An EAGLE head beside the model: built, filled, and run on the rows' tokens and blocks.
+
+The worker makes one where the configuration names a head. Its layer comes after the model's in the same KV groups, so
+that blocks are shared, copied and swapped with theirs. It knows rows, and no plan.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from quire.config.worker import WorkerConfig
+from quire.models.builder import BuildContext, Builder
+from quire.models.causal_lm import CausalLM
+from quire.models.eagle import EagleHead, RunnableHead, TimedHead
+from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
+from quire.models.weights import CheckpointFormat, weight_slots
+from quire.protocol.cache import LayerCache, group_layers
+from quire.protocol.requests import SamplingTask
+from quire.sampling.state import SamplingState
+from quire.speculative.base import DraftedSequence
+from quire.speculative.drawing import Drawing
+from quire.speculative.eagle import EagleRunner
+from quire.speculative.pace import StepCosts
+from quire.worker.devices.base import Device
+from quire.worker.gather import gather_tokens
+from quire.worker.heads import fill_heads, open_heads
+from quire.worker.rows import Row, RowTable
+from quire.worker.weights.store import WeightStore
+
+_SIZES = [1, 4, 16, 64]  # tokens of the steps that are timed
+
+
+class EagleModel:
+    """The EAGLE head of a configuration that names one; `load` fills it.
+
+    Attributes:
+        taps: the model's layers whose outputs it reads; none for the last hidden state alone.
+    """
+
+    def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
+        assert config.draft is not None, "no head is configured"
+        assert config.speculative is not None, "a head, and nothing that uses it"
+        self._config, self._device, self._model = config, device, model
+        draft, speculative = config.draft, config.speculative
+        check_eagle_head(draft, config.model)
+        self._checkpoint = open_heads(draft.path, draft.model, load_format=config.load_format)
+        self._names = {name: our_name(name) for name in self._checkpoint.shapes}
+        self._store = WeightStore(None) if device.packs_weights else None
+        formats = device.weight_formats(speculative.quantization, self._store)
+        builder = Builder(BuildContext(device.backend, formats, model.dtype))
+        taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
+        self.model = EagleHead(draft, builder, model, set(self._names.values()), taps)
+        self.taps = self.model.layers_read
+        layers = [*model.cache_layers, *self.model.cache_layers]
+        model.assign_groups(layers, 0)
+        builder.context.assign_groups(layers, len(model.cache_layers))
+        self._runnable: RunnableHead = self.model  # until it is loaded
+
+    def load(self, progress: bool) -> None:
+        """Fill it with its weights (ModelLoadError where they are missing, broken, or of another model)."""
+        own = weight_slots(self.model, CheckpointFormat())
+        names = {
+            theirs: None if ours.endswith(LEFT) and ours not in own else ours for theirs, ours in self._names.items()
+        }
+        fill_heads(self.model, self._checkpoint, names, self.model.dtype, self._config.model.seed)
+        if self._store is not None:
+            self._store.finish()
+        width = self._model.embedding.shape.in_features
+        self._runnable = self._device.compile_head(self.model, [width] * max(1, len(self.taps)))
+
+    def runner(self, table: RowTable, caches: list[Tensor]) -> "RowEagleRunner":
+        """What drafts for the rows; `caches` are those of the head's own layers."""
+        return RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
+
+    def costs(self, layers: list[LayerCache]) -> StepCosts:
+        """Of its steps, measured; `layers` are those of the model and of the head."""
+        timed, num_groups = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES)), len(group_layers(layers))
+        return StepCosts(self._device.step_seconds(timed, self.model.cache_layers, _SIZES, 0.05, num_groups))
+
+
+class RowEagleRunner(EagleRunner):
+    """Runs a head on the rows of a table."""
+
+    def __init__(
+        self, device: Device, head: RunnableHead, table: RowTable, caches: list[Tensor], taps: Sequence[int]
+    ) -> None:
+        self.taps = taps
+        self._device, self._head, self._table, self._caches = device, head, table, caches
+
+    def open(self, row: DraftedSequence) -> tuple[Row, Drawing]:
+        held = self._table[row.sequence_id]
+        task = held.request.task
+        assert isinstance(task, SamplingTask)
+        return held, Drawing(task.params, task.seed, held.sequence_index)
+
+    def num_slots(self, own: Row) -> int:
+        return min(own.num_blocks) * self._table.block_size
+
+    def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        return self._head.fuse(taps or [hidden])
+
+    def run(self, rows: Sequence[Any], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
+        batch = gather_tokens(list(rows), starts, counts, self._table)
+        input_ids, step = self._device.upload(batch.arrays, self._caches)
+        return self._device.take_rows(self._head(input_ids, hidden, step), [end - 1 for end in batch.ends])
+
+    def draw(self, hidden: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
+        return self._device.draw_ahead(self._head.spread(self._head.compute_logits(hidden)), states, ahead)
