@@ -107,7 +107,52 @@ inline int64_t share(int64_t total, double top_p) {  // the mass that top_p asks
     return mass < total ? mass : total;
 }
 
-inline int64_t target(int64_t total, uint64_t bits) { return int64_t((unsigned __int128)total * bits >> 64); }
+// ---- the race: who of some numbered weights comes first, as select.py says
+
+inline vu mix(vu x) {
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+inline vf race_times(vu numbers, uint64_t bits) {
+    vu words = mix(mix(numbers * 0x9E3779B9u + uint32_t(bits)) + uint32_t(bits >> 32));
+    vf u = plain(__builtin_convertvector((vi)(words >> 1), vf) + 0.5f) * 0x1p-32f;
+    vf z = u / (2.0f - u);
+    vf square = plain(z * z);
+    vf times = plain(square * 0x1.0c9a84p-2f) + 0x1.484b14p-2f;
+    times = plain(times * square) + 0x1.a61762p-2f;
+    times = plain(times * square) + 0x1.2776c6p-1f;
+    times = plain(times * square) + 0x1.ec709ep-1f;
+    times = plain(times * square) + 0x1.715476p+1f;
+    vf coins = __builtin_convertvector((vi)(mix(words + 0x9E3779B9u) >> 8 | 1u), vf);
+    return plain(times * z) + __builtin_convertvector(23 + 127 - ((vi)coins >> 23), vf);
+}
+
+// The first of those that are first in the goal; number(i) and weight(i) of each. Not all weigh nothing.
+template <class Number, class Weight>
+int64_t race(int64_t count, uint64_t bits, Number&& number, Weight&& weight) {
+    float best = std::numeric_limits<float>::infinity();
+    int64_t winner = 0;
+    for (int64_t start = 0; start < count; start += kLanes) {
+        const int num = int(std::min<int64_t>(kLanes, count - start));
+        vu numbers = {};
+        vf weights = {};
+        bool any = false;
+        for (int i = 0; i < num; i++) {
+            const int64_t w = weight(start + i);
+            any |= w > 0;
+            numbers[i] = uint32_t(number(start + i)), weights[i] = float(w);
+        }
+        if (!any) continue;
+        const vf times = race_times(numbers, bits) / weights;
+        for (int i = 0; i < num; i++)
+            if (times[i] < best) best = times[i], winner = start + i;
+    }
+    return winner;
+}
+
+constexpr uint32_t kIsPart = 1u << 31;  // in a part's number: no token has it
 
 template <class T>
 struct Distribution {
@@ -164,18 +209,16 @@ struct Distribution {
         return total;
     }
 
-    // The first kept token whose running sum is above `target`.
-    int64_t pick(const Filter& filter, const int64_t* sums, int64_t target) const {
-        int64_t b = 0;
-        while (sums[b] <= target) target -= sums[b++];
+    // The kept token that wins.
+    int64_t pick(const Filter& filter, const int64_t* sums, uint64_t bits) const {
+        const int64_t b = race(row.num_blocks, bits, [](int64_t i) { return kIsPart | i; }, [&](int64_t i) { return sums[i]; });
         int64_t weights[kBlock];
         for_block<true>(b, filter, [&](const Weights& w, int first, int which) {
             for (int lane = 0; lane < kLanes; lane++)
                 weights[first + place<T>(lane, which)] = (int64_t(w.high[lane]) << 20) + w.low[lane];
         });
-        int64_t i = 0;
-        while (weights[i] <= target) target -= weights[i++];
-        return b * kBlock + i;
+        const int64_t first = b * kBlock;
+        return first + race(kBlock, bits, [&](int64_t i) { return first + i; }, [&](int64_t i) { return weights[i]; });
     }
 };
 
@@ -216,10 +259,20 @@ void draw_listed(const Row<T>& row, const SampleRow& p, const Samples& samples) 
         while (total < mass) total += tokens[num_kept++].weight;
     }
     std::sort(tokens, tokens + num_kept);
+    int64_t* starts = row.work.sums_before;  // of the parts among the tokens, and what each weighs
+    int64_t* sums = row.work.sums;
+    int64_t num_parts = 0;
+    for (int64_t i = 0; i < num_kept; i++) {
+        if (!i || tokens[i].id / kBlock != tokens[i - 1].id / kBlock) starts[num_parts] = i, sums[num_parts++] = 0;
+        sums[num_parts - 1] += tokens[i].weight;
+    }
     draw_each(p, samples, [&](auto&& bits_of) {
-        int64_t left = target(total, bits_of(0)), i = 0;
-        while (tokens[i].weight <= left) left -= tokens[i++].weight;
-        return tokens[i].id;
+        const uint64_t bits = bits_of(0);
+        auto part = [&](int64_t i) { return kIsPart | (tokens[starts[i]].id / kBlock); };
+        const int64_t which = race(num_parts, bits, part, [&](int64_t i) { return sums[i]; });
+        const Token* of_part = tokens + starts[which];
+        const int64_t count = (which + 1 < num_parts ? starts[which + 1] : num_kept) - starts[which];
+        return of_part[race(count, bits, [&](int64_t i) { return of_part[i].id; }, [&](int64_t i) { return of_part[i].weight; })].id;
     });
 }
 
@@ -236,14 +289,12 @@ void draw_unlisted(Row<T>& row, const SampleRow& p, const Samples& samples) {
     draw_each(p, samples, [&](auto&& bits_of) {
         Filter filter = all;
         int64_t* sums = row.work.sums;
-        int64_t total = whole;
         for (uint32_t attempt = 0;; attempt++) {
-            int64_t id = distribution.pick(filter, sums, target(total, bits_of(attempt)));
+            int64_t id = distribution.pick(filter, sums, bits_of(attempt));
             if (!mass) return id;
             filter.logit = row.at(id), filter.id = id;
             sums = row.work.sums_before;
-            total = distribution.sum(filter, sums);
-            if (total < mass) return id;
+            if (distribution.sum(filter, sums) < mass) return id;
         }
     });
 }

@@ -18,7 +18,8 @@ from quire.sampling.state import Floats, Ids
 WEIGHT_BITS = 40  # weights sum below 2**63 for any vocabulary under 2**23 tokens
 _FULL_WEIGHT = 2**WEIGHT_BITS
 _MAX_LISTED = 1024  # up to this top_k the tokens left are listed in order
-_CHUNK = 512  # weights summed at once in a long table
+_PART = 512  # ids that stand for one in the first race of a draw
+_IS_PART = 1 << 31  # in a part's number: no token has it
 _SLICE = 2**15  # logits of a row weighed at once: arrays of 128 KiB, which stay in L2
 
 # 2**f = 1 + f * (... ) on [-0.5, 0.5], within 2e-7 of itself: the coefficients of f**5 to f**0.
@@ -30,6 +31,10 @@ _LOG2_E = np.float32(math.log2(math.e))
 _LOWEST = np.array(-42, np.float32)  # 2**-42 * 2**40 weighs 0 and is an ordinary number
 _ROUNDER = np.array(1.5 * 2**23 + 127 + WEIGHT_BITS, np.float32)  # y + this: rounded, its last bits 2**y's exponent
 _EXPONENT_AT = np.array(23, np.int32)
+# 2 atanh(z) / ln 2 = z * (... + z**2 * (...)), z in (0, 1/3]: the coefficients of z**11 to z.
+_ATANH = [np.float32(2 / math.log(2) / n) for n in (11, 9, 7, 5, 3, 1)]
+_NOTHING = np.float32(1e-30)  # instead of 0: who weighs that comes last
+_HALF, _TWO, _SMALLEST = np.float32(0.5), np.float32(2), np.float32(2**-32)
 
 Weights = npt.NDArray[np.int64]
 
@@ -97,7 +102,7 @@ def leading_ids(logits: Floats, k: int) -> Ids:
 
 
 class DrawTable:
-    """Tokens, ascending, with weights (not all 0) and running sums: what one token is drawn from.
+    """Tokens, ascending, with weights (not all 0): what one token is drawn from.
 
     `ids` None stands for [0, len(weights)).
     """
@@ -105,25 +110,60 @@ class DrawTable:
     def __init__(self, ids: Ids | None, weights: Weights) -> None:
         self.ids = ids
         self.weights = weights
-        self._width = _CHUNK if len(weights) > 8 * _CHUNK else 1
-        num_chunks = len(weights) // self._width
-        sums = weights
-        if self._width > 1:  # a running sum over all would cost more than the weights did
-            body, tail = weights[: num_chunks * _CHUNK], weights[num_chunks * _CHUNK :]
-            sums = np.append(body.reshape(num_chunks, _CHUNK).sum(1), tail.sum())
-        self._sums = np.cumsum(sums)
-        self.total = int(self._sums[-1])
+        if ids is None:
+            self._starts = np.arange(0, len(weights), _PART)
+            self._parts = self._starts // _PART
+        else:
+            parts = ids // _PART
+            self._starts = np.flatnonzero(np.diff(parts, prepend=-1))
+            self._parts = parts[self._starts]
+        self._sums = np.add.reduceat(weights, self._starts)
+        self.total = int(self._sums.sum())
 
     def pick(self, bits: int) -> int:
-        """The first token whose running sum is above floor(total * bits / 2**64); never one of weight 0."""
-        target = self.total * bits >> 64
-        index = int(np.searchsorted(self._sums, target, side="right"))
-        if self._width > 1:
-            start = index * _CHUNK
-            inside = np.cumsum(self.weights[start : start + _CHUNK])
-            before = int(self._sums[index - 1]) if index else 0
-            index = start + int(np.searchsorted(inside, target - before, side="right"))
-        return index if self.ids is None else int(self.ids[index])
+        """The token that wins two races, with chances as the weights are; never one of weight 0.
+
+        First the parts of the vocabulary race against each other, then the tokens of the one that won. Each has a time
+        of its own, made of the bits and its number, which its weight divides: the first in the goal wins. So two tables
+        that are alike mostly give the same token for the same bits: a draft is accepted, then.
+        """
+        part = 0
+        if len(self._parts) > 1:
+            part = _winner(self._parts | _IS_PART, self._sums, bits)
+        start = int(self._starts[part])
+        end = int(self._starts[part + 1]) if part + 1 < len(self._starts) else len(self.weights)
+        ids = np.arange(start, end) if self.ids is None else self.ids[start:end]
+        return int(ids[_winner(ids, self.weights[start:end], bits)])
+
+
+def _winner(numbers: Ids, weights: Weights, bits: int) -> int:
+    return int((race_times(numbers, bits) / np.maximum(weights.astype(np.float32), _NOTHING)).argmin())
+
+
+def race_times(numbers: Ids, bits: int) -> Floats:
+    """Exponentially distributed times, in float32: of each number, under 64 random bits. Above 0."""
+    words = _mix(numbers.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(bits & 0xFFFFFFFF))
+    words = _mix(words + np.uint32(bits >> 32))
+    # -log2(1 - u) of a u in (0, 1/2], by 2 atanh(u / (2 - u)), and then as many halves as a coin says.
+    u = ((words >> np.uint32(1)).astype(np.float32) + _HALF) * _SMALLEST
+    z = u / (_TWO - u)
+    square = z * z
+    times = np.full(len(z), _ATANH[0], np.float32)
+    for coefficient in _ATANH[1:]:
+        times *= square
+        times += coefficient
+    times *= z
+    coins = (_mix(words + np.uint32(0x9E3779B9)) >> np.uint32(8) | np.uint32(1)).astype(np.float32)
+    halves = np.int32(23 + 127) - (coins.view(np.int32) >> _EXPONENT_AT)
+    times += halves.astype(np.float32)
+    return times
+
+
+def _mix(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Wellons's hash of 32 bits with low bias."""
+    words = (words ^ words >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    words = (words ^ words >> np.uint32(15)) * np.uint32(0x846CA68B)
+    return words ^ words >> np.uint32(16)
 
 
 def candidates(

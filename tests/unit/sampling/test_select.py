@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sampling.random import random_bits
-from quire.sampling.select import DrawTable, candidates, draw, ids_before, leading_ids, weigh
+from quire.sampling.select import DrawTable, candidates, draw, ids_before, leading_ids, race_times, weigh
 
 ORDER_LIMIT = 1024  # up to this top_k the package lists the tokens; beyond, it draws and checks
 
@@ -40,17 +40,34 @@ def plain_survivors(
     return kept, left if top_p < 1 else kept
 
 
+def plain_mix(word: int) -> int:
+    word = (word ^ word >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    word = (word ^ word >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return word ^ word >> 16
+
+
+def plain_time(number: int, bits: int) -> float:
+    word = plain_mix((number * 0x9E3779B9 + bits) & 0xFFFFFFFF)
+    word = plain_mix(word + (bits >> 32) & 0xFFFFFFFF)
+    coin = plain_mix(word + 0x9E3779B9 & 0xFFFFFFFF) >> 8 | 1
+    return -math.log2(1 - ((word >> 1) + 0.5) / 2**32) + 24 - coin.bit_length()
+
+
+def plain_race(weights: dict[int, int], bits: int) -> int:
+    return min((number for number in weights if weights[number]), key=lambda n: plain_time(n, bits) / weights[n])
+
+
 def plain_draw(
     weights: dict[int, int], kept: list[int], left: list[int], listed: bool, bits_of: Callable[[int], int]
 ) -> int:
     pool, inside, attempt = left if listed else kept, set(left), 0
     while True:
-        target = sum(weights[i] for i in pool) * bits_of(attempt) >> 64
-        running = 0
-        for token in sorted(pool):
-            running += weights[token]
-            if running > target:
-                break
+        parts: dict[int, int] = {}
+        for i in pool:
+            parts[2**31 + i // 512] = parts.get(2**31 + i // 512, 0) + weights[i]
+        bits = bits_of(attempt)
+        part = plain_race(parts, bits) - 2**31
+        token = plain_race({i: weights[i] for i in pool if i // 512 == part}, bits)
         if token in inside:
             return token
         pool, attempt = kept[: kept.index(token)], attempt + 1
@@ -141,17 +158,35 @@ def test_leading_ids_at_the_size_of_a_real_vocabulary() -> None:
         assert (leading_ids(coarse, k) == order[:k]).all()
 
 
-def test_a_draw_stays_inside_at_both_ends_and_never_takes_weight_zero() -> None:
+def test_what_weighs_nothing_is_never_drawn() -> None:
     for size in (4, 5000):
         weights = np.zeros(size, np.int64)
         weights[1], weights[size - 2] = 5, 7
         table = DrawTable(None, weights)
         assert table.total == 12
-        assert table.pick(0) == 1
-        assert table.pick(2**64 - 1) == size - 2
-        edge = -(-5 * 2**64 // 12)  # the first bits of the second token
-        assert table.pick(edge - 1) == 1
-        assert table.pick(edge) == size - 2
+        assert {table.pick(random_bits(1, 0, position)) for position in range(100)} == {1, size - 2}
+
+
+def test_times_are_exponential() -> None:
+    times = np.concatenate([race_times(np.arange(50_000), random_bits(3, 0, p)) for p in range(4)]) * math.log(2)
+    assert times.min() > 0
+    assert times.mean() == pytest.approx(1, abs=0.01)
+    for quantile in (0.001, 0.1, 0.5, 0.9, 0.999):
+        share = (times < -math.log(1 - quantile)).mean()
+        assert share == pytest.approx(quantile, abs=4 * math.sqrt(quantile * (1 - quantile) / len(times)))
+
+
+def test_what_is_alike_draws_alike() -> None:
+    """Two distributions give the same token for the same bits nearly as often as any two draws could."""
+    generator = np.random.default_rng(0)
+    row = generator.standard_normal(4096).astype(np.float32) * 3
+    near = row + generator.standard_normal(4096).astype(np.float32) * 0.7
+    ours, theirs = (weigh(one, float(one.max())) for one in (row, near))
+    optimum = np.minimum(ours / ours.sum(), theirs / theirs.sum()).sum()
+    tables = DrawTable(None, ours), DrawTable(None, theirs)
+    seeds = [random_bits(0, 0, position) for position in range(1000)]
+    same = sum(tables[0].pick(bits) == tables[1].pick(bits) for bits in seeds) / len(seeds)
+    assert optimum * 0.8 < same < optimum + 0.05
 
 
 def test_weights_depend_on_the_logit_alone() -> None:
