@@ -110,6 +110,7 @@ class Pace:
         self._num_scheduled = 1
         self._token_seconds = costs(1)  # of plain decoding
         self._choices: dict[tuple[int, ...], dict[int, int]] = {}  # of late, by batch and levels
+        self._num_invested = 0  # tokens to be read before the next drafts, which later ones are to pay for
         self._num_learnt = 0
 
     def observe(self, row: DraftedSequence, num_drafts: int, num_accepted: int) -> None:
@@ -138,7 +139,9 @@ class Pace:
         making = self._making(len(counts), depth, num_read)
         self.drafting.follow(seconds > making)
         num, plain = self._num_scheduled, self._token_seconds * self._num_scheduled
-        self._account -= making + self.costs(num + sum(counts)) - plain
+        making = self._making(len(counts), depth, num_read - self._num_invested)
+        self._account -= min(making, seconds) + self.costs(num + sum(counts)) - plain
+        self._account = max(self._account, -2 * _MOST_OWED * plain)
 
     def choose(
         self, rows: Sequence[DraftedSequence], num_scheduled: int, most: int, proposer: Proposer | None = None
@@ -165,13 +168,14 @@ class Pace:
             key = (num_scheduled, most, *sorted(levels))
             found = self._choices.get(key)
             best = self._choices[key] = self._best(levels, num_scheduled, most) if found is None else found
-        any_drafts = False
+        any_drafts, self._num_invested = False, 0
         for row, level in zip(rows, levels, strict=True):
             count = best.get(level, 0)
             if not count:
                 count = int(self._try_again(row, num_scheduled, proposer))
             elif proposer is not None and (missed := proposer.num_behind(row)) > _NEAR:
                 count = count if self._pays_reading(row, level / _LEVELS, count, missed) else 0
+                self._num_invested += missed if count else 0
             row.max_drafts = self._num_drafts(count)
             any_drafts = any_drafts or count > 0
         return any_drafts

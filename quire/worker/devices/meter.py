@@ -5,6 +5,7 @@ that two sizes say what any size takes: a step of the largest size would touch g
 reference machine, to find the same number. Memory is counted as it is asked for, and nothing large is touched.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 
 BLOCK_SIZE = 16  # of the one block that the steps write
 _FEW, _MORE = 4, 12  # tokens, and rows, of the two steps
+_MOST_ROUNDS = 12
 
 
 class Measurable(Protocol):
@@ -93,21 +95,23 @@ def measure_steps(
     sizes: Sequence[int],
     limit: float,
 ) -> dict[int, float]:
-    """Seconds of a step of so many tokens, each of which is sampled: the least of a few tries.
+    """Seconds of a step of so many tokens, each of which is sampled: the least of a few rounds through the sizes.
 
-    Once `limit` seconds are over no further sizes are tried, after the first two.
+    Once `limit` seconds are over nothing further is tried, but for the first two sizes. None takes longer than a larger
+    one.
     """
     found: dict[int, float] = {}
     start = time.perf_counter()
-    for count in sizes:
-        if len(found) >= 2 and time.perf_counter() - start > limit:
-            break
-        seconds: list[float] = []
-        while not seconds or (len(seconds) < 12 and sum(seconds) < limit / 40):
+    for _ in range(_MOST_ROUNDS):
+        for count in sizes:
             begin = time.perf_counter()
+            if len(found) >= 2 and begin - start > limit:
+                break
             model.compute_logits(model(*upload(_one_sequence(count, num_groups))))
-            seconds.append(time.perf_counter() - begin)
-        found[count] = min(seconds)
+            found[count] = min(time.perf_counter() - begin, found.get(count, math.inf))
+    least = math.inf
+    for count in sorted(found, reverse=True):
+        found[count] = least = min(found[count], least)
     return found
 
 
