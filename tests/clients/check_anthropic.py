@@ -41,9 +41,9 @@ def streams() -> None:
 
 def asynchronous() -> None:
     async def ask() -> str:
-        async with anthropic.AsyncAnthropic(base_url=harness.URL, api_key="none") as own:
-            async with own.messages.stream(messages=USER, **FIELDS) as stream:
-                return "".join([text async for text in stream.text_stream])
+        own = anthropic.AsyncAnthropic(base_url=harness.URL, api_key="none")
+        async with own, own.messages.stream(messages=USER, **FIELDS) as stream:
+            return "".join([text async for text in stream.text_stream])
 
     assert asyncio.run(ask()) == text_of(client.messages.create(messages=USER, **FIELDS))
 

@@ -1,13 +1,15 @@
-"""langchain-openai: chat and completion models, called, streamed, in batches and asynchronously."""
+"""langchain-openai: chat and completion models, called, streamed, in batches, asynchronously; tools, schemas."""
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import openai
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, ConfigDict
 
 PROMPT = "Tell me a story."
 COMMON: Any = {"base_url": f"{harness.URL}/v1", "api_key": "none", "model": "demo", "temperature": 0, "max_retries": 0}
@@ -82,6 +84,46 @@ def completion_model() -> None:
     assert result.llm_output["token_usage"]["completion_tokens"] == 24
 
 
+class Sighting(BaseModel):
+    """Where the cat is."""
+
+    model_config = ConfigDict(extra="forbid")  # or else a model that can't stop adds more and more
+    place: Literal["box", "bag"]
+
+
+@tool(args_schema=Sighting)
+def look(place: str) -> str:
+    """Look into something."""
+    return f"a cat in the {place}"
+
+
+def tools() -> None:
+    model = ChatOpenAI(max_tokens=100, **COMMON)
+    bound = model.bind_tools([look], tool_choice="look", strict=True)
+    answer = bound.invoke(PROMPT)
+    (call,) = answer.tool_calls
+    assert call["args"]["place"] in ("box", "bag")
+    total = None
+    for chunk in bound.stream(PROMPT):
+        total = chunk if total is None else total + chunk
+    assert [made["args"] for made in total.tool_calls] == [call["args"]]
+    result = look.invoke(call)
+    assert model.bind_tools([look], tool_choice="none").invoke([HumanMessage(PROMPT), answer, result]).content
+
+
+def structured_output() -> None:
+    for method in ("json_schema", "function_calling"):
+        model = ChatOpenAI(max_tokens=100, **COMMON).with_structured_output(Sighting, method=method)
+        assert model.invoke(PROMPT).place in ("box", "bag"), method
+
+
+def responses() -> None:
+    model = ChatOpenAI(max_tokens=16, use_responses_api=True, **COMMON)
+    answer = model.invoke(PROMPT)
+    assert answer.text
+    assert "".join(chunk.text for chunk in model.stream(PROMPT)) == answer.text
+
+
 def errors() -> None:
     error = harness.raised(openai.BadRequestError, lambda: chat.invoke("word " * 1000))
     assert "maximum context length" in str(error)
@@ -89,4 +131,5 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    harness.run(chat_answers, chat_streams, chat_batches, conversations_and_parameters, completion_model, errors)
+    answers = (chat_answers, chat_streams, chat_batches, conversations_and_parameters, completion_model)
+    harness.run(*answers, tools, structured_output, responses, errors)

@@ -1,6 +1,7 @@
 """litellm, by its providers `openai` and `hosted_vllm`: completion, streaming, acompletion, text_completion, errors."""
 
 import asyncio
+import json
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ import litellm
 litellm.suppress_debug_info = True
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 COMMON: Any = {"api_base": f"{harness.URL}/v1", "api_key": "none", "max_tokens": 12, "temperature": 0}
+KEYS: Any = {name: COMMON[name] for name in ("api_base", "api_key")}
 MODELS = ("openai/demo", "hosted_vllm/demo")
 
 
@@ -55,6 +57,49 @@ def completions() -> None:
     assert len(set(texts)) == 1, texts
 
 
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"place": {"enum": ["box", "bag"]}},
+    "required": ["place"],
+    "additionalProperties": False,
+}
+
+
+def tools() -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+    fields: Any = {
+        **COMMON,
+        "max_tokens": 100,
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    for model in MODELS:
+        message = litellm.completion(model=model, messages=MESSAGES, **fields).choices[0].message
+        calls = [json.loads(call.function.arguments) for call in message.tool_calls]
+        assert all(call["place"] in ("box", "bag") for call in calls)
+        chunks = list(litellm.completion(model=model, messages=MESSAGES, stream=True, **fields))
+        whole = litellm.stream_chunk_builder(chunks).choices[0].message
+        assert [json.loads(call.function.arguments) for call in whole.tool_calls] == calls
+
+
+def structured_output() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "sighting", "schema": SCHEMA, "strict": True}}
+    for model in MODELS:
+        answer = litellm.completion(
+            model=model, messages=MESSAGES, response_format=form, **{**COMMON, "max_tokens": 60}
+        )
+        assert json.loads(answer.choices[0].message.content)["place"] in ("box", "bag")
+
+
+def other_apis() -> None:
+    answer = litellm.responses(model=MODELS[0], input="Tell me a story.", max_output_tokens=16, **KEYS)
+    assert answer.output[0].content[0].text
+    direct: Any = {"api_base": harness.URL, "api_key": "none"}
+    message = litellm.completion(model="anthropic/demo", messages=MESSAGES, max_tokens=12, **direct)
+    assert message.choices[0].message.content
+
+
 def errors() -> None:
     def ask(**fields: Any) -> Any:
         options = {"messages": MESSAGES, "model": MODELS[0], **COMMON, "num_retries": 0, **fields}
@@ -68,4 +113,4 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    harness.run(answers, streams, asynchronous, completions, errors)
+    harness.run(answers, streams, asynchronous, completions, tools, structured_output, other_apis, errors)

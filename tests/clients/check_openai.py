@@ -1,14 +1,17 @@
-"""The openai SDK: plain, streamed and asynchronous requests, leaving, retries and typed errors.
+"""The openai SDK: plain, streamed and asynchronous requests, responses, tools, schemas, leaving, retries, errors.
 
 Runs with the newest version and with an old one; what the newest reads in detail is in tests/server/test_openai_sdk.py.
 """
 
 import asyncio
+import json
+import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import openai
+from pydantic import BaseModel
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story."}]
 FIELDS: Any = {"model": "demo", "max_tokens": 12, "temperature": 0}
@@ -98,6 +101,64 @@ def retries() -> None:
         assert list(pool.map(ask, [narrow] * 6)) == [400] * 6
 
 
+class Sighting(BaseModel):
+    place: Literal["box", "bag"]
+
+
+LOOK: Any = {"name": "look", "parameters": openai.pydantic_function_tool(Sighting)["function"]["parameters"]}
+PLACES = ("box", "bag")
+
+
+def responses() -> None:
+    fields: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
+    whole = client.responses.create(input=MESSAGES, **fields)
+    assert (whole.status, bool(whole.output_text)) == ("incomplete", True)
+    stopped: Any = {**fields, "extra_body": {"stop": [whole.output_text.split()[2]]}}
+    with client.responses.stream(input=MESSAGES, **stopped) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text
+    following = client.responses.create(input="And then?", previous_response_id=whole.id, **fields)
+    assert client.responses.retrieve(following.id).output_text == following.output_text
+    background = client.responses.create(input=MESSAGES, background=True, **fields)
+    while (done := client.responses.retrieve(background.id)).status in ("queued", "in_progress"):
+        time.sleep(0.05)
+    assert done.output_text == whole.output_text
+
+
+def formats() -> None:
+    fields: Any = {"model": "demo", "temperature": 0}
+    parsed = client.chat.completions.parse(messages=MESSAGES, response_format=Sighting, max_tokens=60, **fields)
+    assert parsed.choices[0].message.parsed.place in PLACES
+    response = client.responses.parse(input=MESSAGES, text_format=Sighting, max_output_tokens=60, **fields)
+    assert response.output_parsed.place in PLACES
+    free: Any = {"type": "json_object"}
+    answer = client.chat.completions.create(messages=MESSAGES, response_format=free, stop="}", max_tokens=200, **fields)
+    assert answer.choices[0].message.content.startswith("{")
+
+
+def tools() -> None:
+    tool: Any = {"type": "function", "function": LOOK}
+    fields: Any = {"model": "demo", "temperature": 0, "max_tokens": 100, "tools": [tool], "tool_choice": "required"}
+    message = client.chat.completions.create(messages=MESSAGES, **fields).choices[0].message
+    calls = message.tool_calls
+    assert all(json.loads(call.function.arguments)["place"] in PLACES for call in calls)
+    deltas = [c.choices[0].delta for c in client.chat.completions.create(messages=MESSAGES, stream=True, **fields)]
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
+    arguments = ["".join(p.function.arguments or "" for p in pieces if p.index == n) for n in range(len(calls))]
+    assert arguments == [call.function.arguments for call in calls]
+    results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "A cat."} for call in calls]
+    history: Any = [*MESSAGES, message, *results]
+    assert client.chat.completions.create(messages=history, **{**fields, "tool_choice": "none"}).choices
+
+    named: Any = {"tools": [{"type": "function", **LOOK}], "tool_choice": {"type": "function", "name": "look"}}
+    answer = client.responses.create(model="demo", input=MESSAGES, temperature=0, max_output_tokens=100, **named)
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    assert json.loads(call.arguments)["place"] in PLACES
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "A cat."}]
+    after: Any = {"previous_response_id": answer.id, "max_output_tokens": 12}
+    assert client.responses.create(model="demo", input=output, **after).output_text
+
+
 def errors() -> None:
     def chat(client: openai.OpenAI = client, **fields: Any) -> Any:
         return lambda: client.chat.completions.create(**{"model": "demo", "messages": MESSAGES, **fields})
@@ -113,4 +174,4 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    harness.run(answers, streams, asynchronous, leaving, retries, errors)
+    harness.run(answers, streams, responses, formats, tools, asynchronous, leaving, retries, errors)
