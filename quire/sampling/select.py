@@ -127,9 +127,7 @@ class DrawTable:
         of its own, made of the bits and its number, which its weight divides: the first in the goal wins. So two tables
         that are alike mostly give the same token for the same bits: a draft is accepted, then.
         """
-        part = 0
-        if len(self._parts) > 1:
-            part = _winner(self._parts | _IS_PART, self._sums, bits)
+        part = _winner(self._parts | _IS_PART, self._sums, bits) if len(self._parts) > 1 else 0
         start = int(self._starts[part])
         end = int(self._starts[part + 1]) if part + 1 < len(self._starts) else len(self.weights)
         ids = np.arange(start, end) if self.ids is None else self.ids[start:end]
