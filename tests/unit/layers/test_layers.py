@@ -61,6 +61,9 @@ class RecordingBackend(AttentionBackend[str]):
         self.asked.append((qkv, spec, step))
         return qkv[:, : spec.num_heads * spec.head_dim]
 
+    def move_slots(self, *_: Any) -> None:
+        raise NotImplementedError
+
 
 def test_self_attention_projects_around_one_call() -> None:
     backend, spec = RecordingBackend(), AttentionSpec(2, 1, 4, 0.5, window=9, layer=1)
