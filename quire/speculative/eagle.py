@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.models.held_states import HeldStates
 from quire.sampling.state import SamplingState
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.drawing import Drawing, drafting_state
@@ -54,50 +55,12 @@ class EagleRunner(ABC):
         """Draw as the sampler would for `ahead` positions beyond the next one; None where it can't be done."""
 
 
-class _Reading:
-    """How far the head has read a sequence, and the hidden states that it has yet to read with the tokens after them.
-
-    Attributes:
-        num_read: the first position whose token it has not read; 1 at least, as nothing stands before the first.
-        end: the position after that of the last hidden state held; the first one held is that of num_read - 1.
-    """
-
-    __slots__ = ("end", "held", "num_read", "own", "state")
+class _Reading(HeldStates):
+    """How far the head has read a sequence, and how it draws for it."""
 
     def __init__(self, own: Any, state: SamplingState) -> None:
+        super().__init__()
         self.own, self.state = own, state
-        self.num_read, self.end = 1, 0
-        self.held: list[Tensor] = []
-
-    def cut(self, end: int) -> None:
-        """Forget the hidden states from position `end` on: those of drafts that were refused."""
-        while self.end > end and self.held:
-            last = self.held.pop()
-            start = self.end - len(last)
-            self.end = max(start, end)
-            if start < end:
-                self.held.append(last[: end - start])
-
-    def add(self, start: int, hidden: Tensor) -> None:
-        """Hold those of the positions from `start` on."""
-        self.cut(start)
-        if self.end < start:  # read by another sequence, or never: go on as if the one before were like this one
-            self.num_read, self.held = start, [hidden[:1]]
-        self.held.append(hidden)
-        self.end = start + len(hidden)
-
-    def take(self, stop: int) -> list[Tensor]:
-        """Those to be read with the tokens [num_read, stop), which then are; the last may stay for the next."""
-        start, self.num_read = self.num_read - 1, stop
-        taken: list[Tensor] = []
-        while self.held and start < stop - 1:
-            first = self.held.pop(0)
-            wanted = min(len(first), stop - 1 - start)
-            taken.append(first[:wanted])
-            if wanted < len(first):
-                self.held.insert(0, first[wanted:])
-            start += wanted
-        return taken
 
 
 class EagleProposer(Proposer):
