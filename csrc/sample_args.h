@@ -64,7 +64,9 @@ struct SampleArgs {
     int64_t* listed_ids;
     float* logprobs;
     int64_t* ranks;
+    // [R], or null: a grammar's bits, of which bit t % 32 of word t / 32 is set where token t is allowed; null: all are.
+    const uint32_t* const* masks;
 };
-static_assert(sizeof(SampleArgs) == 120);
+static_assert(sizeof(SampleArgs) == 128);
 
 }  // namespace quire

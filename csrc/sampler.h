@@ -315,13 +315,26 @@ SampleError choose(Row<T>& row, const SampleRow& p, const Samples& samples) {
 
 // ---- what changes the logits before the choice (processing.py)
 
-inline bool processes(const SampleRow& p) {
-    return p.allowed.ids || p.forbidden.num || p.completing.num || p.stop.num || p.biased.num || p.seen.num;
+inline bool processes(const SampleRow& p, const uint32_t* mask) {
+    return mask || p.allowed.ids || p.forbidden.num || p.completing.num || p.stop.num || p.biased.num || p.seen.num;
+}
+
+inline void apply_mask(float* out, const uint32_t* mask, int64_t size) {
+    for (int64_t start = 0; start < size; start += 32) {
+        const uint32_t barred = ~mask[start / 32];
+        const int64_t stop = start + 32 < size ? start + 32 : size;
+        if (!barred) continue;
+        if (!~barred)
+            std::fill(out + start, out + stop, kMasked);
+        else
+            for (int64_t i = start; i < stop; i++)
+                if (barred >> (i - start) & 1) out[i] = kMasked;
+    }
 }
 
 // Copies a row into work.processed and changes it there. False where an id is outside the vocabulary.
 template <class T>
-bool process(const Row<T>& row, const SampleRow& p) {
+bool process(const Row<T>& row, const SampleRow& p, const uint32_t* mask) {
     float* out = row.work.processed;
     bool inside = true;
     auto for_each = [&](const IdList& list, auto&& body) {
@@ -339,6 +352,7 @@ bool process(const Row<T>& row, const SampleRow& p) {
     } else {
         for_vectors(row.size, [&](int64_t i, int n) { store_n(out + i, load_n(row.logits + i, n), n); });
     }
+    if (mask) apply_mask(out, mask, row.size);
     for (const IdList* list : {&p.forbidden, &p.completing, &p.stop})
         for_each(*list, [&](int64_t id, int64_t) { out[id] = kMasked; });
     for_each(p.biased, [&](int64_t id, int64_t i) { out[id] += p.biases[i]; });
@@ -392,6 +406,7 @@ bool write_logprobs(const Row<T>& row, const SampleArgs& a, int64_t k, int64_t f
 template <class T>
 SampleError sample_row(const SampleArgs& a, int64_t r, Scratch& scratch) {
     const SampleRow& p = a.rows[r];
+    const uint32_t* mask = a.masks ? a.masks[r] : nullptr;
     const int64_t first = a.first_sample[r], num_samples = a.first_sample[r + 1] - first;
     Workspace work(scratch, divide_up(a.vocab_size, kBlock));
     Row<T> raw(static_cast<const T*>(a.logits) + a.logits_rows[r] * a.stride, a.vocab_size, work);
@@ -399,8 +414,8 @@ SampleError sample_row(const SampleArgs& a, int64_t r, Scratch& scratch) {
     bool scanned = false;
     if (p.mode != SampleMode::given) {
         SampleError error;
-        if (processes(p)) {
-            if (!process(raw, p)) return kSampleBadId;
+        if (processes(p, mask)) {
+            if (!process(raw, p, mask)) return kSampleBadId;
             Row<float> processed(work.processed, a.vocab_size, work);
             error = choose(processed, p, samples);
         } else {

@@ -75,38 +75,6 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    def after(self, end: str, begin: str = "") -> "StructuredOutputsParams":
-        """The same constraint, which holds once free text has come to `end`: a thought, say; the text may be empty.
-
-        `begin`: what the free text must begin with. Special tokens are named as they are written.
-        """
-        content = self.format()
-        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
-        whole = {"type": "sequence", "elements": [thought, content]}
-        tag = {"type": "structural_tag", "format": whole}
-        return msgspec.structs.replace(self, **(dict.fromkeys(CONSTRAINTS) | {"structural_tag": tag}))
-
-    def format(self) -> dict[str, Any]:
-        """The constraint as a format of structural tags, to be part of another."""
-        kind, text = self.kind, self.constraint
-        match kind:
-            case "json":
-                return {"type": "json_schema", "json_schema": json.loads(text)}
-            case "json_object":
-                return {"type": "json_schema", "json_schema": {"type": "object"}}
-            case "regex":
-                return {"type": "regex", "pattern": text}
-            case "grammar":
-                return {"type": "grammar", "grammar": text}
-            case "choice":
-                choices = [{"type": "const_string", "value": value} for value in self.choice or ()]
-                return {"type": "or", "elements": choices}
-            case _:
-                tag = json.loads(text)
-                if "format" not in tag:
-                    raise _broken("structural_tag", text, 'of the form {"type": "structural_tag", "format": ...} here')
-                return tag["format"]
-
 
 class GuidedDecodingParams(StructuredOutputsParams):
     """vLLM's older name for the same."""

@@ -52,7 +52,7 @@ from quire.protocol.core import (
 )
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
-from quire.protocol.step import FailureKind
+from quire.protocol.step import Failure, FailureKind
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
@@ -404,10 +404,10 @@ class AsyncLLM:
             self._queued.difference_update(news.scheduled)
             for request_id in news.scheduled:
                 metrics.on_scheduled(request_id, news.start)
-        bad_requests: dict[str, str] = {}
+        bad_requests: dict[str, Failure] = {}
         for item in news.outputs:
             if item.failure is not None and item.failure.kind == FailureKind.BAD_REQUEST:
-                bad_requests[item.request_id] = item.failure.message
+                bad_requests[item.request_id] = item.failure
             if item.new_token_ids and self._outputs.awaits(item.request_id, item.sequence_index):
                 metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         processed = self._outputs.process(news.outputs, now)
@@ -419,7 +419,8 @@ class AsyncLLM:
                 metrics.on_finished(output.request_id, reasons, output.num_cached_tokens or 0, now)
             stream = self._streams.get(output.request_id)
             if stream is not None and output.request_id in bad_requests:
-                stream.fail(InvalidRequestError(bad_requests[output.request_id]))
+                failure = bad_requests[output.request_id]
+                stream.fail(InvalidRequestError(failure.message, failure.param))
             elif stream is not None:
                 stream.put(output)
 

@@ -10,6 +10,7 @@ import time
 from quire.config.engine_args import EngineConfig
 from quire.config.worker import WorkerConfig
 from quire.engine.core import EngineCore
+from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.select import select_executor
@@ -20,6 +21,8 @@ from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
+from quire.structured.manager import GrammarManager
+from quire.text.grammars.compiler import Vocabulary
 
 logger = logging.getLogger("quire")
 
@@ -90,7 +93,21 @@ def build_core(config: EngineConfig, show_progress: bool, executor: Executor | N
 
         publisher = KVEventPublisher(config.kv_events)
     kv = KVManager(layout, config.args.enable_prefix_caching, publisher is not None, stored)
-    return EngineCore(Scheduler(config.scheduler, kv), executor, publisher=publisher, debug=config.args.debug)
+    scheduler = Scheduler(config.scheduler, kv, grammars=_grammars(config))
+    return EngineCore(scheduler, executor, publisher=publisher, debug=config.args.debug)
+
+
+def _grammars(config: EngineConfig) -> GrammarManager | None:
+    """What compiles grammars, which reads the tokenizer when the first one is asked for."""
+    if config.args.skip_tokenizer_init:
+        return None
+
+    def load() -> tuple[str, dict[str, int]]:
+        tokenizer = config_tokenizer(config)
+        assert tokenizer is not None, "an engine without a tokenizer has no grammars"
+        return tokenizer.grammar_table()
+
+    return GrammarManager(Vocabulary(load, config.model.vocab_size, tuple(config.model.eos_token_ids)))
 
 
 def _initialize_cache(config: EngineConfig, executor: Executor) -> tuple[CacheLayout, list[list[bytes]] | None]:

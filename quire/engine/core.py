@@ -21,6 +21,7 @@ from quire.protocol.worker import CheckIntegrity
 from quire.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
+_IDLE_WAIT = 0.002  # seconds
 
 
 class EngineCore:
@@ -96,14 +97,19 @@ class EngineCore:
         self._check_alive()
         with self.interrupts:
             plans, self.first_scheduled = self._plans, []
+            if self.scheduler.guidance.is_compiling:
+                self._undelivered += self.scheduler.guidance.wake(0.0)
             most = self.executor.max_in_flight
             while len(plans) < most and (plan := self.scheduler.schedule(self._clock())) is not None:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
                 self._execute(self.executor.submit, plan)
             if plans:
-                result = self._execute(self.executor.collect)
+                guide = self.scheduler.guide(plans[0])
+                result = self._execute(self.executor.collect, guide)
                 self._undelivered += self.scheduler.update(plans.popleft(), result, self._clock())
+            elif self.scheduler.guidance.is_compiling:  # nobody else can run: who comes meanwhile waits no longer
+                self._undelivered += self.scheduler.guidance.wake(_IDLE_WAIT)
             if self._publisher is not None:
                 self._publish(self._publisher)
             if self.debug:

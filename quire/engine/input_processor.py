@@ -70,14 +70,14 @@ class InputProcessor:
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
         self._check_speculation(params)
-        if params.structured_outputs is not None:
-            message = "structured_outputs is not supported yet by this version of Quire; leave it out."
-            raise InvalidRequestError(message, "structured_outputs")
         if params.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
             raise InvalidRequestError(message, "truncate_prompt_tokens")
         if self._tokenizer is None:
             _refuse_texts(params)
+            if params.structured_outputs is not None:
+                message = "structured_outputs needs a tokenizer, but skip_tokenizer_init=True."
+                raise InvalidRequestError(message, "structured_outputs")
             params.detokenize = False
         text, token_ids, cache_salt = _read_prompt(prompt)
         if token_ids is None:
@@ -116,7 +116,10 @@ class InputProcessor:
             raise InvalidRequestError("a prepared prompt has its parameters already; pass none.", "params")
         params = drawn = prompt.params
         stop_token_ids, eos_token_ids = frozenset(params.stop_token_ids), self._model.eos_token_ids
-        if not params.ignore_eos:
+        ends = (
+            not params.ignore_eos or params.structured_outputs is not None
+        )  # a grammar's end is one whatever is ignored
+        if ends:
             stop_token_ids |= set(eos_token_ids)
         room = self._model.max_model_len - len(prompt.token_ids)
         ranked = params.best_of is not None and params.best_of > params.n and not params.use_beam_search
@@ -130,9 +133,10 @@ class InputProcessor:
                 params=drawn,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 stop_token_ids=stop_token_ids,
-                eos_token_id=None if params.ignore_eos or not eos_token_ids else eos_token_ids[0],
+                eos_token_id=eos_token_ids[0] if ends and eos_token_ids else None,
                 seed=self._seed(request_id) if params.seed is None else params.seed,
                 bad_words_token_ids=self._bad_words(params.bad_words),
+                has_grammar=params.structured_outputs is not None,
             ),
             arrival_time=arrival_time,
             cache_salt=prompt.cache_salt,

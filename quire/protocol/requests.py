@@ -19,7 +19,8 @@ class SamplingTask(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     seed: int  # 64-bit key of the request's random numbers
     bad_words_token_ids: list[list[int]] = []  # token sequences that must never be completed
     first_sequence_index: int = 0  # > 0 when one request is split into several that must draw as its forks would
-    has_grammar: bool = False  # every token is drawn under a mask of the step's SampleGuide
+    # Every token is drawn under a mask of the step's SampleGuide: params.structured_outputs says which.
+    has_grammar: bool = False
 
     @property
     def num_sequences(self) -> int:

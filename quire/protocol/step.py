@@ -51,6 +51,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     kind: FailureKind
     message: str  # without paths, addresses or traces
+    param: str | None = None  # the parameter to blame, where it is one
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,7 @@ from quire.ops.native.library import Target
 from quire.ops.native.structs import SampleStruct, check_layout
 from quire.protocol.step import TokenLogprobs
 from quire.sampling.select import WEIGHT_BITS, power_scales
-from quire.sampling.state import Ids, SamplingState
+from quire.sampling.state import Ids, Mask, SamplingState
 
 MAX_LOGPROBS = 1024  # a row that asks for more gets them from the twin
 MAXIMA = {1: -math.inf, 2: math.nan, 3: math.inf}  # error -> the row's largest logit
@@ -103,6 +103,14 @@ class _Call:
         """Name the samples' tokens, for rows of the mode `given`."""
         self.numbers[4 * self._num_rows + 1 :] = token_ids
 
+    def mask(self, masks: Sequence[Mask | None]) -> None:
+        """Let rows draw what their bitmasks allow."""
+        num_words = -(-self.args.vocab_size // 32)
+        if any(mask is not None and (len(mask) < num_words or mask.strides != (4,)) for mask in masks):
+            raise ValueError(f"a mask of a vocabulary of {self.args.vocab_size} has {num_words} words")
+        self.masks = (ctypes.c_void_p * len(masks))(*[m if m is None else m.ctypes.data for m in masks])
+        self.args.masks = ctypes.addressof(self.masks)
+
     def run(self, target: Target) -> dict[int, int]:
         """Returns the errors, by row; token_ids and the lists are then filled in."""
         native = compiled.loaded_library()
@@ -127,21 +135,27 @@ def sample_rows(
     num_samples: Sequence[int],
     rows: Sequence[int],
     ahead: Sequence[int] | None = None,
+    masks: Sequence[Mask | None] | None = None,
 ) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
     """Sample rows of [R, V] logits with a state, of which none has a logits processor, and a number of samples each.
 
-    `ahead`: how many positions beyond the next one each is drawn for, where not 0.
+    `ahead`: how many positions beyond the next one each is drawn for, where not 0. `masks`: as of `Draws`.
 
     Returns, by index in `rows`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
     """
     asked = {i: k + 1 for i, s in enumerate(states) if (k := s.num_logprobs) is not None and 0 <= k <= MAX_LOGPROBS}
     width = min(max(asked.values()), 1 + logits.shape[1]) if asked else 0
-    records = b"".join([s.record or _current(s) for s in states])
+    if masks is None:
+        records = b"".join([s.record or _current(s) for s in states])
+    else:
+        records = b"".join([s.record or _current(s, mask) for s, mask in zip(states, masks, strict=True)])
     first = list(accumulate(num_samples, initial=0))
     positions = [s.position for s in states]
     if ahead is not None:
         positions = [position + more for position, more in zip(positions, ahead, strict=True)]
     call = _Call(logits, records, rows, positions, first, width)
+    if masks is not None:
+        call.mask(masks)
     errors = call.run(target)
     flat = call.token_ids
     token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
@@ -174,7 +188,7 @@ def fixed_record(state: SamplingState) -> bytes:
     return state.record
 
 
-def _current(state: SamplingState) -> bytes | bytearray:
+def _current(state: SamplingState, mask: Mask | None = None) -> bytes | bytearray:
     """The record of a row, new or brought up to date."""
     live: _LiveRow | None = state.live_row
     if live is None:
@@ -190,8 +204,8 @@ def _current(state: SamplingState) -> bytes | bytearray:
     if state.bad_sequences:
         live.completing = np.array(state.completing_ids(), np.int64)
         _LIST.pack_into(live.data, _COMPLETING_AT, live.completing.ctypes.data, len(live.completing))
-    if state.stop_token_ids is not None and state.position >= state.min_tokens:
-        _LIST.pack_into(live.data, _STOP_AT, 0, 0)
+    if state.stop_token_ids is not None:
+        _LIST.pack_into(live.data, _STOP_AT, *_list(state.stop_token_ids if state.bars_stops(mask) else None))
     return live.data
 
 

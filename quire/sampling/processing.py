@@ -9,15 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.protocol.step import Failure, FailureKind
-from quire.sampling.state import Floats, SamplingState
+from quire.sampling.state import Floats, Mask, SamplingState
 
 _NEVER = float("-inf")
-
-Mask = npt.NDArray[np.uint32]  # bit t % 32 of word t // 32 is set where token t is allowed
 
 
 class RowError(Exception):
@@ -56,7 +53,7 @@ def process_logits(logits: Floats, state: SamplingState, mask: Mask | None = Non
         logits[state.bad_token_ids] = _NEVER
     if state.bad_sequences:
         logits[state.completing_ids()] = _NEVER
-    if state.position < state.min_tokens:
+    if state.bars_stops(mask):
         logits[state.stop_token_ids] = _NEVER
     if state.bias_ids is not None:
         logits[state.bias_ids] += state.biases

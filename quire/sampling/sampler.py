@@ -68,10 +68,7 @@ class Draws:
 
     def special(self) -> list[int]:
         """Sequences of which something is asked that the compiled sampler can't do."""
-        found = {i for i, state in enumerate(self.states) if state.logits_processors}
-        if self.masks is not None:
-            found.update(i for i, mask in enumerate(self.masks) if mask is not None)
-        return sorted(found)
+        return [i for i, state in enumerate(self.states) if state.logits_processors]
 
 
 @dataclass(slots=True)
@@ -200,7 +197,7 @@ def _sample(logits: Tensor, draws: Draws, target: Target | None) -> SamplerOutpu
 
 def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOutput:
     token_ids, errors, listed = native.sample_rows(
-        target, logits, draws.states, draws.num_samples, draws.rows, draws.ahead
+        target, logits, draws.states, draws.num_samples, draws.rows, draws.ahead, draws.masks
     )
     output = SamplerOutput(token_ids, [None] * len(token_ids))
     for i, code in errors.items():

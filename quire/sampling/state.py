@@ -16,6 +16,7 @@ from quire.sampling_params import SamplingParams, SamplingType
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.uint32]  # bit t % 32 of word t // 32 is set where token t is allowed
 
 
 class TokenCounts:
@@ -143,6 +144,17 @@ class SamplingState:
     def looks_back(self) -> bool:
         """Whether the tokens so far change what is done to the logits."""
         return bool(self.penalised or self.logits_processors or self.bad_sequences or self.position < self.min_tokens)
+
+    def bars_stops(self, mask: Mask | None) -> bool:
+        """Whether tokens that stop may not come yet: before min_tokens, unless a grammar allows nothing else."""
+        if self.position >= self.min_tokens or self.stop_token_ids is None:
+            return False
+        if mask is None:
+            return True
+        others = mask.copy()
+        for token_id in self.stop_token_ids.tolist():
+            others[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+        return bool(others.any())
 
     def completing_ids(self) -> list[int]:
         """Tokens that would complete a bad word of several tokens."""

@@ -137,8 +137,9 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
     states: list[SamplingState] = []
     rows: list[int] = []
     ahead: list[int] = []
+    masks: list[Mask | None] | None = [] if [lane for lane in lanes if lane.masks] else None
     for lane in lanes:
-        if lane.state.record is None or lane.masks or lane.num_samples > 1 or lane.tree is not None:
+        if lane.state.record is None or lane.num_samples > 1 or lane.tree is not None:
             others.append(lane)
             continue
         chosen.append(lane)
@@ -146,9 +147,11 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
         states += [lane.state] * count
         rows += range(lane.first_row, lane.first_row + count)
         ahead += range(count)
+        if masks is not None:
+            masks += [lane.masks.get(position) if lane.masks else None for position in range(count)]
     if not chosen:
         return others
-    output = sample(logits, Draws(states, [1] * len(rows), rows, None, ahead), target)
+    output = sample(logits, Draws(states, [1] * len(rows), rows, masks, ahead), target)
     start = 0
     for lane in chosen:
         tokens, stop = lane.state.tokens, start + lane.num_drafts + 1

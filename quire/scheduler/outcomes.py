@@ -4,6 +4,7 @@ The scheduler's half that looks back; `Scheduler.update` calls it. It keeps the 
 the queues to the planner.
 """
 
+from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
 from quire.metrics.drafts import DraftCounts
 from quire.protocol.requests import NewRequest
@@ -35,25 +36,28 @@ class Outcomes:
         groups: live requests by id.
         live: live sequences by id.
         num_sequences: sequences since the start.
+        num_guided: live requests with a grammar.
         drafts: what became of drafts.
     """
 
-    def __init__(self, planner: Planner, kv: KVManager, max_model_len: int, drafts: DraftCounts) -> None:
+    def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig, drafts: DraftCounts) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.live: dict[int, Sequence] = {}
         self.num_sequences = 0
+        self.num_guided = 0
         self.drafts = drafts
         self._planner = planner
         self._kv = kv
-        self._max_model_len = max_model_len
+        self._config = config
 
     # Beginnings.
 
     def open(self, request: NewRequest, continuation: Continuation, order: int, is_new: bool = True) -> SequenceGroup:
         """A request without sequences; the policy knows one that is not new."""
-        group = SequenceGroup(request, order, continuation, self._max_model_len)
+        group = SequenceGroup(request, order, continuation, self._config.max_model_len)
         self._planner.enrol(group, is_new)
         self.groups[request.request_id] = group
+        self.num_guided += group.task.has_grammar
         return group
 
     def make_sequence(
@@ -115,6 +119,8 @@ class Outcomes:
         outputs: list[SequenceOutput] = []
         for place in [place for place, found in enumerate(result.results) if found.failure is not None]:
             sequence, failure = sequences[place], result.results[place].failure
+            if sequence.matcher is not None and (error := sequence.matcher.error) is not None:
+                failure = Failure(FailureKind.BAD_REQUEST, error, "structured_outputs")
             if sequence.status is not _FINISHED:
                 outputs += self.end_request(sequence.group, "error", failure)
         return outputs
@@ -133,6 +139,7 @@ class Outcomes:
             or sequence.index not in group.unfinished
             or found.draft_token_ids
             or found.prompt_logprobs is not None
+            or group.grammar is not None
         ):
             return False
         sequence.output_token_ids.append(tokens[0])
@@ -160,7 +167,7 @@ class Outcomes:
     ) -> None:
         """A sequence goes on by the tokens drawn for it, or ends with one of them."""
         tokens, logprobs, group = found.token_ids, found.logprobs, sequence.group
-        if item.num_drafts:
+        if item.num_drafts and not item.draft_token_ids:
             self.drafts.count(item.num_drafts, len(tokens) - 1)
         num_used, reason, stop_reason = self._extend(sequence, tokens)
         # After the tokens: a block that accepted drafts have filled is named by them.
@@ -181,9 +188,10 @@ class Outcomes:
                 )
             )
         if reason is None:
-            if found.draft_token_ids:
-                sequence.kept_drafts = sequence.num_tokens, found.draft_token_ids
-            self._settle(sequence, len(found.draft_token_ids))
+            drafts = found.draft_token_ids
+            if drafts:
+                sequence.kept_drafts = sequence.num_tokens, drafts
+            self._settle(sequence, len(drafts) if group.grammar is None else self._guided_drafts(sequence, drafts))
         else:
             group.unfinished.discard(sequence.index)
             self._drop(sequence)
@@ -284,6 +292,7 @@ class Outcomes:
         """
         group, planner = parent.group, self._planner
         child = self.make_sequence(group, branch.index, parent.output_token_ids.copy())
+        child.matcher = parent.matcher and parent.matcher.copy()
         _, reason, stop_reason = self._extend(child, [branch.token_id])
         if reason is not None:
             group.unfinished.discard(child.index)
@@ -316,7 +325,20 @@ class Outcomes:
                 return num_used, "stop", token_id if token_id != group.task.eos_token_id else None
             if sequence.num_tokens >= group.limit:
                 return num_used, "length", None
+        if sequence.matcher is not None and sequence.matcher.take(token_ids) and group.task.eos_token_id is None:
+            return num_used, "stop", None  # nothing else may follow, and the model has no token to say so
         return num_used, None, None
+
+    def _guided_drafts(self, sequence: Sequence, proposed: list[int]) -> int:
+        """What a sequence with a grammar is to verify next: tokens that are forced, else allowed drafts. How many."""
+        matcher = sequence.matcher
+        assert matcher is not None, "a token was drawn without a mask"
+        forced = matcher.forced() if self._config.drafts_forced else []
+        if self._config.draft_tree is not None:  # a mask is of a chain
+            proposed = []
+        sequence.forces = bool(forced)
+        sequence.draft_token_ids = forced or (proposed and proposed[: matcher.num_allowed(proposed)])
+        return len(sequence.draft_token_ids)
 
     def _advance(self, sequence: Sequence, num_new_tokens: int) -> None:
         """So many more tokens have keys and values, unless the sequence has been preempted meanwhile."""
@@ -384,6 +406,7 @@ class Outcomes:
             assert not group.unfinished, "sequences of a request were left without a beginning"
             request_id = group.request_id
             del self.groups[request_id]
+            self.num_guided -= group.task.has_grammar
             self._planner.policy.on_ended(group.request)
             if group.announced:
                 self._planner.forget_request(request_id)

@@ -52,7 +52,7 @@ class PlanBuilder:
                 new_block_ids,
                 edits,
                 num_drafts,
-                [],
+                sequence.draft_token_ids[:num_drafts] if sequence.forces else [],
                 sequence.chosen_token_id,
             )
         )

@@ -183,6 +183,11 @@ class Planner:
             self._leave_preparing(sequence)
             self._prepare(sequence, "siblings")
 
+    def set_aside(self, sequence: Sequence, reason: str) -> None:
+        """A waiting sequence can't run yet, for a reason of `REASONS`; `make_ready` ends that."""
+        self.waiting.remove(sequence)
+        self._prepare(sequence, reason)
+
     def make_ready(self, sequence: Sequence) -> None:
         """A preparing sequence could run now."""
         self._leave_preparing(sequence)
@@ -200,7 +205,7 @@ class Planner:
             self._withdraw(sequence)
             self._prepare(sequence, "siblings")
         for sequence in [*self.preparing.values()]:
-            if not sequence.sits_out:
+            if not sequence.sits_out and sequence.awaits != "grammar":
                 self.make_ready(sequence)
         for sequence in [*self.waiting, *self.preparing.values()]:
             sequence.num_in_flight = 0
@@ -349,8 +354,7 @@ class Planner:
         """Set aside a waiting sequence until a block has been computed for another, or read, at no cost till then."""
         self._kv.watch(name)
         self._prefixes.setdefault(name, []).append(sequence)
-        self.waiting.remove(sequence)
-        self._prepare(sequence, reason)
+        self.set_aside(sequence, reason)
 
     def _chunk(self, num_left: int, budget: int) -> int:
         """Tokens of one sequence that go in this step."""

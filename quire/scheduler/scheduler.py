@@ -17,9 +17,10 @@ from quire.metrics.drafts import DraftCounts
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats, Limits
-from quire.protocol.step import SequenceOutput, StepPlan, StepResult
+from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
+from quire.scheduler.guidance import Guidance
 from quire.scheduler.integrity import check_scheduler
 from quire.scheduler.limits import check_request_fits, check_width
 from quire.scheduler.live_limits import changed, limits_of, restored
@@ -28,6 +29,7 @@ from quire.scheduler.planner import Planner
 from quire.scheduler.reasons import waiting_reasons, why
 from quire.scheduler.sequence import Sequence, SequenceStatus
 from quire.scheduler.state import RequestState, SchedulerState, SequenceState
+from quire.structured.manager import GrammarManager
 
 
 class Scheduler:
@@ -43,6 +45,7 @@ class Scheduler:
     Attributes:
         kv: the KV manager.
         config: limits and policy as they are now.
+        guidance: what is to do with requests' grammars.
 
     Raises:
         ConfigError: no such policy.
@@ -53,14 +56,17 @@ class Scheduler:
         config: SchedulerConfig,
         kv_manager: KVManager,
         make_continuation: Callable[[SamplingTask], Continuation] = continuation_of,
+        grammars: GrammarManager | None = None,
     ) -> None:
+        """`grammars`: compiles those of requests, where requests may have any."""
         self.config = self._most = config
         self.kv = kv_manager
         self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
         self._outcomes = Outcomes(
-            self._planner, kv_manager, config.max_model_len, DraftCounts(config.max_num_drafts > 0, config.draft_tree)
+            self._planner, kv_manager, config, DraftCounts(config.max_num_drafts > 0, config.draft_tree)
         )
+        self.guidance = Guidance(grammars, self._planner, self._outcomes)
         self._num_added = 0
         self._step_id = 0
         # Step ids, when they were planned, and for which sequences.
@@ -84,6 +90,7 @@ class Scheduler:
         group = self._outcomes.open(request, self._make_continuation(task), self._num_added)
         self._num_added += 1
         self._outcomes.make_sequence(group, 0, [])
+        self.guidance.open(group)
 
     def abort(self, request_ids: str | Iterable[str]) -> list[SequenceOutput]:
         """End requests now; returns one output for each sequence that had not ended. Unknown ids are ignored."""
@@ -102,7 +109,7 @@ class Scheduler:
             self._outcomes.drop_unneeded(group)
 
     def has_unfinished(self) -> bool:
-        """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results.
+        """Whether any request is unfinished: then `schedule` returns work, unless all of it awaits results or grammars.
 
         Or computed blocks are still to be written to the disk.
         """
@@ -159,6 +166,10 @@ class Scheduler:
             self._in_flight.append((self._step_id, now, self._planner.planned))
             self._step_id += 1
         return plan
+
+    def guide(self, plan: StepPlan) -> SampleGuide | None:
+        """Which tokens the oldest plan in flight may draw, once all results before its own were taken in."""
+        return self.guidance.guide(plan, self._in_flight[0][2])
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
         """Take in what the oldest plan in flight brought: append tokens, end, free and fork sequences.
@@ -300,3 +311,4 @@ class Scheduler:
                 outputs = sequence.output_token_ids.copy()
                 made = self._outcomes.make_sequence(group, sequence.index, outputs, sequence.sequence_id)
                 made.kept_drafts = made.num_tokens, sequence.draft_token_ids
+            self.guidance.open(group)

@@ -11,6 +11,7 @@ from quire.kvcache.table import BlockTable
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import NewSequence, Sampling, ScheduledSequence
 from quire.scheduler.continuation import Continuation
+from quire.structured.matcher import Grammar, Matcher
 
 
 class SequenceStatus(Enum):
@@ -35,6 +36,7 @@ class SequenceGroup:
         unfinished: outputs, 0 .. num_sequences - 1, that have not ended yet.
         sequences: the live sequences by index; only the root, index 0, until others come from it.
         announced: whether the workers know the request.
+        grammar: of its outputs, where they have one and it is compiled.
         num_cached_tokens: prompt tokens found in the prefix cache at first; None before the first admission.
         num_prompt_logprobs: prompt positions whose logprobs were delivered, the first (which has none) included.
     """
@@ -42,6 +44,7 @@ class SequenceGroup:
     __slots__ = (
         "announced",
         "continuation",
+        "grammar",
         "key",
         "lane",
         "limit",
@@ -67,11 +70,13 @@ class SequenceGroup:
         self.key: tuple[Any, ...] = ()
         self.continuation = continuation
         self.limit = min(len(request.prompt_token_ids) + task.max_tokens, max_model_len)
-        self.min_tokens = task.params.min_tokens
+        # A grammar may allow nothing but an end before; it is drawn only then.
+        self.min_tokens = 0 if task.has_grammar else task.params.min_tokens
         self.stop_token_ids = task.stop_token_ids
         self.unfinished = set(range(task.num_sequences))
         self.sequences: dict[int, Sequence] = {}
         self.announced = False
+        self.grammar: Grammar | None = None
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 1
 
@@ -106,6 +111,9 @@ class Sequence:
         sampling, num_samples: what is done at its last position; draws_one: that is one draw.
         num_drafts: draft tokens that its row has for the next step.
         kept_drafts: the newest drafts that its row had, and the number of tokens that it had then.
+        matcher: where it stands in its request's grammar, once tokens were drawn under that.
+        draft_token_ids: where there is a grammar, the drafts.
+        forces: they are the grammar's own, and not in the row.
         sits_out: its result has come, and what it goes on with depends on siblings' that have not.
         proposes: whether drafts came with its last result, so that the next step waits for the next ones.
         chosen_token_id: its last token, where the row does not have it yet; -1 where it does.
@@ -117,12 +125,15 @@ class Sequence:
         "announced",
         "awaits",
         "chosen_token_id",
+        "draft_token_ids",
         "draws_one",
+        "forces",
         "group",
         "index",
         "kept_drafts",
         "key",
         "limit",
+        "matcher",
         "next_step",
         "num_computed_tokens",
         "num_drafts",
@@ -153,6 +164,9 @@ class Sequence:
         self.num_computed_tokens = self.num_scheduled = 0
         self.num_in_flight = 0
         self.num_drafts = 0
+        self.matcher: Matcher | None = None
+        self.draft_token_ids: list[int] = []
+        self.forces = False
         self.proposes = False
         self.kept_drafts: tuple[int, list[int]] = 0, []
         self.sits_out = False

@@ -50,6 +50,10 @@ class FastBackend:
     def token_to_id(self, token: str) -> int | None:
         return self._fast.token_to_id(token)
 
+    def to_json(self) -> str:
+        """As tokenizer.json has it."""
+        return self._fast.to_str()
+
     def get_vocab(self) -> dict[str, int]:
         return self._fast.get_vocab(with_added_tokens=True)
 

@@ -158,6 +158,20 @@ class Tokenizer:
         """
         return self._renderer.render(conversation.job(self))
 
+    def grammar_table(self) -> tuple[str, dict[str, int]]:
+        """What grammars need: tokenizer.json as text, and the ids of the tokens that stand for no text, by name.
+
+        Raises:
+            InvalidRequestError: this tokenizer has no such file.
+        """
+        if not isinstance(self._backend, FastBackend):
+            raise InvalidRequestError(
+                "structured outputs need a tokenizer.json, and this model has none; add one, or leave them out.",
+                "structured_outputs",
+            )
+        special = {content: i for i, (content, is_special) in self._backend.added_tokens.items() if is_special}
+        return self._backend.to_json(), special
+
     def get_vocab(self) -> dict[str, int]:
         """token -> id, with the added tokens."""
         return self._backend.get_vocab()

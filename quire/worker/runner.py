@@ -333,7 +333,7 @@ class ModelRunner:
     def _tell_verdicts(self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane]) -> None:
         verdicts: list[Verdict] = []
         for place, lane in lanes.items():
-            if lane.num_drafts:
+            if lane.num_drafts and not begun.plan.scheduled[place].draft_token_ids:  # else a grammar's
                 row, num_accepted = begun.rows[place], lane.num_drafts - lane.num_refused
                 verdicts.append(Verdict(row.sequence_id, lane.num_drafts, num_accepted))
                 if self.pace is not None and row.drafted is not None:

@@ -110,6 +110,17 @@ SLOW = "slowloris, half-closed connection"
 
 TOO_LONG = "context_length_exceeded"
 IMAGE = {"type": "image_url", "image_url": {"url": "http://localhost:9/cat.png"}}
+STRUCTURE = "a structured output that can't be held"
+STRUCTURES: list[tuple[str, str, Any, str]] = [
+    ("an unsupported keyword", "guided_json", {"properties": {"a": {"uniqueItems": True}}}, "#/properties/a"),
+    ("no end", "guided_json", {"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "without an end"),
+    ("deep", "guided_json", json.loads('{"items":' * 250 + "true" + "}" * 250), "nested deeper"),
+    ("5 MB", "guided_json", {"description": "x" * 5_000_000}, "is the most"),
+    ("a bomb of patterns", "guided_json", {"allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(40)]}, "takes more"),
+    ("a grammar's error", "guided_grammar", "start: a\na: b", "line 2, column 4"),
+    ("a broken regex", "guided_regex", "[", "unclosed"),
+    ("a response_format without schema", "response_format", {"type": "json_schema"}, "schema"),
+]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 UTF16 = '{"prompt": "x"}'.encode("utf-16")
 
@@ -347,8 +358,18 @@ CASES = [
     Case(BIASES, "an id of 5,000 digits", completion(logit_bias={"1" * 5000: 1}), 400, "logit_bias"),
     Case(TOGETHER, "stream_options", completion(stream_options={"include_usage": True}), 400, "stream_options"),
     Case(TOGETHER, "stream_options in chat", chat(stream_options={}, stream=False), 400, "stream_options"),
-    Case(TOGETHER, "constraints", chat(response_format=SCHEMA, guided_regex="x"), 400),
-    Case(TOGETHER, "a constraint", chat(response_format=SCHEMA), 400, "response_format"),
+    Case(TOGETHER, "constraints", chat(response_format=SCHEMA, guided_regex="x"), 400, "guided_regex"),
+    Case(STRUCTURE, "a regex bomb", completion(guided_regex="(((a{100}){100}){100}){100}"), 400, "guided_regex"),
+    Case(TOGETHER, "two in one", chat(structured_outputs={"regex": "x", "json": {}}), 400, "structured_outputs"),
+    *(
+        Case(STRUCTURE, name, ask(**{field: given}), 400, field, message=message)
+        for name, field, given, message in STRUCTURES
+        for ask in (completion, chat)
+    ),
+    *(
+        Case(STRUCTURE, f"{name}, streamed", chat(stream=True, **{field: given}), 400, field, message=message)
+        for name, field, given, message in STRUCTURES
+    ),
     Case(TOGETHER, "cache_salt", completion(cache_salt=""), 400, "cache_salt"),
     Case(TOGETHER, "cache_salt in chat", chat(cache_salt=""), 400, "cache_salt"),
     Case(TOGETHER, "request_id of two lines", completion(request_id="a\nb"), 400, "request_id"),

@@ -272,7 +272,7 @@ def test_refused_parameters(client: openai.OpenAI) -> None:
         {"n": 0},
         {"stop": [""]},
         {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
         {"extra_body": {"early_stopping": True}},
     ]
     for fields in refused:

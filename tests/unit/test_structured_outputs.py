@@ -8,6 +8,7 @@ import pytest
 from quire.errors import InvalidRequestError
 from quire.sampling_params import UnknownParameterError
 from quire.structured_outputs import MAX_GRAMMAR_BYTES, GuidedDecodingParams, StructuredOutputsParams
+from quire.text.grammars.compose import after, format_of
 
 GIVEN: dict[str, Any] = {
     "json": {"type": "object"},
@@ -24,7 +25,7 @@ def test_one_constraint(kind: str) -> None:
     params = StructuredOutputsParams(**{kind: GIVEN[kind]})
     assert params.kind == kind
     assert params.constraint
-    assert "type" in params.format()
+    assert "type" in format_of(params)
 
 
 def test_exactly_one() -> None:
@@ -68,7 +69,7 @@ def test_size_is_bounded() -> None:
 
 
 def test_after_a_thought() -> None:
-    params = StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True).after("</think>")
+    params = after(StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True), "</think>")
     assert params.kind == "structural_tag"
     assert params.disable_any_whitespace
     thought, then = json.loads(params.constraint)["format"]["elements"]

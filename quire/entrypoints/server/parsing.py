@@ -28,6 +28,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.conversation import Conversation
+from quire.text.grammars.compose import after
 from quire.text.tokenizer import Tokenizer
 
 _Script = Callable[[Reader], Script[None]]
@@ -191,7 +192,7 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
             "the constraint as a JSON schema.",
             other,
         )
-    return content.after(thought.closing + thought.answer, thought.opening)
+    return after(content, thought.closing + thought.answer, thought.opening)
 
 
 def _thought(

@@ -130,6 +130,43 @@ def test_native_and_numpy_are_equal_step_after_step(level, seed, vocab, dtype, n
             state.tokens.append(tokens[0] if tokens else int(generator.integers(vocab)))
 
 
+@settings(same_level, max_examples=60)
+@given(seeds, vocabs, dtypes, st.integers(1, 5))
+def test_masks_are_applied_alike(level, seed, vocab, dtype, num_rows) -> None:
+    """Bits of a few tokens, of none, of all, and of the tokens that stop; two positions of a sequence in one call."""
+    logits, states, num_samples = batch(seed, vocab, dtype, num_rows)
+    generator = np.random.default_rng(seed)
+    masks: list[Any] = []
+    for state in states:
+        mask = generator.integers(0, 2**32, -(-vocab // 32), np.uint32)
+        if generator.random() < 0.5:
+            mask[:] = generator.choice(np.array([0, 2**32 - 1], np.uint32), len(mask))
+        if generator.random() < 0.3 and state.stop_token_ids is not None:
+            mask[:] = 0
+            for token_id in state.stop_token_ids.tolist():
+                mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        masks.append(mask if generator.random() < 0.8 else None)
+    draws = Draws(states, num_samples, range(num_rows), masks)
+    output = sampler.sample(logits, draws, Target(level, 1))
+    assert output == in_numpy(sampler.sample, logits, draws)
+    for token_ids, mask in zip(output.token_ids, masks, strict=True):
+        assert mask is None or all(mask[t >> 5] >> np.uint32(t & 31) & 1 for t in token_ids)
+
+
+def test_a_grammar_may_end_before_min_tokens_where_nothing_else_is_left() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=5, max_tokens=9)
+    state = SamplingState(
+        params, SequenceTokens.of([1], [2], 3), seed=1, sequence_index=0, vocab_size=64, stop_token_ids=[7]
+    )
+    logits = torch.zeros(1, 64)
+    only, others = np.array([1 << 7, 0], np.uint32), np.array([1 << 7, 1 << 3], np.uint32)
+    for mask, token_id in ((only, 7), (others, 35), (only, 7)):
+        draws = Draws([state], [1], [0], [mask])
+        assert (
+            sampler.sample(logits, draws).token_ids == in_numpy(sampler.sample, logits, draws).token_ids == [[token_id]]
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_and_numpy_are_equal_at_the_size_of_a_real_vocabulary(level: str, dtype: torch.dtype) -> None:
     logits, states, num_samples = batch(5, 151_936, dtype, 40)

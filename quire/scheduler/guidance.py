@@ -1,0 +1,88 @@
+"""Requests with a grammar: they wait until it is compiled, and each step is told which tokens it may draw.
+
+The scheduler's hook for `quire.structured`. It knows which sequences stand where; what a grammar allows is the
+matcher's to say. Costs nothing where no live request has a grammar.
+"""
+
+import numpy as np
+
+from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
+from quire.scheduler.outcomes import Outcomes
+from quire.scheduler.planner import Planner
+from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.structured.manager import GrammarManager
+from quire.structured.matcher import Grammar
+
+_PARAM = "structured_outputs"
+
+
+class Guidance:
+    """Who awaits which grammar, and the masks of a step."""
+
+    def __init__(self, grammars: GrammarManager | None, planner: Planner, outcomes: Outcomes) -> None:
+        self._grammars = grammars
+        self._planner = planner
+        self._outcomes = outcomes
+        self._awaiting: dict[bytes, list[SequenceGroup]] = {}
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether anybody may await a grammar."""
+        return bool(self._awaiting)
+
+    def open(self, group: SequenceGroup) -> None:
+        """Give a new request its grammar, or set its sequences aside until that is compiled."""
+        params = group.task.params.structured_outputs
+        if not group.task.has_grammar or params is None:
+            return
+        assert self._grammars is not None, "a request with a grammar, in an engine without any"
+        key = self._grammars.key(params)
+        group.grammar = self._grammars.get(key)
+        if group.grammar is None:
+            self._grammars.compile(key, params)
+            self._awaiting.setdefault(key, []).append(group)
+            for sequence in group.sequences.values():
+                self._planner.set_aside(sequence, "grammar")
+
+    def wake(self, timeout: float) -> list[SequenceOutput]:
+        """Let those go on whose grammar is compiled, and end those whose can't be. Waits at most so many seconds."""
+        assert self._grammars is not None, "nobody can await a grammar"
+        outputs: list[SequenceOutput] = []
+        for key, found in self._grammars.take(timeout):
+            for group in self._awaiting.pop(key, ()):
+                if self._outcomes.groups.get(group.request_id) is not group:
+                    continue  # aborted meanwhile
+                if isinstance(found, Grammar):
+                    group.grammar = found
+                    for sequence in group.sequences.values():
+                        self._planner.make_ready(sequence)
+                else:
+                    failure = Failure(FailureKind.BAD_REQUEST, f"{_PARAM} can't be used: {found}", _PARAM)
+                    outputs += self._outcomes.end_request(group, "error", failure)
+        return outputs
+
+    def guide(self, plan: StepPlan, sequences: list[Sequence]) -> SampleGuide | None:
+        """Which tokens the oldest plan in flight may draw; None where that is up to nobody."""
+        if not self._outcomes.num_guided:
+            return None
+        assert self._grammars is not None, "a request with a grammar, in an engine without any"
+        places: list[tuple[int, int]] = []
+        guided: list[tuple[Sequence, list[int]]] = []
+        for place, (item, sequence) in enumerate(zip(plan.scheduled, sequences, strict=True)):
+            grammar = sequence.group.grammar
+            if grammar is None or not item.sampling or sequence.status is SequenceStatus.FINISHED:
+                continue
+            if sequence.matcher is None:
+                ignores_end = sequence.group.task.params.ignore_eos
+                sequence.matcher = grammar.matcher(sequence.output_token_ids, ignores_end)
+            guided.append((sequence, sequence.draft_token_ids[: item.num_drafts]))
+            places += [(place, position) for position in range(1 + item.num_drafts)]
+        if not places:
+            return None
+        masks = np.empty((len(places), self._grammars.num_words), np.uint32)
+        row = 0
+        for sequence, drafts in guided:
+            assert sequence.matcher is not None, "it was made above"
+            sequence.matcher.fill(masks[row : row + 1 + len(drafts)], drafts)
+            row += 1 + len(drafts)
+        return SampleGuide(step_id=plan.step_id, masks=masks.tobytes(), rows=places)

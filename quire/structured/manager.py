@@ -1,0 +1,107 @@
+"""The grammars of an engine: compiled in a thread of their own, kept by content, handed out to sequences.
+
+The scheduler asks for a request's grammar and goes on without waiting; who awaits one is its own to know. The thread
+is there while there is something to compile. It knows no requests, plans or results.
+"""
+
+import logging
+import os
+import queue
+import sys
+import threading
+from collections import OrderedDict
+
+import msgspec
+
+from quire.errors import QuireError
+from quire.structured.matcher import Grammar, mask_of
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.compiler import Compiler, Vocabulary
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAMMARS = 256  # kept
+MAX_KEPT_BYTES = 2**24  # of their sources, together
+_NICENESS = 10  # of the thread: whoever streams comes first
+
+
+class GrammarManager:
+    """Compiles grammars, one after another, and keeps those used last.
+
+    Attributes:
+        num_words: 32-bit words of a mask.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.num_words = -(-vocabulary.size // 32)
+        self._compiler = Compiler(vocabulary)
+        self._end_mask = mask_of(vocabulary.eos_token_ids, self.num_words)
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._num_bytes = 0
+        self._compiling: set[bytes] = set()
+        self._asked: queue.SimpleQueue[tuple[bytes, StructuredOutputsParams]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[bytes, Grammar | str]] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._works = False  # whether the thread is there, and will look at what is asked once more
+
+    def key(self, params: StructuredOutputsParams) -> bytes:
+        """What a grammar is kept by."""
+        return msgspec.msgpack.encode(params)
+
+    def get(self, key: bytes) -> Grammar | None:
+        """A grammar that was compiled and is still there."""
+        grammar = self._kept.get(key)
+        if grammar is not None:
+            self._kept.move_to_end(key)
+        return grammar
+
+    def compile(self, key: bytes, params: StructuredOutputsParams) -> None:
+        """Begin to compile a grammar, unless that has begun already; `take` brings it."""
+        if key in self._compiling:
+            return
+        self._compiling.add(key)
+        with self._turn:
+            self._asked.put((key, params))
+            if not self._works:
+                self._works = True
+                threading.Thread(target=self._work, name="quire-grammars", daemon=True).start()
+
+    def take(self, timeout: float = 0.0) -> list[tuple[bytes, Grammar | str]]:
+        """What has been compiled since the last call, or why it could not be; waits for the first so many seconds."""
+        made: list[tuple[bytes, Grammar | str]] = []
+        try:
+            made.append(self._made.get(timeout > 0, timeout or None))
+            while True:
+                made.append(self._made.get_nowait())
+        except queue.Empty:
+            pass
+        for key, found in made:
+            self._compiling.discard(key)
+            if isinstance(found, Grammar):
+                self._keep(key, found)
+        return made
+
+    def _keep(self, key: bytes, grammar: Grammar) -> None:
+        self._kept[key] = grammar
+        self._num_bytes += len(key)
+        while len(self._kept) > 1 and (len(self._kept) > MAX_GRAMMARS or self._num_bytes > MAX_KEPT_BYTES):
+            self._num_bytes -= len(self._kept.popitem(last=False)[0])
+
+    def _work(self) -> None:
+        """The thread."""
+        if sys.platform == "linux":  # where a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while True:
+            with self._turn:
+                if self._asked.empty():
+                    self._works = False
+                    return
+                key, params = self._asked.get()
+            try:
+                found: Grammar | str = Grammar(self._compiler.compile(params), self._end_mask)
+            except QuireError as error:
+                found = str(error)
+            except Exception as error:
+                logger.exception("a grammar could not be compiled")
+                found = f"{type(error).__name__} while it was compiled."
+            self._made.put((key, found))

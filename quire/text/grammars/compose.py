@@ -1,0 +1,61 @@
+"""Constraints put together: the same one after free text, or as a part of a structural tag.
+
+The server calls it for answers that begin with a thought. It knows no tokens.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidRequestError
+from quire.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+
+
+def after(params: StructuredOutputsParams, end: str, begin: str = "") -> StructuredOutputsParams:
+    """The same constraint, which holds once free text has come to `end`: a thought, say; the text may be empty.
+
+    `begin`: what the free text must begin with. Special tokens are named as they are written.
+
+    Raises:
+        InvalidRequestError: as `format_of`.
+    """
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+    whole = {"type": "sequence", "elements": [thought, format_of(params)]}
+    tag = {"type": "structural_tag", "format": whole}
+    return msgspec.structs.replace(params, **(dict.fromkeys(CONSTRAINTS) | {"structural_tag": tag}))
+
+
+def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
+    """A constraint as a format of structural tags.
+
+    Raises:
+        InvalidRequestError: it is no JSON, or a structural tag of the older form.
+    """
+    text = params.constraint
+    match params.kind:
+        case "json":
+            return {"type": "json_schema", "json_schema": _parsed(text)}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": text}
+        case "grammar":
+            return {"type": "grammar", "grammar": text}
+        case "choice":
+            return {"type": "or", "elements": [{"type": "const_string", "value": v} for v in params.choice or ()]}
+        case _:
+            tag = _parsed(text)
+            if not isinstance(tag, dict) or "format" not in tag:
+                raise InvalidRequestError(
+                    "structured_outputs.structural_tag must have a format where free text comes before it.",
+                    "structured_outputs",
+                )
+            return tag["format"]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"structured_outputs must be JSON: {error}.", "structured_outputs") from None

@@ -1,0 +1,156 @@
+"""JSON schemas before they are compiled: what no grammar here can hold is refused by name, with its place.
+
+`source` calls it. llguidance refuses most of what it can't do, but without the place; it leaves out keywords of old
+drafts without a word, and makes grammars without end of schemas that no finite value satisfies.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from quire.errors import InvalidRequestError
+
+MAX_DEPTH = 100
+# What grammars don't hold; "$id" and anchors only name places.
+_UNSUPPORTED = frozenset(
+    ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames")
+    + ("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties")
+    + ("$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy", "x-guidance")
+)
+_OF_PROPERTIES = ("properties", "patternProperties")  # schemas by name
+_OF_NAMES = (*_OF_PROPERTIES, "$defs", "definitions")
+_OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_OF_ONE = ("items", "additionalProperties", "additionalItems")
+_SOME = 3  # unsupported keywords that are named at most
+
+_Place = tuple[str, ...]
+
+
+def check_schema(schema: Any) -> None:
+    """Check a schema, keyword by keyword.
+
+    Raises:
+        InvalidRequestError: an unsupported keyword; a reference to nothing; too deep; or no finite value satisfies it.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"a JSON schema must be an object, true or false, not {type(schema).__name__}.")
+    found = [(place, key) for place, part in _parts(schema) for key in part if key in _UNSUPPORTED]
+    if found:
+        named = ", ".join(f"{key!r} at {_shown(place)}" for place, key in found[:_SOME])
+        more = f" and {len(found) - _SOME} more" if len(found) > _SOME else ""
+        raise InvalidRequestError(
+            f"the JSON schema has keywords that structured outputs don't support: {named}{more}; leave them out, and "
+            "check the output for them yourself."
+        )
+    _Values(schema).check()
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    """Every subschema that is an object, and its place. Without recursion, as depth is what is checked."""
+    stack: list[tuple[_Place, Any]] = [((), schema)]
+    while stack:
+        place, part = stack.pop()
+        if not isinstance(part, dict):
+            continue
+        if len(place) > 2 * MAX_DEPTH:
+            raise InvalidRequestError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels; make it flatter.")
+        yield place, part
+        for key in _OF_NAMES:
+            if isinstance(named := part.get(key), dict):
+                stack += [((*place, key, name), value) for name, value in named.items()]
+        for key in (*_OF_LISTS, *_OF_ONE):
+            value = part.get(key)
+            if isinstance(value, list):
+                stack += [((*place, key, str(number)), each) for number, each in enumerate(value)]
+            else:
+                stack.append(((*place, key), value))
+
+
+class _Values:
+    """Which subschemas some finite value satisfies, as far as recursion goes: gone round until none is new."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._root = schema
+        self._parts = dict(_parts(schema))
+        self._finite: set[int] = set()
+
+    def check(self) -> None:
+        """Raise unless there is a value for the whole."""
+        if not any("$ref" in part for part in self._parts.values()):
+            return
+        parts = list(self._parts.values())
+        for part in parts:
+            if isinstance(ref := part.get("$ref"), str):
+                self._target(ref)
+        while True:
+            # From the leaves up: the last ones found lie deepest.
+            new = [p for p in reversed(parts) if id(p) not in self._finite and self._ends(p) and not self._add(p)]
+            if not new:
+                break
+        if id(self._root) not in self._finite:
+            raise InvalidRequestError(
+                "the JSON schema refers to itself without an end, so that no finite value satisfies it; make one of "
+                "the properties that lead back optional, or allow null there."
+            )
+
+    def _add(self, part: Any) -> None:
+        self._finite.add(id(part))
+
+    def _ok(self, part: Any) -> bool:
+        return not isinstance(part, dict) or id(part) in self._finite
+
+    def _ends(self, part: dict[str, Any]) -> bool:
+        if isinstance(ref := part.get("$ref"), str) and not self._ok(self._target(ref)):
+            return False
+        if not all(map(self._ok, _list(part, "allOf"))):
+            return False
+        if any(options and not any(map(self._ok, options)) for options in (_list(part, "anyOf"), _list(part, "oneOf"))):
+            return False
+        kinds = part.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(kinds, list) or set(kinds) - {"object", "array"} or "enum" in part or "const" in part:
+            return True  # a value of another kind will do
+        return ("object" in kinds and self._object_ends(part)) or ("array" in kinds and self._array_ends(part))
+
+    def _object_ends(self, part: dict[str, Any]) -> bool:
+        properties = part.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        return all(self._ok(properties.get(name, part.get("additionalProperties"))) for name in _list(part, "required"))
+
+    def _array_ends(self, part: dict[str, Any]) -> bool:
+        if not isinstance(least := part.get("minItems"), int) or least < 1:
+            return True
+        first = _list(part, "prefixItems") or _list(part, "items")
+        rest = part.get("items") if isinstance(part.get("items"), dict) else None
+        return all(map(self._ok, first[:least])) and (least <= len(first) or self._ok(rest))
+
+    def _target(self, ref: str) -> Any:
+        """What a reference within the schema refers to."""
+        if not ref.startswith("#"):
+            known = (part for part in self._parts.values() if part.get("$id") == ref)
+            if (found := next(known, None)) is not None:
+                return found
+            raise InvalidRequestError(
+                f"$ref {ref!r} is not within the JSON schema; references elsewhere are not followed."
+            )
+        if ref != "#" and not ref.startswith("#/"):
+            return next((part for part in self._parts.values() if part.get("$anchor") == ref[1:]), None)
+        target: Any = self._root
+        for key in ref.split("/")[1:]:
+            key = unquote(key).replace("~1", "/").replace("~0", "~")
+            try:
+                target = target[int(key)] if isinstance(target, list) else target[key]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise InvalidRequestError(f"$ref {ref!r} refers to nothing in the JSON schema.") from None
+        return target
+
+
+def _list(part: dict[str, Any], key: str) -> list[Any]:
+    value = part.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _shown(place: _Place) -> str:
+    return "/".join(("#", *place)) if len("".join(place)) < 200 else "#/..." + place[-1][-100:]

@@ -1,0 +1,97 @@
+"""From what a user gives to a grammar in llguidance's own language: schemas, regexes, choices, GBNF and Lark.
+
+The manager calls it in its thread, as it may take long. What llguidance would not hold a model to is refused here, by
+name; what llguidance itself refuses, it says when it compiles.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import InvalidRequestError
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.schema import check_schema
+from quire.text.grammars.tags import lark_of_tag
+
+# Between the tokens of JSON, where nothing else is asked for: a weak model would go on with spaces for ever.
+_WHITESPACE = r" |\n[ \t]{0,64}"
+
+
+class GrammarError(InvalidRequestError):
+    """A constraint that can't be compiled, and why."""
+
+
+def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
+    """What llguidance's matcher is made of.
+
+    Args:
+        special_tokens: ids of the tokens that stand for no text, by their names.
+
+    Raises:
+        InvalidRequestError: the constraint can't be held; says what in it, and where.
+    """
+    import llguidance
+
+    text = params.constraint
+    match params.kind:
+        case "json" | "json_object":
+            schema = {"type": "object"} if params.json_object else _parsed(text)
+            return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema, params)))
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        case "choice":
+            choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(params.choice or ()))
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "grammar":
+            return _grammar(text)
+        case _:
+            tag = _parsed(text)
+            return lark_of_tag(tag, lambda schema: prepared(schema, params), special_tokens)
+
+
+def prepared(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
+    """A schema that was checked, with the whitespace that may stand in its JSON."""
+    check_schema(schema)
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    pattern = params.whitespace_pattern or _WHITESPACE
+    options = {"whitespace_flexible": False} if params.disable_any_whitespace else {"whitespace_pattern": pattern}
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return {"x-guidance": {"lenient": False, "coerce_one_of": False, **options}, **schema}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"it is no JSON: {error}.") from None
+
+
+def _grammar(text: str) -> str:
+    """Lark as it is; GBNF, which has `::=`, as Lark."""
+    import llguidance
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if "::=" in text:
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:
+            raise GrammarError(f"the GBNF grammar can't be read: {error}") from None
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _closed(schema: Any) -> Any:
+    """The same where no object has other properties than those it names."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: value if key in ("enum", "const", "default", "examples") else _closed(value)
+        for key, value in schema.items()
+    }
+    is_object = schema.get("type") == "object" or isinstance(schema.get("properties"), dict)
+    if is_object and not {"additionalProperties", "patternProperties"} & set(schema):
+        closed["additionalProperties"] = False
+    return closed

@@ -1,0 +1,193 @@
+"""Structural tags as grammars: free text in which some parts, begun by a tag, have a form of their own.
+
+`source` calls it. The formats are xgrammar's, of which the older one (structures and triggers) is a special case.
+Special tokens within a text stand for themselves; all else is what the tokenizer makes of it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import InvalidRequestError
+
+MAX_DEPTH = 30
+_FREE = "/(?s:.*)/"
+
+
+def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping[str, int]) -> str:
+    """llguidance's grammars of a structural tag.
+
+    Args:
+        prepare: checks a JSON schema and gives it its options.
+        special_tokens: as in `source_of`.
+
+    Raises:
+        InvalidRequestError: an unknown format, or one without what it needs.
+    """
+    if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
+        raise InvalidRequestError('a structural tag is {"type": "structural_tag", "format": {...}}.')
+    format = tag.get("format")
+    if format is None:
+        triggers, structures = _of(tag, "triggers", list), _of(tag, "structures", list)
+        tags = [
+            {**_checked(one), "content": {"type": "json_schema", "json_schema": _checked(one).get("schema")}}
+            for one in structures
+        ]
+        format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    writer = _Writer(prepare, special_tokens)
+    writer.rules.append(f"start: {writer.write(format)}")
+    grammars = [{"lark_grammar": "\n".join(writer.rules)}, *writer.grammars]
+    return json.dumps({"grammars": grammars})
+
+
+class _Writer:
+    """Writes rules; what `write` and the others return is an expression that refers to them."""
+
+    def __init__(self, prepare: Callable[[Any], Any], special_tokens: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self.grammars: list[dict[str, str]] = []
+        self._prepare = prepare
+        self._ids = special_tokens
+        names = "|".join(map(re.escape, sorted(filter(None, special_tokens), key=len, reverse=True)))
+        self._special = re.compile(f"({names})") if names else None
+        self._depth = 0
+
+    def write(self, format: Any) -> str:
+        """Of any format."""
+        kind = _checked(format).get("type")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise InvalidRequestError(f"the structural tag is nested deeper than {MAX_DEPTH} levels.")
+        match kind:
+            case "const_string":
+                written = self.literal(_of(format, "value", str))
+            case "any_text":
+                written = self._rule(_FREE)
+            case "regex":
+                import llguidance
+
+                written = self._rule(f"/{llguidance.regex_to_lark(_of(format, 'pattern', str))}/")
+            case "grammar":
+                written = self._grammar(_of(format, "grammar", str))
+            case "json_schema":
+                written = self._rule(f"%json {json.dumps(self._prepare(format.get('json_schema')))}")
+            case "sequence":
+                written = self._sequence(_of(format, "elements", list))
+            case "or":
+                written = self._rule(" | ".join(map(self.write, _some(format, "elements"))))
+            case "tag":
+                written = self._tag(format, "")
+            case "triggered_tags":
+                written = self._triggered(format)
+            case "tags_with_separator":
+                written = self._separated(format)
+            case _:
+                known = "const_string, any_text, regex, grammar, json_schema, sequence, or, tag, triggered_tags"
+                raise InvalidRequestError(
+                    f"a structural tag has a format of type {kind!r}; there are {known} and tags_with_separator."
+                )
+        self._depth -= 1
+        return written
+
+    def literal(self, text: str) -> str:
+        """A text, special tokens in it as such."""
+        pieces = self._special.split(text) if self._special is not None else [text]
+        return " ".join(f"<[{self._ids[p]}]>" if p in self._ids else json.dumps(p) for p in pieces if p)
+
+    def _rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _grammar(self, text: str) -> str:
+        name = f"g{len(self.grammars)}"
+        self.grammars.append({"name": name, "lark_grammar": text})
+        return f"@{name}"
+
+    def _until(self, text: str) -> str:
+        """Free text up to the first `text`, that included."""
+        pieces = self._special.split(text, 1) if self._special is not None else [text]
+        if not pieces[0]:  # no free text has a special token
+            return f"{self._rule(_FREE)} {self.literal(text)}"
+        rest = f" {self.literal(''.join(pieces[1:]))}" if pieces[1:] else ""
+        return self._rule(f"{_FREE} {json.dumps(pieces[0])}", "[lazy]").join(("", rest))
+
+    def _sequence(self, elements: list[Any]) -> str:
+        written: list[str] = []
+        for place, element in enumerate(elements):
+            follows = elements[place + 1] if place + 1 < len(elements) else None
+            if place and _is_free(elements[place - 1]):
+                continue  # written with the text before it
+            if _is_free(element) and follows is not None:
+                written.append(self._after_text(follows))
+            else:
+                written.append(self.write(element))
+        return self._rule(" ".join(filter(None, written)))
+
+    def _after_text(self, format: Any) -> str:
+        """Free text, and then a format that begins with a text of its own."""
+        match _checked(format).get("type"):
+            case "const_string":
+                return self._until(_of(format, "value", str))
+            case "tag" if _of(format, "begin", str):
+                return f"{self._until(format['begin'])} {self._tag(format, format['begin'])}"
+        raise InvalidRequestError(
+            "in a structural tag, any_text is followed by a const_string or a tag with a begin, or ends it."
+        )
+
+    def _tag(self, tag: Any, written: str) -> str:
+        """A tag of whose begin a part is written already."""
+        begin, end, content = _of(tag, "begin", str), _of(tag, "end", str), _checked(tag.get("content"))
+        begin = self.literal(begin[len(written) :])
+        if _is_free(content) and end:
+            return self._rule(f"{begin} {self._until(end)}")
+        return self._rule(f"{begin} {self.write(content)} {self.literal(end)}")
+
+    def _triggered(self, format: Any) -> str:
+        triggers, tags = _some(format, "triggers"), _some(format, "tags")
+        by_trigger: dict[str, list[Any]] = {}
+        for tag in tags:
+            begin = _of(_checked(tag), "begin", str)
+            trigger = max(
+                (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), key=len, default=None
+            )
+            if trigger is None:
+                raise InvalidRequestError(f"no trigger of the structural tag begins its tag {begin[:80]!r}.")
+            by_trigger.setdefault(trigger, []).append(tag)
+        rests = {t: self._rule(" | ".join(self._tag(tag, t) for tag in tags)) for t, tags in by_trigger.items()}
+        at_once = self._rule(" | ".join(f"{self.literal(t)} {rest}" for t, rest in rests.items()))
+        in_text = self._rule(" | ".join(f"{self._until(t)} {rest}" for t, rest in rests.items()))
+        free = self._rule(_FREE)
+        if format.get("stop_after_first"):
+            return at_once if format.get("at_least_one") else self._rule(f"{in_text} | {free}")
+        return self._rule(f"{at_once if format.get('at_least_one') else ''} {in_text}* {free}")
+
+    def _separated(self, format: Any) -> str:
+        tags = self._rule(" | ".join(self.write(tag) for tag in _some(format, "tags")))
+        more = "" if format.get("stop_after_first") else f"({self.literal(_of(format, 'separator', str))} {tags})*"
+        return self._rule(f"{tags} {more}" if format.get("at_least_one") else f"({tags} {more})?")
+
+
+def _is_free(format: Any) -> bool:
+    return isinstance(format, dict) and format.get("type") == "any_text"
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"a structural tag holds {repr(value)[:80]} where a format should be, an object.")
+    return value
+
+
+def _of(format: Any, key: str, kind: type) -> Any:
+    value = _checked(format).get(key)
+    if not isinstance(value, kind):
+        raise InvalidRequestError(f"a structural tag lacks {key!r}, or it is no {kind.__name__}: {repr(value)[:80]}.")
+    return value
+
+
+def _some(format: Any, key: str) -> list[Any]:
+    value = _of(format, key, list)
+    if not value:
+        raise InvalidRequestError(f"a structural tag has no {key}; give at least one.")
+    return value

@@ -1,0 +1,232 @@
+"""Structured output in whole engines: every finished output is of its form, with the same bits however it is run."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from test_exactness import LateExecutor
+
+from quire import LLM, SamplingParams
+from quire.config.engine_args import EngineArgs
+from quire.engine.build import build_core, worker_config
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.tokenizer import config_tokenizer
+from quire.errors import InvalidRequestError
+from quire.executor.inprocess import InProcessExecutor
+from quire.protocol.step import StepPlan
+from quire.structured_outputs import StructuredOutputsParams
+
+PROMPTS = ["Once upon a time", "The captain said", "It was", "She had never seen such a thing, and"]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 3, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", None, 5]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+TREE = {
+    "$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer", "maximum": 9, "minimum": 0},
+     "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["v", "next"],
+     "additionalProperties": False}},
+    "$ref": "#/$defs/node",
+}  # fmt: skip
+STRUCTURES: list[dict[str, Any]] = [
+    {"json": PERSON},
+    {"json": LIST, "disable_any_whitespace": True},
+    {"json": TREE},
+    {"regex": r"[a-f]{2,6}-\d{3}"},
+    {"choice": ["north", "north-east", "south", "\u4e2d\u6587"]},
+    {"grammar": 'root ::= "(" item ("," item)* ")"\nitem ::= [a-z] [a-z]?'},
+    {"grammar": 'start: "sum(" NUM ("," NUM){1,3} ")"\nNUM: /[0-9]{1,2}/'},
+    {"json": {"const": {"a": [1, "two", None], "long text that a model need not think about": True}}},
+]
+
+
+def is_formed(structure: dict[str, Any], text: str) -> bool:
+    """Whether a finished output is what was asked for."""
+    if "json" in structure:
+        jsonschema.validate(json.loads(text), structure["json"], jsonschema.Draft202012Validator)
+        return not structure.get("disable_any_whitespace") or not re.search(r"\s", text)
+    if "regex" in structure:
+        return re.fullmatch(structure["regex"], text) is not None
+    if "choice" in structure:
+        return text in structure["choice"]
+    if structure["grammar"].startswith("root"):
+        return re.fullmatch(r"\([a-z]{1,2}(,[a-z]{1,2})*\)", text) is not None
+    return re.fullmatch(r"sum\(\d\d?(,\d\d?){1,3}\)", text) is not None
+
+
+def engine(late: bool = False, **options: Any) -> LLMEngine:
+    args = {"model": "demo", "max_model_len": 256, "max_num_seqs": 32, "num_kv_blocks": 1024, "debug": True} | options
+    config = EngineArgs(**args).resolve()
+    executor = (LateExecutor if late else InProcessExecutor)(worker_config(config))
+    core = build_core(config, show_progress=False, executor=executor)
+    config = config.with_max_model_len(core.scheduler.config.max_model_len)
+    return LLMEngine(config, executor, core, config_tokenizer(config))
+
+
+def run(one: LLMEngine, params: list[SamplingParams], together: int = 64) -> list[Any]:
+    """What each request brings: index, tokens, text, logprobs, finish reason of each output."""
+    found: dict[str, Any] = {}
+    for low in range(0, len(params), together):
+        for i, param in list(enumerate(params))[low : low + together]:
+            one.add_request(str(i), PROMPTS[i % len(PROMPTS)], param)
+        while one.has_unfinished_requests():
+            for output in one.step():
+                if output.finished:
+                    found[output.request_id] = [
+                        (c.index, list(c.token_ids), c.text, c.logprobs, c.finish_reason, c.stop_reason)
+                        for c in output.outputs
+                    ]
+    one.check_integrity()
+    assert one.stats().kv_cache_usage_perc == 0
+    return [found[str(i)] for i in range(len(params))]
+
+
+def mixed() -> list[SamplingParams]:
+    """Every structure, drawn in every way, and requests without any between them."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 2.0, "seed": 1, "logprobs": 0},
+        {"temperature": 1.0, "seed": 2, "n": 4},
+        {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "min_tokens": 6, "max_tokens": 9, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 4, "ignore_eos": True, "max_tokens": 40, "logit_bias": {40: 3.0}},
+        {"temperature": 0, "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 20},
+    ]
+    params = [
+        SamplingParams(**({"max_tokens": 64, "structured_outputs": structure} | kind))
+        for structure in STRUCTURES
+        for kind in kinds
+    ]
+    for place in range(0, len(params), 7):
+        params.insert(place, SamplingParams(temperature=0.9, seed=place, max_tokens=12, logprobs=1))
+    return params
+
+
+def check(params: list[SamplingParams], found: list[Any]) -> None:
+    num_finished = 0
+    for param, outputs in zip(params, found, strict=True):
+        if param.structured_outputs is None:
+            continue
+        structure = next(s for s in STRUCTURES if StructuredOutputsParams(**s) == param.structured_outputs)
+        for _, _, text, _, reason, _ in outputs:
+            assert reason in ("stop", "length")
+            if reason == "stop":
+                num_finished += 1
+                assert is_formed(structure, text), (structure, text)
+    assert num_finished > len(found) / 2
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    """All requests, one after another."""
+    return run(engine(enable_prefix_caching=False), mixed(), together=1)
+
+
+def test_outputs_are_of_their_form(alone: list[Any]) -> None:
+    check(mixed(), alone)
+
+
+WAYS: list[tuple[bool, dict[str, Any]]] = [
+    (False, {}),
+    (True, {"max_num_batched_tokens": 40}),
+    (False, {"num_kv_blocks": 12, "block_size": 8, "max_model_len": 90, "max_num_batched_tokens": 32}),
+    (True, {"num_kv_blocks": 12, "block_size": 8, "max_model_len": 90, "swap_space": 0.01}),
+    (False, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "options"), WAYS)
+def test_however_they_run(alone: list[Any], late: bool, options: dict[str, Any]) -> None:
+    one = engine(late, **options)
+    assert run(one, mixed()) == alone
+    assert (one.stats().num_preemptions_total > 0) == ("block_size" in options)
+    assert run(one, mixed()) == alone, "with what the prefix cache has, and the grammars that are kept"
+
+
+def test_forced_tokens_are_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a grammar leaves no choice of takes fewer steps, and changes nothing."""
+    steps: list[int] = []
+    found: list[Any] = []
+    kind: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 60, "logprobs": 1}
+    params = [SamplingParams(structured_outputs=structure, **kind) for structure in STRUCTURES]
+    for most in (8, 0):
+        monkeypatch.setattr("quire.structured.matcher.MAX_FORCED", most)
+        one = engine()
+        count = 0
+        schedule = one.core.scheduler.schedule
+
+        def counted(now: float) -> StepPlan | None:
+            nonlocal count
+            plan = schedule(now)  # noqa: B023
+            count += plan is not None
+            return plan
+
+        monkeypatch.setattr(one.core.scheduler, "schedule", counted)
+        found.append(run(one, params, together=1))
+        steps.append(count)
+        assert one.stats().speculation is None, "they are no speculation"
+    assert found[0] == found[1]
+    assert steps[0] < steps[1] * 0.9
+
+
+def test_the_end() -> None:
+    """A grammar's end is one, whatever min_tokens and ignore_eos say; where it may go on, they hold."""
+    llm = LLM("demo", max_model_len=128)
+
+    def ask(**fields: Any) -> tuple[str, str | None]:
+        out = llm.generate("Once", SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)), use_tqdm=False)
+        return out[0].outputs[0].text, out[0].outputs[0].finish_reason
+
+    yes = {"choice": ["yes"]}
+    assert ask(structured_outputs=yes, ignore_eos=True, max_tokens=20) == ("yes", "stop")
+    assert ask(structured_outputs=yes, min_tokens=10, max_tokens=20) == ("yes", "stop")
+    text, reason = ask(structured_outputs={"regex": "[ab]*"}, ignore_eos=True, max_tokens=20)
+    assert reason == "length"
+    assert set(text) <= {"a", "b"}
+    text, reason = ask(structured_outputs={"regex": "[ab]*"}, min_tokens=10, max_tokens=40)
+    assert len(text) >= 10
+    text, reason = ask(structured_outputs={"regex": "[ab]{5}"}, stop=["b"], max_tokens=40, logit_bias={70: 5.0})
+    assert reason == "stop"
+    text, reason = ask(structured_outputs={"json": PERSON}, max_tokens=3)
+    assert reason == "length"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"type": "object", "properties": {"a": {"not": {}}}}}, "'not' at #/properties/a"),
+    ({"json": {"type": "string", "format": "no-such"}}, "no-such"),
+    ({"json": {"type": "stringg"}}, "stringg"),
+    ({"json": {"$ref": "#/$defs/gone"}}, "'#/\\$defs/gone' refers to nothing"),
+    ({"json": {"$ref": "#"}}, "refers to itself without an end"),
+    ({"json": "{"}, "no JSON"),
+    ({"json": {"$ref": "https://example.com/x"}}, "not within the JSON schema"),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": "(?=a)b"}, "look-ahead"),
+    ({"grammar": 'start: "a" nothing'}, "line 1, column 8: unknown name"),
+    ({"grammar": 'root ::= "a" nothing'}, "GBNF"),
+    ({"structural_tag": {"type": "structural_tag", "format": {"type": "song"}}}, "'song'"),
+    ({"json": False}, "nsatisfiable"),
+]
+
+
+def test_what_can_not_be_held_is_refused_with_the_reason() -> None:
+    llm = LLM("demo", max_model_len=128)
+    good = SamplingParams(max_tokens=4, structured_outputs={"choice": ["yes"]})
+    for structure, reason in REFUSED:
+        params = SamplingParams(max_tokens=4, structured_outputs=structure)
+        bad, fine = llm.generate(["a", "b"], [params, good], use_tqdm=False)
+        assert bad.outputs[0].finish_reason == "error"
+        message = str(bad.outputs[0].stop_reason)
+        assert re.search(reason, message), (structure, message)
+        assert message.startswith("structured_outputs can't be used: ")
+        assert fine.outputs[0].text == "yes"
+    without = LLM("demo", skip_tokenizer_init=True)
+    with pytest.raises(InvalidRequestError, match="structured_outputs needs a tokenizer"):
+        without.generate({"prompt_token_ids": [5]}, good)
