@@ -145,7 +145,7 @@ def test_the_rooms_fit_in_the_house() -> None:
     budget = size_gate.Budget(**size_gate._read(ROOT, "size_budget.toml"))
     assert sum(budget.rooms.values()) <= budget.package
     assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
-    assert budget.engine <= 15_400
+    assert budget.engine <= 15_500
     assert budget.package <= 30_000
 
 
