@@ -4,6 +4,7 @@ The whole answer and the stream of it are one fold: a writer takes the deltas, k
 Knows the engine by `AsyncLLM` only, and nothing of either API's form.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -17,6 +18,8 @@ from quire.entrypoints.server.turn import Delta, Turn
 from quire.errors import QuireError
 
 logger = logging.getLogger("quire")
+
+_PATIENCE = 1.0  # seconds for which a stream's first events wait for a refusal
 
 Event = dict[str, Any]  # its "type" is its name
 _Body = TypeVar("_Body", contravariant=True)
@@ -96,6 +99,37 @@ def framed(events: list[Event]) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events)
 
 
+async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
+    """A stream of server-sent events: the first ones, and those of the steps; what fails then is the last of them.
+
+    The first ones wait for the engine a little, so that what it refuses at once is raised, and an HTTP error.
+    """
+    opening, is_open = writer.open(), False
+    first = asyncio.create_task(_next(steps))
+    try:
+        await asyncio.wait([first], timeout=_PATIENCE)
+        if first.done():
+            first.result()
+        is_open = True
+        yield framed(opening)
+        events = await first
+        while events is not None:
+            yield framed(events)
+            events = await _next(steps)
+    except Exception as error:
+        if not is_open:
+            raise
+        yield framed(failure_events(writer, error))
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await steps.aclose()
+
+
+async def _next(steps: AsyncGenerator[list[Event], None]) -> list[Event] | None:
+    return await anext(steps, None)
+
+
 class EventService(Generic[_AnyBody]):
     """Answers the requests of one dialect, and keeps nothing of them."""
 
@@ -115,10 +149,7 @@ class EventService(Generic[_AnyBody]):
     async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events; what fails once they have begun is one of them."""
         request, writer = await self._dialect.read(body, request_id, client)
-        yield framed(writer.open())
-        try:
-            async with aclosing(events_of(self._llm, request, writer, client, self._note)) as steps:
-                async for events in steps:
-                    yield framed(events)
-        except Exception as error:
-            yield framed(failure_events(writer, error))
+        steps = events_of(self._llm, request, writer, client, self._note)
+        async with aclosing(streamed(writer, steps)) as parts:
+            async for part in parts:
+                yield part

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.entrypoints.server.dialects.responses import ResponsesDialect, ResponseWriter
-from quire.entrypoints.server.event_service import Event, events_of, failure_events, framed
+from quire.entrypoints.server.event_service import Event, events_of, failure_events, framed, streamed
 from quire.entrypoints.server.request_log import request_log
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.responses import encode
@@ -96,13 +96,9 @@ class ResponsesService:
                 async for part in parts:
                     yield part
             return
-        yield framed(writer.open())
-        try:
-            async with aclosing(self._events(body, request, writer, client)) as steps:
-                async for events in steps:
-                    yield framed(events)
-        except Exception as error:
-            yield framed(failure_events(writer, error))
+        async with aclosing(streamed(writer, self._events(body, request, writer, client))) as parts:
+            async for part in parts:
+                yield part
 
     async def read(
         self, body: ResponsesRequest, request_id: str, client: str | None

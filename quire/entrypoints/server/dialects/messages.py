@@ -73,7 +73,7 @@ class MessageWriter:
     def answer(self) -> dict[str, Any]:
         reason, sequence = self._stop()
         end = {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
-        return {**self._head, "content": self._content, **end}
+        return {**self._head, "content": [dict(block) for block in self._content], **end}
 
     def reasoning(self) -> str:
         return ""  # the usage does not tell its tokens

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.dialects.responses_input import messages_of, read_items
+from quire.errors import OverloadedError
 
 PATH = "/v1/responses"
 TEXT = "Once upon a time there was a café."
@@ -133,6 +134,21 @@ def test_a_failure_in_mid_stream_is_an_event(
     assert client.post(PATH, json={"input": "Hi"}).status_code == 500
     background = post(client, background=True)
     assert wait(client, background["id"])["status"] == "failed"
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages"])
+def test_what_the_engine_refuses_at_once_is_an_error_and_no_stream(make_server: Callable[..., Any], path: str) -> None:
+    body = {"input": "Hi"} if path == PATH else {"messages": [USER], "max_tokens": 9}
+    server = make_server(queued=1)
+
+    def refuse(num_requests: int = 1) -> None:
+        raise OverloadedError("full.")
+
+    server.llm.check_room = refuse
+    with TestClient(server.app) as client:
+        answer = client.post(path, json={**body, "stream": True})
+        assert answer.status_code == (503 if path == PATH else 529)
+        assert answer.headers["retry-after"]
 
 
 ITEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
