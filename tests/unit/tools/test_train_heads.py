@@ -7,9 +7,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from quire import LLM, SamplingParams
+from quire.utils.hub import resolve_model_path
 
 TOOLS = Path(__file__).parents[3] / "tools"
 
@@ -60,3 +62,11 @@ def test_a_short_training_makes_heads_that_the_engine_takes(script: ModuleType, 
     llm = LLM("demo", speculative_config=config)
     (output,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 10
+
+
+def test_what_is_shipped_is_small_and_as_it_was_published() -> None:
+    folder = resolve_model_path("demo-medusa")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 1_000_000
+    tensors = load_file(folder / "model.safetensors")
+    assert sorted(tensors) == sorted(f"{i}.0.linear.{kind}" for i in range(4) for kind in ("weight", "bias"))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
