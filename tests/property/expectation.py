@@ -7,8 +7,8 @@ token too many, too few or of somebody else. It knows requests and the fake mode
 from dataclasses import dataclass, field
 
 from groves import Grove, grow_alone, search_alone
+from simulated import FakeModel, extend, root_fingerprint
 
-from quire.executor.simulated import FakeModel, extend, root_fingerprint
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import SequenceOutput
 from quire.scheduler.beams import continuation_of

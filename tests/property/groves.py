@@ -4,7 +4,8 @@ As beams, it never lets a token be drawn: each step ranks candidates, and it cho
 and on which token, depends on its request alone, so that the order of steps can't matter.
 """
 
-from quire.executor.simulated import FakeModel, extend, root_fingerprint
+from simulated import FakeModel, extend, root_fingerprint
+
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
 from quire.scheduler.beams import Beams

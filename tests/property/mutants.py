@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from simulated import SimulatedExecutor
 
-from quire.executor.simulated import SimulatedExecutor
 from quire.kvcache import manager, prefix
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from simulated import FakeModel, SimulatedExecutor
 from world import check_order
 
 from quire.config.scheduler import PolicyOptions, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.errors import InvalidRequestError, OverloadedError
-from quire.executor.simulated import FakeModel, SimulatedExecutor
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask

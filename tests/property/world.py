@@ -1,6 +1,6 @@
 """An engine core without a model, and everything that a user of it may expect.
 
-`quire.executor.simulated` stands in for the workers: its model's tokens depend on a request alone, and it refuses
+`simulated.py` stands in for the workers: its model's tokens depend on a request alone, and it refuses
 whatever a real executor could stumble over. A `World` is driven by the random load of `simulation` and by Hypothesis;
 it can be stepped, disturbed within a step, killed and started again. What is checked, by the numbers of the comments:
 
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from expectation import Expectation, make_continuation
+from simulated import FakeModel, SimulatedExecutor
 
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, InvalidRequestError
-from quire.executor.simulated import FakeModel, SimulatedExecutor
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheLayout
 from quire.protocol.requests import NewRequest

@@ -7,12 +7,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from simulated import FakeModel, SimulatedExecutor
 
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError
-from quire.executor.simulated import FakeModel, SimulatedExecutor
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask

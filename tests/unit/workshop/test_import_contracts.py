@@ -25,7 +25,6 @@ PLANTED = {
     "quire.config.heavy": "torch",
     "quire.text.heavy": "torch",
     "quire.executor.base": "torch",
-    "quire.executor.simulated": "torch",
     "quire.text.upward": "quire.ops.target",
     "quire.kvcache.heavy": "triton",
     "quire.engine.web": "fastapi",

@@ -1,8 +1,8 @@
 """The simulated executor tells right from wrong: what it must refuse, and what a guide may forbid."""
 
 import pytest
+from simulated import FakeModel, SimulatedExecutor
 
-from quire.executor.simulated import FakeModel, SimulatedExecutor
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Moves, NewSequence, SampleGuide, Sampling, ScheduledSequence, StepPlan
