@@ -135,6 +135,27 @@ def test_drafts_never_go_beyond_the_limit_and_preempt_nobody(driver) -> None:
     assert d.schedule() == {"a": 1}, "one token more is its last"
 
 
+def test_drafts_take_no_block_that_another_needs(driver) -> None:
+    d = driver(num_blocks=5)
+    d.add("drafts", 7, max_tokens=6)
+    d.add("grows", 8, max_tokens=6)
+    d.step(drafts={"drafts": [1, 2, 3]})
+    assert d.schedule() == {"drafts": 1, "grows": 1}, "the last block is for the one that can't go on without"
+    assert d.num_preemptions() == 0
+
+
+def test_drafts_take_no_block_that_others_wait_for(driver) -> None:
+    d = driver(num_blocks=12)
+    d.add("drafts", 7, max_tokens=9)
+    d.step(drafts={"drafts": [1, 2, 3]})
+    d.add("waits", 41, max_tokens=4)
+    assert d.schedule() == {"drafts": 1}, "its blocks are full"
+    assert d.num_free() == 10
+    d.update(drafts={"drafts": [1, 2, 3, 4]})
+    d.scheduler.abort("waits")
+    assert d.schedule() == {"drafts": 5}
+
+
 def test_drafts_leave_a_token_to_those_who_are_behind(driver) -> None:
     d = driver(policy="priority", max_num_batched_tokens=6, long_prefill_token_threshold=2)
     d.add("later", 2, priority=2)
