@@ -1,5 +1,6 @@
 """/v1/messages through the anthropic SDK, against a real server: its types hold for every object and event."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +55,25 @@ def test_streams(client: Any) -> None:
     word = text_of(whole).split()[1]
     stopped = client.messages.create(messages=USER, stop_sequences=[word], **FIELDS)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+
+
+def test_tools_and_formats(client: Any) -> None:
+    schema = {"type": "object", "properties": {"place": {"enum": ["box", "bag"]}}, "required": ["place"]}
+    schema["additionalProperties"] = False
+    fields = {**FIELDS, "max_tokens": 100, "tools": [{"name": "look", "input_schema": schema}]}
+    message = client.messages.create(messages=USER, tool_choice={"type": "tool", "name": "look"}, **fields)
+    TypeAdapter(anthropic.types.Message).validate_python(message.to_dict(), strict=True)
+    (use,) = [block for block in message.content if block.type == "tool_use"]
+    assert (message.stop_reason, use.input["place"] in ("box", "bag")) == ("tool_use", True)
+    with client.messages.stream(messages=USER, tool_choice={"type": "tool", "name": "look"}, **fields) as stream:
+        (streamed,) = [block for block in stream.get_final_message().content if block.type == "tool_use"]
+    assert streamed.input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "A cat."}]}
+    turns = [*USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(messages=turns, tool_choice={"type": "none"}, **fields).content
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    answer = client.messages.create(messages=USER, output_config=config, **{**FIELDS, "max_tokens": 60})
+    assert json.loads(text_of(answer))["place"] in ("box", "bag")
 
 
 def test_leaving_ends_the_request(client: Any, server: RunningServer) -> None:

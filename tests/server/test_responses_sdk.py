@@ -3,15 +3,23 @@
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from serving import RunningServer
 
 INPUT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me a story."}]
+
+
+class Sighting(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # or else the model adds more and more
+
+    place: Literal["box", "bag"]
+
+
 FIELDS: dict[str, Any] = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 RESPONSE = TypeAdapter(Response)
@@ -81,6 +89,27 @@ def test_what_is_stored(client: openai.OpenAI, server: RunningServer) -> None:
     assert client.responses.input_tokens.count(model="demo", input="Hi").input_tokens > 2
 
 
+def test_formats_and_tools(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {**FIELDS, "max_output_tokens": 100}
+    parsed = client.responses.parse(input=INPUT, text_format=Sighting, **fields)
+    assert parsed.output_parsed is not None
+    RESPONSE.validate_python(parsed.to_dict())
+    tool: Any = {"type": "function", "name": "look", "parameters": Sighting.model_json_schema(), "strict": True}
+    choice: Any = {"tools": [tool], "tool_choice": {"type": "function", "name": "look"}}
+    answer = client.responses.create(input=INPUT, **choice, **fields)
+    RESPONSE.validate_python(answer.to_dict())
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [Sighting.model_validate_json(call.arguments).place in ("box", "bag") for call in calls] == [True]
+    with client.responses.stream(input=INPUT, **choice, **fields) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    arguments = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+    assert arguments == [call.arguments for call in calls]
+    assert [item.type for item in final.output] == [item.type for item in answer.output]
+    output: Any = [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "A cat."}]
+    assert client.responses.create(input=output, previous_response_id=answer.id, **FIELDS).output_text
+
+
 def test_the_background(client: openai.OpenAI, server: RunningServer) -> None:
     queued = client.responses.create(input=INPUT, background=True, **FIELDS)
     assert queued.status == "queued"
@@ -105,6 +134,7 @@ def test_refusals_by_name(client: openai.OpenAI, server: RunningServer) -> None:
         "tools[0]": {"tools": [{"type": "web_search"}]},
         "temperature": {"temperature": 3},
         "conversation": {"conversation": "conv_1"},
+        "text.format": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "thing"}}}},
     }
     for param, fields in refused.items():
         with pytest.raises(openai.BadRequestError) as error:

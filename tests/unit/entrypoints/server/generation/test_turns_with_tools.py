@@ -153,6 +153,19 @@ def test_results_go_on_in_the_next_message(server: Any, client: TestClient) -> N
     assert (second["stop_reason"], second["content"][0]["text"]) == ("end_turn", "A cat.")
 
 
+def test_choices(server: Any, client: TestClient) -> None:
+    server.core.texts = [CALLS.split("\n</tool_call>")[0] + "\n</tool_call>"]
+    for choice in ("required", {"type": "function", "name": "look"}):
+        post(client, "/v1/responses", **RESPONSES, tool_choice=choice)
+        assert server.core.requests[-1].task.params.structured_outputs is not None
+    for choice in ({"type": "any"}, {"type": "tool", "name": "look"}):
+        answer = post(client, "/v1/messages", **MESSAGES, tool_choice=choice)
+        assert server.core.requests[-1].task.params.structured_outputs is not None
+        assert answer["stop_reason"] == "tool_use"
+    post(client, "/v1/messages", **MESSAGES, tool_choice={"type": "none"})
+    assert server.core.requests[-1].task.params.structured_outputs is None
+
+
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a choice of no tool": ("/v1/responses", {"tool_choice": {"type": "function", "name": "leap"}}, "leap"),
     "two of one name": ("/v1/responses", {"tools": RESPONSES["tools"] * 2}, "look"),
