@@ -20,6 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": "demo-draft"},
     "medusa": {"model": "demo-medusa"},
     "eagle": {"model": "demo-eagle"},
+    "eagle3": {"model": "demo-eagle3"},
 }
 WIDE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]"
 FORMATS: list[dict[str, Any]] = [

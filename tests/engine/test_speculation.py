@@ -141,7 +141,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(block_size: int) -> None
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
 
 
-@pytest.mark.parametrize("method", ["eagle"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_heads_draft_well(method: str) -> None:
     """A chain of three for the demo's own text: what the README promises, with a margin."""
     llm = LLM("demo", speculative_config=method_of(method, 3) | {"adaptive": False})

@@ -87,7 +87,8 @@ def test_wheel_without_a_compiler_is_pure_python(tmp_path: Path, environment: di
     assert wheel.name == f"quire-{quire.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"quire/__init__.py", "quire/py.typed", "quire/demo/model.safetensors"} <= names
-    assert "quire/demo/medusa/model.safetensors" in names
+    for heads in ("medusa", "eagle", "eagle3"):
+        assert f"quire/demo/{heads}/model.safetensors" in names
     assert LIBRARY not in names
 
 
