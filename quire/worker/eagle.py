@@ -60,9 +60,8 @@ class EagleModel:
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing, broken, or of another model)."""
         own = weight_slots(self.model, CheckpointFormat())
-        names = {
-            theirs: None if ours.endswith(LEFT) and ours not in own else ours for theirs, ours in self._names.items()
-        }
+        known = {theirs: ours for theirs, ours in self._names.items() if ours in own or ours.endswith(LEFT)}
+        names = {theirs: ours if ours in own else None for theirs, ours in known.items()}
         fill_heads(self.model, self._checkpoint, names, self.model.dtype, self._config.model.seed)
         if self._store is not None:
             self._store.finish()

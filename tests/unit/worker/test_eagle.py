@@ -1,0 +1,121 @@
+"""EAGLE heads that don't fit the model are refused by name; what a head has yet to read is kept in order."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.config.engine_args import EngineArgs
+from quire.config.worker import WorkerConfig
+from quire.errors import NotYetSupportedError, QuireError
+from quire.models.held_states import HeldStates
+from quire.utils.hub import resolve_model_path
+from quire.worker.worker import Worker
+
+
+def start(folder: Path, method: str = "eagle", **others: Any) -> Worker:
+    speculative = {"method": method, "model": str(folder), "num_speculative_tokens": 3, **others}
+    config = EngineArgs("demo", speculative_config=speculative).resolve()
+    worker = Worker(
+        WorkerConfig(
+            config.model, 16, 4, 64, max_num_drafts=3, speculative=config.speculative, draft=config.draft,
+            weight_cache=False,
+        )
+    )  # fmt: skip
+    worker.load(progress=False)
+    return worker
+
+
+def changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> Path:
+    """The bundled head with other entries and tensors."""
+    bundled, folder = resolve_model_path("demo-eagle"), tmp_path / "head"
+    shutil.copytree(bundled, folder)
+    stated = json.loads((bundled / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(stated))
+    held = {**load_file(bundled / "model.safetensors"), **tensors}
+    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"vocab_size": 4000}, {}, "is for a vocabulary of 4000, and the model 'demo' has one of 4096"),
+        ({"hidden_size": 128}, {}, "is for a hidden size of 128, and the model 'demo' has one of 256"),
+        ({"target_hidden_size": 64}, {}, "is for a hidden size of 64"),
+        ({"sliding_window": 9, "model_type": "mistral"}, {}, "has a sliding window, which is not supported yet"),
+        ({"intermediate_size": 100}, {}, "mlp.*proj.weight.*config.json and the tensors don't belong together"),
+        ({}, {"layers.0.self_attn.k_proj.weight": None}, "lack 1 tensors: layers.0.self_attn.k_proj.weight"),
+        ({}, {"layers.1.self_attn.k_proj.weight": torch.ones(2)}, "have a tensor 'layers.1.self_attn.k_proj.weight'"),
+        ({"num_attention_heads": "two"}, {}, "num_attention_heads = 'two'"),
+    ],
+)
+def test_heads_of_another_model_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor | None], message: str
+) -> None:
+    with pytest.raises(QuireError, match=message):
+        start(changed(tmp_path, config, tensors))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [([1, 2, 6], r"reads the layers \[1, 2, 6\] .* has layers 1 to 5"), ([0, 1, 2], "layers 1 to 5"), ("all", "'all'")],
+)
+def test_layers_that_the_model_lacks_are_refused(tmp_path: Path, layers: Any, message: str) -> None:
+    head = changed(tmp_path, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}, {})
+    with pytest.raises(QuireError, match=message):
+        start(head, "eagle3")
+
+
+def test_a_head_of_the_other_kind_is_refused() -> None:
+    with pytest.raises(QuireError, match=r"fc.weight"):
+        start(resolve_model_path("demo-eagle"), "eagle3")
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    head = changed(tmp_path, {}, {})
+    (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(QuireError, match=r"model.safetensors"):
+        start(head)
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    with pytest.raises(QuireError, match=r"pytorch_model.bin can't be read"):
+        start(head)
+    (head / "config.json").write_text("{")
+    with pytest.raises(QuireError, match=r"not valid JSON"):
+        start(head)
+
+
+def test_trees_are_not_there_yet(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotYetSupportedError, match="speculative_token_tree is not supported yet with the method 'eagle'"
+    ):
+        start(resolve_model_path("demo-eagle"), speculative_token_tree="[(0,), (1,), (0, 0)]")
+
+
+def rows(start: int, stop: int) -> Tensor:
+    """The position's number, in place of its hidden state."""
+    return torch.arange(start, stop).view(-1, 1)
+
+
+def test_states_are_read_once_and_refused_ones_never() -> None:
+    held = HeldStates()
+    held.add(0, rows(0, 5))
+    assert torch.cat(held.take(5)).flatten().tolist() == [0, 1, 2, 3]  # with the tokens 1 to 4
+    held.add(5, rows(5, 9))  # of drafts, the last two of which are refused
+    held.cut(7)
+    assert torch.cat(held.take(8)).flatten().tolist() == [4, 5, 6]
+    assert (held.num_read, held.end) == (8, 7)
+    held.add(7, rows(7, 8))
+    assert torch.cat(held.take(9)).flatten().tolist() == [7]
+
+
+def test_what_is_unknown_is_taken_as_its_neighbour() -> None:
+    held = HeldStates()
+    held.add(32, rows(32, 36))  # the first 32 came from the prefix cache
+    assert held.num_read == 32
+    assert torch.cat(held.take(36)).flatten().tolist() == [32, 32, 33, 34]
