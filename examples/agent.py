@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from openai import OpenAI
 
 NUM_ROUNDS = 3
 FUNCTIONS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-TOOLS = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {
@@ -37,7 +39,7 @@ TOOLS = [
 def run_agent(client: OpenAI, question: str) -> list[int]:
     """Let the model call tools for some rounds and answer then; returns what the tools gave."""
     model = client.models.list().data[0].id
-    messages = [{"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "user", "content": question}]
     results: list[int] = []
     for number in range(NUM_ROUNDS + 1):
         answer = client.chat.completions.create(
@@ -49,19 +51,20 @@ def run_agent(client: OpenAI, question: str) -> list[int]:
             max_completion_tokens=60,
             seed=number,
         )
-        message = answer.choices[0].message
+        message: Any = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or []:
             arguments = json.loads(call.function.arguments)
             results.append(FUNCTIONS[call.function.name](**arguments))
             print(f"{call.function.name}({arguments['a']}, {arguments['b']}) = {results[-1]}")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(results[-1])})
-    print(f"answer: {message.content}")
+        if not message.tool_calls:
+            print(f"answer: {message.content}")
     return results
 
 
 @contextmanager
-def served_demo():
+def served_demo() -> Iterator[str]:
     """The URL of a server of the bundled model, which runs meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
