@@ -33,10 +33,16 @@ constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of
 constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at a time, or one task's
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
 
-// The query rows of one task: rows [begin, end) of a sequence and a KV head, row = token * group + query head of it.
+// The query rows of one task: rows [begin, end) of a sequence, or of a tree, and a KV head, row = token * group + query
+// head of it.
 struct RowRange {
     int64_t sequence, kv_head, begin, end;
 };
+
+// Of a sequence, or with it of all nodes of its tree.
+inline int64_t num_tokens_of(const StepArgs& step, int64_t s) {
+    return step.query_start_loc[s + (step.tail_counts ? step.tail_counts[s] : 1)] - step.query_start_loc[s];
+}
 
 // Every sequence's rows, cut into tasks of up to `rows_per_task`.
 class AttentionTasks {
@@ -60,7 +66,7 @@ public:
     }
 
 private:
-    int64_t num_rows(int64_t s) const { return (step_.query_start_loc[s + 1] - step_.query_start_loc[s]) * group_; }
+    int64_t num_rows(int64_t s) const { return num_tokens_of(step_, s) * group_; }
 
     const StepArgs& step_;
     int64_t group_, num_kv_, rows_per_task_;
@@ -73,14 +79,19 @@ struct Sight {
     RowRange range;
     int64_t group, first_token, first_position;  // of the sequence in this step
     int64_t tail;                                // from this position on, slots are looked up one by one
+    bool is_tree;                                // each token is a node, and has a tail of its own
+    int64_t node = 0;                            // whose tail that is
 
     Sight(const AttentionArgs& args, RowRange r)
         : a(args), range(r), group(args.num_heads / args.cache_shape.num_kv_heads),
           first_token(args.step->query_start_loc[r.sequence]) {
         first_position = a.step->seq_lens[r.sequence] - (a.step->query_start_loc[r.sequence + 1] - first_token);
         tail = a.step->tail_starts ? a.step->tail_starts[r.sequence] : INT64_MAX;
+        is_tree = a.step->tail_counts && a.step->tail_counts[r.sequence] > 1;
     }
-    int64_t position(int64_t row) const { return first_position + row / group; }
+    int64_t position(int64_t row) const {
+        return is_tree ? a.step->seq_lens[range.sequence + row / group] - 1 : first_position + row / group;
+    }
     int64_t lowest_key(int64_t row) const {
         int64_t low = a.window > 0 ? position(row) - a.window + 1 : -a.window;
         return low > 0 ? low : 0;
@@ -89,7 +100,9 @@ struct Sight {
     int64_t query_offset(int64_t row, int64_t stride) const {
         return (first_token + row / group) * stride + query_head(row) * a.cache_shape.head_dim;
     }
-    int64_t tail_slot(int64_t position) const { return a.step->tail_slots[range.sequence * a.step->max_tail + position - tail]; }
+    int64_t tail_slot(int64_t position) const {
+        return a.step->tail_slots[(range.sequence + node) * a.step->max_tail + position - tail];
+    }
     const uint8_t* head(int64_t position, bool value) const {
         const int64_t size = a.cache_shape.block_size;
         int64_t block = position < tail ? a.step->block_tables[range.sequence * a.step->max_blocks + position / size]
@@ -111,6 +124,24 @@ struct Sight {
         for (int64_t p = low > tail ? low : tail; p < high; p++) body(p, tail_slot(p) % size, 1);
     }
 };
+
+// Calls body(end of the keys, first row, end of the rows) for the rows of a task and a chunk of keys: for all at once, or where
+// it reaches into a tree's tail for each node's, which is the sight's then.
+template <class Body>
+inline void for_views(Sight& sight, int64_t chunk, int64_t high, const Body& body) {
+    const int64_t num_rows = sight.range.end - sight.range.begin, stop = high < chunk + kChunk ? high : chunk + kChunk;
+    const bool whole = !sight.is_tree || stop <= sight.tail;
+    for (int64_t row = 0, next; row < num_rows; row = next) {
+        int64_t end = stop;
+        next = num_rows;
+        if (!whole) {
+            sight.node = (sight.range.begin + row) / sight.group;
+            next = std::min(num_rows, (sight.node + 1) * sight.group - sight.range.begin);
+            end = std::min(stop, sight.position(sight.range.begin + row) + 1);
+        }
+        if (end > chunk) body(end, row, next);
+    }
+}
 
 inline vf load_i8(const int8_t* p, int n) {
     int8_t padded[kLanes] = {};
@@ -219,7 +250,7 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
     const int64_t group = a.num_heads / a.cache_shape.num_kv_heads, dim = a.cache_shape.padded_dim();
     int64_t most_spans = 1, most_rows = 1;
     for (int64_t s = 0; s < a.step->num_seqs; s++) {
-        const int64_t tokens = a.step->query_start_loc[s + 1] - a.step->query_start_loc[s];
+        const int64_t tokens = num_tokens_of(*a.step, s);
         most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
         most_rows = std::max(most_rows, std::min(tokens * group, rows_per_task));
     }
@@ -307,7 +338,7 @@ struct RowKernel {
     Context& context;
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
-        const Sight sight(a, range);
+        Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);
         float *values = keys + kChunk * dim, *query = values + kChunk * dim;
@@ -318,16 +349,16 @@ struct RowKernel {
             for (int64_t i = 0; i < dim; i++) partial.weighted[r * dim + i] = 0;
             partial.highest[r] = kLowest, partial.total[r] = 0;
         }
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-            const int64_t stop = high < chunk + kChunk ? high : chunk + kChunk;
-            gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
-            for (int64_t r = 0; r < num_rows; r++) {
-                const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
-                if (first >= kChunk || end <= 0) continue;
-                attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk,
-                             a.softcap, partial.highest[r], partial.total[r], partial.weighted + r * dim);
-            }
-        }
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+            for_views(sight, chunk, high, [&](int64_t stop, int64_t first_row, int64_t end_row) {
+                gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
+                for (int64_t r = first_row; r < end_row; r++) {
+                    const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
+                    if (first >= kChunk || end <= 0) continue;
+                    attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk,
+                                 a.softcap, partial.highest[r], partial.total[r], partial.weighted + r * dim);
+                }
+            });
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {

@@ -195,6 +195,12 @@ inline void multiply_values(const AttentionScratch& s, const ChunkTiles& chunk, 
     }
 }
 
+// The last keys that rows see, for those in [first, end); the others see none.
+inline __m512i only_rows(__m512i last, int64_t first, int64_t end) {
+    const uint32_t below_end = end < 16 ? (1u << end) - 1 : 0xffff, below_first = first > 0 ? (1u << first) - 1 : 0;
+    return _mm512_mask_mov_epi32(_mm512_set1_epi32(-1), __mmask16(below_end & ~below_first), last);
+}
+
 // A partial holds tiles of 16 rows: weighted [tile][feature][row], highest and total [tile][row].
 template <class Cached, bool kCapped>
 struct TileKernel {
@@ -204,7 +210,7 @@ struct TileKernel {
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
         constexpr bool kScaled = sizeof(Cached) == 1;
         const Tiles configured;
-        const Sight sight(a, range);
+        Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.end - range.begin, kTileRows);
         const AttentionScratch s(context.thread_scratch[thread], dim);
         __m512i first[kTaskTiles], last[kTaskTiles];  // keys that each row sees
@@ -228,25 +234,27 @@ struct TileKernel {
             store(partial.total + t * 16, vf{});
         }
         const ScoreFactors factors(a);
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-            const ChunkTiles tiles =
-                chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, high < chunk + kChunk ? high : chunk + kChunk, s);
-            NextChunk next = next_chunk<Cached>(sight, chunk + kChunk, high);
-            for (int64_t t = 0; t < num_tiles; t++) {
-                if (earliest[t][0] >= chunk + kChunk || latest[t][1] < chunk) continue;
-                const bool masked = earliest[t][1] > chunk || latest[t][0] < chunk + kChunk - 1;
-                multiply_keys(s, tiles, t, dim);
-                __m512 decay;
-                const bool shrink =
-                    masked ? weigh_chunk<kScaled, true, kCapped>(s, partial, t, chunk, factors, first[t], last[t], next, decay)
-                           : weigh_chunk<kScaled, false, kCapped>(s, partial, t, chunk, factors, first[t], last[t], next, decay);
-                next.piece_bytes = 0;  // once is enough
-                float* weighted = partial.weighted + t * dim * 16;
-                for (int64_t d = 0; shrink && d < dim; d++)
-                    _mm512_store_ps(weighted + d * 16, _mm512_mul_ps(_mm512_load_ps(weighted + d * 16), decay));
-                multiply_values(s, tiles, weighted, dim);
-            }
-        }
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+            for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
+                const ChunkTiles tiles = chunk_tiles<Cached>(sight, chunk, low > chunk ? low : chunk, end, s);
+                NextChunk next = next_chunk<Cached>(sight, chunk + kChunk, high);
+                const bool part = end_row - first_row < range.end - range.begin;  // the others see nothing of this
+                for (int64_t t = first_row / kTileRows; t * kTileRows < end_row; t++) {
+                    if (earliest[t][0] >= chunk + kChunk || latest[t][1] < chunk) continue;
+                    const bool masked = part || earliest[t][1] > chunk || latest[t][0] < chunk + kChunk - 1;
+                    const __m512i to = part ? only_rows(last[t], first_row - t * kTileRows, end_row - t * kTileRows) : last[t];
+                    multiply_keys(s, tiles, t, dim);
+                    __m512 decay;
+                    const bool shrink =
+                        masked ? weigh_chunk<kScaled, true, kCapped>(s, partial, t, chunk, factors, first[t], to, next, decay)
+                               : weigh_chunk<kScaled, false, kCapped>(s, partial, t, chunk, factors, first[t], to, next, decay);
+                    next.piece_bytes = 0;  // once is enough
+                    float* weighted = partial.weighted + t * dim * 16;
+                    for (int64_t d = 0; shrink && d < dim; d++)
+                        _mm512_store_ps(weighted + d * 16, _mm512_mul_ps(_mm512_load_ps(weighted + d * 16), decay));
+                    multiply_values(s, tiles, weighted, dim);
+                }
+            });
     }
 
     QUIRE_ONE_COPY void merge(Partial into, Partial from, int64_t num_rows) const {

@@ -164,7 +164,7 @@ struct DotKernel {
     }
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
-        const Sight sight(a, range);
+        Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         const DotScratch s(context.thread_scratch[thread], dim, num_rows);
         for (int64_t r = 0; r < num_rows; r++) {
@@ -175,15 +175,15 @@ struct DotKernel {
             partial.highest[r] = kLowest, partial.total[r] = 0;
         }
         const ScoreFactors factors(a);
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-            const int64_t begin = low > chunk ? low : chunk, end = high < chunk + kChunk ? high : chunk + kChunk;
-            gather_pairs<Cached>(sight, chunk, begin, end, next_chunk<Cached>(sight, chunk + kChunk, high), s);
-            for (int64_t row = 0; row < num_rows; row += kDotRows) {
-                const int64_t count = num_rows - row < kDotRows ? num_rows - row : kDotRows;
-                if (sight.lowest_key(range.begin + row) >= chunk + kChunk || sight.position(range.begin + row + count - 1) < chunk) continue;
-                with_rows<kDotRows>(count, [&](auto n) { attend<n>(sight, s, row, chunk, factors, partial); });
-            }
-        }
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+            for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
+                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, next_chunk<Cached>(sight, chunk + kChunk, high), s);
+                for (int64_t row = first_row; row < end_row; row += kDotRows) {
+                    const int64_t count = end_row - row < kDotRows ? end_row - row : kDotRows;
+                    if (sight.lowest_key(range.begin + row) >= chunk + kChunk || sight.position(range.begin + row + count - 1) < chunk) continue;
+                    with_rows<kDotRows>(count, [&](auto n) { attend<n>(sight, s, row, chunk, factors, partial); });
+                }
+            });
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {

@@ -111,8 +111,10 @@ struct StepArgs {  // the step as one KV group sees it
     const int32_t* seq_lens;         // [S]
     const int32_t* block_tables;     // [S, max_blocks]
     // Where drafts are a tree, a node is a sequence of its own, and position p >= tail_starts[s] lies in the slot
-    // tail_slots[s, p - tail_starts[s]]: its ancestor's. Null where there is no tree.
+    // tail_slots[s, p - tail_starts[s]]: its ancestor's. tail_counts[s] nodes from s on are of one tree, by depth, and share
+    // what lies before its tail; 0 where they are counted already. Null where there is no tree.
     const int32_t* tail_starts;  // [S]
+    const int32_t* tail_counts;  // [S]
     const int32_t* tail_slots;   // [S, max_tail]
     int64_t max_tail;
 };

@@ -94,7 +94,7 @@ def step_data(batch: AttentionBatch, ids: Tensor | None = None, positions: Tenso
         seq_lens=batch.seq_lens,
         block_tables=batch.block_tables,
         block_size=batch.block_size,
-        tails=None if batch.tails is None else (batch.tails.starts, batch.tails.slots),
+        tails=None if batch.tails is None else (batch.tails.starts, batch.tails.counts, batch.tails.slots),
     )
 
 

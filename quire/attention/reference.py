@@ -101,7 +101,9 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             batch.block_tables.long(),
             batch.slot_mapping.long(),
             batch.block_size,
-            None if batch.tails is None else Tails(batch.tails.starts.long(), batch.tails.slots.long()),
+            None
+            if batch.tails is None
+            else Tails(batch.tails.starts.long(), batch.tails.counts, batch.tails.slots.long()),
         )
         return ReferenceMetadata(wide)
 

@@ -29,7 +29,7 @@ class StepArrays:
         seq_lens: [S], tokens computed before this step plus those computed in it.
         block_tables: by KV group, [S, max_blocks].
         slot_mappings: by KV group, [T].
-        tail_starts: [S], where drafts are a tree, each node of which is a sequence then; see
+        tail_starts, tail_counts: [S], where drafts are a tree, each node of which is a sequence then; see
             `quire.attention.base.Tails`.
         tail_slots: by KV group, [S, W].
     """
@@ -42,6 +42,7 @@ class StepArrays:
     slot_mappings: list[Ints]
     block_size: int
     tail_starts: Ints | None = None
+    tail_counts: Ints | None = None
     tail_slots: list[Ints] | None = None
 
 
@@ -120,6 +121,8 @@ def gather_nodes(
     lengths: list[int] = []
     bases: list[int] = []
     numbers: list[int] = []  # -1 for what is no node
+    starts: list[int] = []  # of tails
+    trees: list[int] = []  # how many are of one tree, of which the newest token is the root
     ends: list[int] = []
     for row, start, count, part in zip(rows, first, counts, nodes, strict=True):
         own = [*range(bool(count)), *part]
@@ -129,6 +132,13 @@ def gather_nodes(
         bases += [start + count] * len(own)
         numbers += own
         lengths += [count] * bool(count) + [1] * len(part)
+        if count > 1 or (count and not part):
+            starts.append(_NO_TAIL)
+            trees.append(1)
+        size = len(own) - (count > 1)
+        if part:
+            starts += [start + count] * size
+            trees += [size] + [0] * (size - 1)
         ends.append((ends[-1] if ends else 0) + count + len(part))
     index, base, number, length = np.array(indices), np.array(bases, INT), np.array(numbers), np.array(lengths, INT)
     seq_lens = base + table.tree.depths[number]
@@ -148,7 +158,8 @@ def gather_nodes(
         block_tables=[tables[index, :num_blocks] for tables in table.block_tables],
         slot_mappings=table.slots(row_of_token, places),
         block_size=table.block_size,
-        tail_starts=np.where(number < 0, _NO_TAIL, base).astype(INT),
+        tail_starts=np.array(starts, INT),
+        tail_counts=np.array(trees, INT),
         tail_slots=table.slots(index[:, None], above),
     )
     return StepBatch(rows, ends, arrays)

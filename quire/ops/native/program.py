@@ -36,7 +36,7 @@ _MAX_SLOTS = 2**31  # slots are int32
 class StepData:
     """A step as the kernels see it, in one KV group; int32 tensors, shaped as in `quire.attention.base.AttentionBatch`.
 
-    Contiguous int32 is used as it is; int64 is converted. `tails` are starts and slots of them, where there are any.
+    Contiguous int32 is used as it is; int64 is converted. `tails` are the fields of `quire.attention.base.Tails`.
 
     Raises:
         ValueError: tensors of another type, or that disagree about the numbers of tokens and sequences.
@@ -52,13 +52,13 @@ class StepData:
         seq_lens: Tensor,
         block_tables: Tensor,
         block_size: int,
-        tails: tuple[Tensor, Tensor] | None = None,
+        tails: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.ids, self.positions, self.slots = _int32(ids), _int32(positions), _int32(slots)
         self.query_start_loc, self.seq_lens = _int32(query_start_loc), _int32(seq_lens)
         self.block_tables = _int32(block_tables)
         self.block_size = block_size
-        self.tails = None if tails is None else (_int32(tails[0]), _int32(tails[1]))
+        self.tails = None if tails is None else [_int32(tensor) for tensor in tails]
         num_tokens, num_seqs = ids.shape[0], seq_lens.shape[0]  # len() of a tensor takes a microsecond
         if positions.shape[0] != num_tokens or slots.shape[0] != num_tokens:
             raise ValueError("ids, positions and slots must be of one length")
@@ -71,8 +71,9 @@ class StepData:
         num_seqs, width = self.block_tables.shape
         struct = StepStruct(self.ids.shape[0], num_seqs, width, self.block_size, *(t.data_ptr() for t in tensors))
         if self.tails is not None:
-            starts, slots = self.tails
-            struct.tail_starts, struct.tail_slots = starts.data_ptr(), slots.data_ptr()
+            starts, counts, slots = self.tails
+            struct.tail_starts, struct.tail_counts = starts.data_ptr(), counts.data_ptr()
+            struct.tail_slots = slots.data_ptr()
             struct.max_tail = slots.shape[1]
         return struct
 

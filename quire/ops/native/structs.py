@@ -130,7 +130,8 @@ class ProgramStruct(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     _fields_ = declared(
         "i64 num_tokens num_seqs max_blocks block_size; "
-        "ptr ids positions slots query_start_loc seq_lens block_tables tail_starts tail_slots; i64 max_tail"
+        "ptr ids positions slots query_start_loc seq_lens block_tables tail_starts tail_counts tail_slots; "
+        "i64 max_tail"
     )
 
 

@@ -180,9 +180,9 @@ class CpuDevice(Device):
     def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
         starts, lengths = torch.from_numpy(arrays.query_start_loc), torch.from_numpy(arrays.seq_lens)
         tails: list[Tails | None] = [None] * len(arrays.block_tables)
-        if arrays.tail_starts is not None and arrays.tail_slots is not None:
-            tail_starts = torch.from_numpy(arrays.tail_starts)
-            tails = [Tails(tail_starts, torch.from_numpy(slots)) for slots in arrays.tail_slots]
+        if arrays.tail_starts is not None and arrays.tail_counts is not None and arrays.tail_slots is not None:
+            first, counts = torch.from_numpy(arrays.tail_starts), torch.from_numpy(arrays.tail_counts)
+            tails = [Tails(first, counts, torch.from_numpy(slots)) for slots in arrays.tail_slots]
         metadata = [
             self.backend.build(
                 AttentionBatch(

@@ -54,6 +54,7 @@ class Verified:
         for sequence in self.tokens:
             sequence.query *= 20  # large scores: their rounding shows in the weights
         self.lengths = lengths
+        self.together = True
         blocks = [-(-len(sequence) // block_size) for sequence in self.tokens]
         free = list(range(1, sum(blocks) + 2))
         random.Random(0).shuffle(free)
@@ -73,8 +74,11 @@ class Verified:
         tails = None
         if width:
             padded = [part[3] + [0] * (width - len(part[3])) for part in parts]
-            starts = [length - len(tail) if tail else NEVER for _, _, length, tail in parts]
-            tails = Tails(torch.tensor(starts, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32))
+            starts = [length - len(tail) if tail or self.together else NEVER for _, _, length, tail in parts]
+            counts = [1] * len(parts)
+            if self.together:
+                counts = [(1 + len(self.tree)) * (i % (1 + len(self.tree)) == 0) for i in range(len(parts))]
+            tails = Tails(*(torch.tensor(x, dtype=torch.int32) for x in (starts, counts, padded)))
         tables = self.table[[part[0] for part in parts]].contiguous()
         lengths = torch.tensor([part[2] for part in parts], dtype=torch.int32)
         batch = AttentionBatch(rows.int(), lengths, tables, torch.tensor(slots, dtype=torch.int32), self.size, tails)
@@ -111,11 +115,18 @@ class Verified:
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [5, 32])
+@pytest.mark.parametrize("together", [True, False])
 def test_a_node_has_the_bits_of_a_chain(
-    any_backend: AttentionBackend[Any], text: str, options: dict[str, Any], dtype: torch.dtype, block_size: int
+    any_backend: AttentionBackend[Any],
+    text: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    block_size: int,
+    together: bool,
 ) -> None:
     tree = DraftTree.read(text)
     run = Verified(any_backend, tree, [0, 30, 62, 130], dtype, block_size)
+    run.together = together
     run.prefill(options)
     for s, found in enumerate(run.verify(options)):
         n = run.lengths[s]

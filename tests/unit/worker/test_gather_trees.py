@@ -52,7 +52,7 @@ def check(table: RowTable, arrays: StepArrays, expected: list[tuple[Row, list[in
             assert arrays.block_tables[group][i, :width].tolist() == held.tolist()
             start = int(arrays.tail_starts[i])
             if not tail:
-                assert start > positions[-1]
+                assert start > positions[-1]  # the newest token, or what has no tree
                 continue
             assert start + len(tail) == positions[-1] + 1
             of_tail = arrays.tail_slots[group][i, : len(tail)].tolist()
@@ -79,6 +79,8 @@ def test_a_step_with_trees_and_without(table: RowTable) -> None:
     expected += [(two, [8, 9, 10, 11], [8, 9, 10, 11], [])]
     expected += [(one, [6], [6], []), *(node_of(one, 7, node) for node in range(3))]
     check(table, batch.arrays, expected)
+    assert batch.arrays.tail_counts is not None
+    assert batch.arrays.tail_counts.tolist() == [7, *[0] * 6, 1, 4, 0, 0, 0]
 
 
 def test_some_nodes_alone(table: RowTable) -> None:
@@ -89,6 +91,8 @@ def test_some_nodes_alone(table: RowTable) -> None:
     expected = [node_of(two, 12, node) for node in (2, 3, 4)]
     expected += [(one, [5, 6], [5, 6], []), *(node_of(one, 7, node) for node in (0, 1))]
     check(table, batch.arrays, expected)
+    assert batch.arrays.tail_counts is not None
+    assert batch.arrays.tail_counts.tolist() == [3, 0, 0, 1, 2, 0]
 
 
 def test_a_step_without_drafts_has_no_tails(table: RowTable) -> None:
