@@ -47,8 +47,8 @@ class Tails:
 
     Attributes:
         starts: int32 [S]; position p >= starts[s] of sequence s lies in slot slots[s, p - starts[s]].
-        counts: int32 [S]; so many sequences from this one on, of one row each, by position, are of one tree: they have one
-            block table and one start, and what lies before it may be computed together. 0 where they are counted
+        counts: int32 [S]; so many sequences from this one on, of one row each, by position, are of one tree: they have
+            one table and one start, and what lies before it may be computed together. 0 where they are counted
             already, 1 for a sequence by itself.
         slots: int32 [S, W].
     """
