@@ -28,6 +28,7 @@ _WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
 _OF_METHODS = {
     "model": _WITH_MODEL,
     "revision": _WITH_MODEL,
+    "draft_tensor_parallel_size": _WITH_MODEL,
     "quantization": _WITH_MODEL,
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -58,6 +59,7 @@ class SpeculativeConfig:
         "The draft model, of the same vocabulary, or the heads, trained for the model: a directory, a hub id, or "
         "'demo-draft', 'demo-medusa', 'demo-eagle', 'demo-eagle3'.",
     )
+    draft_tensor_parallel_size: int = option(1, "As vLLM has it; 1 is all there is.", 1, 1)
     revision: str | None = option(None, "Branch, tag or commit of the draft model or heads on the hub.")
     quantization: Literal["int8", "int4"] | None = option(
         None, "The draft model's or heads' weights, as the option of the model."
@@ -207,7 +209,10 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
             f"{OPTION}: the draft model {draft.model!r} has a context of {draft.max_model_len} tokens, shorter than "
             f"max_model_len={model.max_model_len}; lower that."
         )
-    if any(window is not None for window in draft.layer_windows):
+    windows = [window for window in draft.layer_windows if window is not None and window < model.max_model_len]
+    if windows:
+        # It reads a sequence when that pays, maybe long after the model: what windows left behind has no blocks then.
         raise ConfigError(
-            f"{OPTION}: the draft model {draft.model!r} has a sliding window, which is not supported yet."
+            f"{OPTION}: the draft model {draft.model!r} has a sliding window of {min(windows)} tokens; only windows of "
+            f"max_model_len={model.max_model_len} or more can draft. Lower that, or use one without windows."
         )

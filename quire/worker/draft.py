@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config.worker import WorkerConfig
 from quire.models.compiled import CompiledModel
-from quire.models.registry import CausalLM, build_model
+from quire.models.registry import CausalLM
 from quire.protocol.cache import LayerCache, group_layers
 from quire.protocol.requests import SamplingTask
 from quire.sampling.native import fixed_record
@@ -21,8 +21,8 @@ from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.gather import StepBatch, gather_tokens
 from quire.worker.rows import Row, RowTable
+from quire.worker.weights.build import build_packed
 from quire.worker.weights.load import load_model_weights
-from quire.worker.weights.store import WeightStore
 
 
 class DraftModel:
@@ -34,9 +34,7 @@ class DraftModel:
         assert config.draft is not None, "no draft model is configured"
         assert config.speculative is not None, "a draft model, and nothing that uses it"
         self._config, self._draft, self._device = config, config.draft, device
-        self._store = WeightStore(None) if device.packs_weights else None
-        formats = device.weight_formats(config.speculative.quantization, self._store)
-        self.model = build_model(config.draft, device.backend, formats)
+        self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device)
         layers = [*model.cache_layers, *self.model.cache_layers]
         model.assign_groups(layers, 0)
         self.model.assign_groups(layers, len(model.cache_layers))
@@ -45,8 +43,8 @@ class DraftModel:
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing or broken)."""
         load_model_weights(self.model, self._draft, load_format=self._config.load_format, progress=progress)
-        if self._store is not None:
-            self._store.finish()
+        if self.store is not None:
+            self.store.finish()
         self._runnable = self._device.compile(self.model)
 
     def runner(self, table: RowTable, caches: list[Tensor]) -> "RowDraftRunner":

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from quire.config.speculative import EAGLE_METHODS
 from quire.config.worker import WorkerConfig
-from quire.models.registry import CausalLM, build_model
+from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerReport
@@ -33,9 +33,8 @@ from quire.worker.medusa import MedusaModel
 from quire.worker.rows import RowTable
 from quire.worker.runner import ModelRunner
 from quire.worker.tiers import DiskCache, HostCache
-from quire.worker.weights.cache import place_of
+from quire.worker.weights.build import build_packed
 from quire.worker.weights.load import load_model_weights
-from quire.worker.weights.store import StaleStoreError, WeightStore
 
 PACE_SIZES = [1, 4, 2, 8, 3, 16, 5, 32, 6, 12, 64, 24, 48, 96]  # tokens of the steps that are timed, in this order
 PACE_SECONDS = 0.05  # for all of them
@@ -58,8 +57,7 @@ class Worker:
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config
         self.device: Device = CpuDevice(config)
-        self._store: WeightStore | None = None
-        self._model = self._build()
+        self._model, self._store = build_packed(config, config.model, config.quantization, self.device)
         self._draft = self._build_draft()
         self._heads = MedusaModel(config, self.device) if config.heads is not None else None
         self._layers = [*self._model.cache_layers, *(self._draft.model.cache_layers if self._draft else ())]
@@ -70,20 +68,6 @@ class Worker:
         self._disk: DiskCache | None = None
         self._num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
         self.device.adopt(self._num_parameters)
-
-    def _build(self, keep: bool = True) -> CausalLM:
-        """The model, its packed weights in the store where there are such."""
-        config, device = self._config, self.device
-        place = None
-        if device.packs_weights:
-            if keep and config.weight_cache and config.load_format != "dummy":
-                place = place_of(config.model, config.quantization, int(config.weight_cache_size * 2**30))
-            self._store = WeightStore(place)
-        formats = device.weight_formats(config.quantization, self._store)
-        try:
-            return build_model(config.model, device.backend, formats)
-        except StaleStoreError:  # removed, or where that is not allowed done without
-            return self._build(keep=place is not None and not place.path.exists())
 
     def _build_draft(self) -> DraftModel | EagleModel | None:
         """What drafts beside the model."""
@@ -123,7 +107,8 @@ class Worker:
         """Measure what is free now that the weights are loaded, and what a step takes of it."""
         config, device = self._config, self.device
         # A mapped file counts as memory that could be freed; steps read all of it.
-        mapped = self._store.mapped_bytes if self._store is not None else 0
+        stores = (self._store, self._draft.store if self._draft is not None else None)
+        mapped = sum(store.mapped_bytes for store in stores if store is not None)
         max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
         groups = group_layers(self._layers)
         itemsize = device.backend.kv_cache_dtype(self._model.dtype).itemsize

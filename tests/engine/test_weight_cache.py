@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import threading
 import zlib
 from pathlib import Path
@@ -95,6 +96,19 @@ def test_the_second_start_is_filled(cache: Path, model: Path, options: dict[str,
     no_packing()
     assert start(model, **options) == plain
     assert files(cache) == [file]
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_a_draft_model_is_filled_too(cache: Path, model: Path, no_packing) -> None:
+    draft = shutil.copytree(model, model.parent / "draft")
+    tensors = load_file(draft / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, draft / "model.safetensors")
+    speculative = {"method": "draft_model", "model": str(draft), "quantization": "int8"}
+    plain = start(model, speculative_config=speculative, weight_cache=False)
+    assert start(model, speculative_config=speculative) == plain
+    assert len(files(cache)) == 2
+    no_packing()
+    assert start(model, speculative_config=speculative) == plain
 
 
 @pytest.mark.parametrize("model", ["mixtral", "qwen2-moe", "gemma2"], indirect=True)

@@ -26,6 +26,7 @@ from quire.utils.hub import resolve_model_path
         ({"method": "ngram", "num_spec_tokens": 3}, "no option 'num_spec_tokens'. Did you mean 'num_spec"),
         ({"method": "ngram", "acceptance": "sloppy"}, "acceptance must be one of 'exact'"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
+        ({"method": "draft_model", "model": "demo-draft", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method 'ngram', not 'suffix'"),
         ({"method": "draft_model"}, "the method 'draft_model' needs 'model'"),
         ({"method": "ngram", "model": "x"}, "model is for the methods 'draft_model', 'medusa', 'eagle', 'eagle3', not"),
@@ -77,6 +78,10 @@ def test_draft_models_are_held_against_the_model(tmp_path: Path) -> None:
         given = {"method": "draft_model", "model": str(tmp_path)}
         with pytest.raises(ConfigError, match=message):
             EngineArgs(speculative_config=given, load_format="dummy").resolve()
+    wide = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config | wide))
+    given = {"method": "draft_model", "model": str(tmp_path), "draft_tensor_parallel_size": 1}
+    EngineArgs(speculative_config=given, load_format="dummy").resolve()
 
 
 def test_a_draft_model_that_is_not_there_is_named() -> None:

@@ -1,0 +1,29 @@
+"""A model made for a device, its packed weights in the store where there are such.
+
+The worker builds its model so, and a draft model beside it. Loads nothing; knows no caches and no steps.
+"""
+
+from quire.config.model import ModelConfig
+from quire.config.worker import WorkerConfig
+from quire.models.registry import CausalLM, build_model
+from quire.worker.devices.base import Device
+from quire.worker.weights.cache import place_of
+from quire.worker.weights.store import StaleStoreError, WeightStore
+
+
+def build_packed(
+    config: WorkerConfig, model: ModelConfig, quantization: str | None, device: Device, keep: bool = True
+) -> tuple[CausalLM, WeightStore | None]:
+    """A model and the store of its weights, where the device packs them.
+
+    `keep`: as far as the configuration allows that, map what an earlier start has packed, or leave it to a later one.
+    """
+    place = store = None
+    if device.packs_weights:
+        if keep and config.weight_cache and config.load_format != "dummy":
+            place = place_of(model, quantization, int(config.weight_cache_size * 2**30))
+        store = WeightStore(place)
+    try:
+        return build_model(model, device.backend, device.weight_formats(quantization, store)), store
+    except StaleStoreError:  # removed, or where that is not allowed done without
+        return build_packed(config, model, quantization, device, place is not None and not place.path.exists())
