@@ -26,7 +26,7 @@ from quire.utils.hub import resolve_model_path
         ({"method": "ngram", "num_spec_tokens": 3}, "no option 'num_spec_tokens'. Did you mean 'num_spec"),
         ({"method": "ngram", "acceptance": "sloppy"}, "acceptance must be one of 'exact'"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
-        ({"method": "draft_model", "model": "demo-draft", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({"method": "draft_model", "model": "demo-draft", "draft_tensor_parallel_size": 2}, "draft_tensor"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method 'ngram', not 'suffix'"),
         ({"method": "draft_model"}, "the method 'draft_model' needs 'model'"),
         ({"method": "ngram", "model": "x"}, "model is for the methods 'draft_model', 'medusa', 'eagle', 'eagle3', not"),
