@@ -151,7 +151,7 @@ class SuffixProposer(Proposer):
             own.append(token_id)
             length, end = own.repeated()
         token_ids = own.token_ids
-        if past.token_ids:
+        if past.token_ids and row.shares:  # who gives nothing takes nothing: what is drafted shows in the time it takes
             if memory.generation != self._generation:
                 memory.generation, memory.state, memory.length = self._generation, 0, 0
                 new = own.token_ids[-64:]

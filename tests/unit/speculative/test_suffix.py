@@ -76,6 +76,7 @@ def test_past_outputs_are_searched_where_asked() -> None:
             drafts(proposer, row)
             proposer.forget(row)
         assert drafts(proposer, DraftedSequence(3, fresh)) == expected
+        assert drafts(proposer, DraftedSequence(4, fresh, shares=False)) == []
 
 
 def test_past_outputs_stay_within_their_bound() -> None:
