@@ -1,0 +1,152 @@
+"""Matchers: masks of drafts that leave no trace, forced tokens, ends; and how grammars are compiled and kept."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire.structured import manager as module
+from quire.structured.manager import GrammarManager
+from quire.structured.matcher import Grammar, Matcher
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.compiler import Vocabulary
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+DEMO = Path(quire.__file__).parent / "demo"
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> GrammarManager:
+    return GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
+
+
+def wait(grammars: GrammarManager, num: int = 1) -> list[Any]:
+    found: list[Any] = []
+    end = time.monotonic() + 60
+    while len(found) < num and time.monotonic() < end:
+        found += grammars.take(0.1)
+    return found
+
+
+def compiled(grammars: GrammarManager, **fields: Any) -> Grammar:
+    params = StructuredOutputsParams(**fields)
+    key = grammars.key(params)
+    grammars.compile(key, params)
+    ((found, grammar),) = wait(grammars)
+    assert found == key
+    assert isinstance(grammar, Grammar), grammar
+    return grammar
+
+
+def allowed(mask: Iterable[int]) -> set[int]:
+    bits = np.unpackbits(np.array(mask, np.uint32).view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def masks_of(matcher: Matcher, drafts: list[int]) -> list[set[int]]:
+    masks = np.full((1 + len(drafts), 128), 5, np.uint32)
+    matcher.fill(masks, drafts)
+    return [allowed(mask) for mask in masks]
+
+
+def test_masks_of_drafts_are_those_of_tokens_and_leave_no_trace(grammars: GrammarManager, tokenizer: Tokenizer) -> None:
+    grammar = compiled(grammars, regex="(cat|dog) [0-9]{2}")
+    ids = tokenizer.encode("dog 42", add_special_tokens=False)
+    one_by_one = []
+    for num in range(len(ids) + 1):
+        one_by_one += masks_of(grammar.matcher(ids[:num], goes_on=False), [])
+    matcher = grammar.matcher([], goes_on=False)
+    for _ in range(2):
+        assert masks_of(matcher, ids) == one_by_one
+    assert one_by_one[-1] == {EOS}
+    assert matcher.num_allowed([*ids, ids[0]]) == len(ids)
+    wrong = tokenizer.encode("house", add_special_tokens=False)
+    assert masks_of(matcher, [ids[0], wrong[0], ids[1]])[1:] == [one_by_one[1], set(), set()]
+    fork = matcher.copy()
+    fork.take(ids)
+    assert masks_of(matcher, []) == one_by_one[:1]
+    assert masks_of(fork, []) == [{EOS}]
+
+
+def test_a_sequence_that_goes_on_ends_where_nothing_else_is_left(
+    grammars: GrammarManager, tokenizer: Tokenizer
+) -> None:
+    grammar = compiled(grammars, regex="a{2,3}")
+    a = tokenizer.encode("a", add_special_tokens=False)[0]
+    for goes_on in (False, True):
+        (mask,) = masks_of(grammar.matcher([a, a], goes_on), [])
+        assert (EOS in mask) != goes_on
+        assert a in mask
+        assert masks_of(grammar.matcher([a, a, a], goes_on), []) == [{EOS}]
+
+
+def test_forced_tokens(grammars: GrammarManager, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"length": {"type": "boolean"}}, "required": ["length"],
+              "additionalProperties": False}  # fmt: skip
+    matcher = compiled(grammars, json=schema, disable_any_whitespace=True).matcher([], goes_on=False)
+    forced = matcher.forced()
+    assert tokenizer.decode(forced).startswith('{"')
+    matcher.take(forced)
+    assert not matcher.error
+
+
+def test_grammars_are_kept_by_content_and_the_oldest_go(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
+    grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
+    keys = []
+    for choice in ("a", "b", "c"):
+        params = StructuredOutputsParams(choice=[choice])
+        keys.append(grammars.key(params))
+        for _ in range(3):  # asked for by several at once, compiled once
+            grammars.compile(keys[-1], params)
+    assert len(wait(grammars, 3)) == 3
+    assert [grammars.get(key) is not None for key in keys] == [False, True, True]
+    assert grammars.take() == []
+
+
+def test_a_grammar_that_can_not_be_compiled_says_why(grammars: GrammarManager) -> None:
+    params = StructuredOutputsParams(grammar='start: "a"\n  b c')
+    grammars.compile(b"key", params)
+    ((key, error),) = wait(grammars)
+    assert key == b"key"
+    assert str(error).startswith("line 2, column ")
+    assert grammars.get(b"key") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama-2", "llama-3", "mistral-v3", "qwen3"])
+def test_every_kind_of_tokenizer(shared_data: Path, name: str) -> None:
+    """What the masks let through is the text that was asked for, with the model's own tokens."""
+    tokenizer = load_tokenizer(shared_data / "tokenizers" / name)
+    end = tokenizer.eos_token_id or 0
+    size = len(tokenizer) + 128  # padded, as models' tables are
+    grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, size, (end,)))
+    schema = {
+        "type": "object",
+        "properties": {"n\u00e9e": {"enum": ["\u4e2d\u6587 x", "two"]}},
+        "required": ["n\u00e9e"],
+    }
+    grammar = compiled(grammars, json=schema, disable_any_whitespace=True, disable_additional_properties=True)
+    matcher, ids = grammar.matcher([], goes_on=False), list[int]()
+    rng = np.random.default_rng(3)
+    while True:
+        masks = np.empty((1, grammars.num_words), np.uint32)
+        matcher.fill(masks, [])
+        choices = sorted(allowed(masks[0]))
+        assert choices[-1] < len(tokenizer)
+        token = int(rng.choice(choices))
+        if token == end:
+            break
+        ids.append(token)
+        matcher.take([token])
+    assert tokenizer.decode(ids) in ('{"n\u00e9e":"\u4e2d\u6587 x"}', '{"n\u00e9e":"two"}')

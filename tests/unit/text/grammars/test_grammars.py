@@ -1,0 +1,135 @@
+"""Schemas are refused for what no grammar holds, by name and place; structural tags mean what they say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+
+import quire
+from quire.errors import InvalidRequestError
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.compiler import Compiler, Vocabulary
+from quire.text.grammars.compose import after
+from quire.text.grammars.schema import check_schema
+from quire.text.tokenizer import load_tokenizer
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "required": ["next"]}
+GOOD: list[Any] = [
+    True,
+    {"type": "object", "properties": {"not": {"type": "string"}}},
+    {"enum": [{"not": 1}]},
+    {"$defs": {"n": {"anyOf": [NODE, {"type": "null"}]}}, "$ref": "#/$defs/n"},
+    {"type": "array", "items": {"$ref": "#"}},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}},
+    {"$defs": {"a/b": {"type": "null"}}, "$ref": "#/$defs/a~1b"},
+    {"$defs": {"n": {"type": ["object", "null"], "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+     "$ref": "#/$defs/n"},
+]  # fmt: skip
+BAD: list[tuple[Any, str]] = [
+    (5, "not int"),
+    ({"properties": {"a": {"items": [{"if": {}}]}}}, "'if' at #/properties/a/items/0"),
+    ({"uniqueItems": True, "not": {}}, "'uniqueItems' at #, 'not' at #"),
+    ({"x-guidance": {"lenient": True}}, "x-guidance"),
+    ({"extends": {}}, "extends"),
+    ({"$ref": "#"}, "without an end"),
+    ({"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, "without an end"),
+    ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "without an end"),
+    ({"allOf": [{"$ref": "#"}, {}]}, "without an end"),
+    ({"$ref": "#/definitions/x"}, "refers to nothing"),
+    ({"$ref": "other.json"}, "not within"),
+]
+
+
+@pytest.mark.parametrize("schema", GOOD, ids=json.dumps)
+def test_what_can_be_held(schema: Any) -> None:
+    check_schema(schema)
+
+
+@pytest.mark.parametrize(("schema", "reason"), BAD, ids=lambda value: json.dumps(value)[:50])
+def test_what_can_not(schema: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        check_schema(schema)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    tokenizer = load_tokenizer(Path(quire.__file__).parent / "demo")
+    return Compiler(Vocabulary(tokenizer.grammar_table, 4096, (0,)))
+
+
+def accepts(compiler: Compiler, params: StructuredOutputsParams, text: str) -> bool:
+    """Whether a whole output may be `text`."""
+    matcher: llguidance.LLMatcher = compiler.compile(params).deep_copy()
+    ids = compiler._table.tokenize_str(text, parse_special=True)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+CALL = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+        "end": "</f>"}  # fmt: skip
+OTHER = {"type": "tag", "begin": "<f=b>", "content": {"type": "regex", "pattern": "x/y+"}, "end": "</f>"}
+CALLS = {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL, OTHER]}
+TAGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (CALLS, ["hi", "", "so <f=a>5</f> and <f=b>x/yy</f>."], ["<f=a>x</f>", "<f=c>", "a <f=a>5"]),
+    (CALLS | {"at_least_one": True}, ["<f=a>5</f>", "<f=a>5</f> more"], ["", "hi <f=a>5</f>"]),
+    (CALLS | {"at_least_one": True, "stop_after_first": True}, ["<f=a>5</f>"], ["<f=a>5</f>x"]),
+    (
+        {"type": "tags_with_separator", "tags": [CALL, OTHER], "separator": ";", "at_least_one": True},
+        ["<f=a>5</f>", "<f=a>5</f>;<f=b>x/y</f>"],
+        ["", "<f=a>5</f><f=a>5</f>"],
+    ),
+    ({"type": "or", "elements": [{"type": "const_string", "value": "a"}, CALL]}, ["a", "<f=a>1</f>"], ["b", "aa"]),
+    (
+        {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "const_string", "value": "END"},
+                                          {"type": "grammar", "grammar": 'start: "x" /y*/'}]},
+        ["ENDx", "so long ENDxyy"],
+        ["x", "END", "so"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "good", "bad"), TAGS)
+def test_structural_tags(compiler: Compiler, format: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    params = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format})
+    assert [text for text in good if not accepts(compiler, params, text)] == []
+    assert [text for text in bad if accepts(compiler, params, text)] == []
+
+
+def test_the_older_structural_tags(compiler: Compiler) -> None:
+    tag = {"type": "structural_tag", "triggers": ["<f="],
+           "structures": [{"begin": "<f=a>", "schema": {"type": "boolean"}, "end": "</f>"}]}  # fmt: skip
+    params = StructuredOutputsParams(structural_tag=tag)
+    assert accepts(compiler, params, "so <f=a>true</f> it is")
+    assert not accepts(compiler, params, "so <f=a>1</f> it is")
+
+
+def test_after_a_thought_that_ends_in_a_special_token(compiler: Compiler) -> None:
+    params = after(StructuredOutputsParams(choice=["yes", "no"]), "<|end|>\nThus: ")
+    assert accepts(compiler, params, "I think so<|end|>\nThus: yes")
+    assert accepts(compiler, params, "<|end|>\nThus: no")
+    assert not accepts(compiler, params, "yes")
+
+
+@pytest.mark.parametrize(
+    ("format", "reason"),
+    [
+        ({"type": "song"}, "'song'"),
+        ({"type": "sequence"}, "lacks 'elements'"),
+        ({"type": "or", "elements": []}, "no elements"),
+        ({"type": "triggered_tags", "triggers": ["<g"], "tags": [CALL]}, "no trigger"),
+        ({"type": "sequence", "elements": [{"type": "any_text"}, {"type": "any_text"}]}, "any_text is followed by"),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, "'not' at #"),
+    ],
+)
+def test_wrong_structural_tags(compiler: Compiler, format: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        compiler.compile(StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format}))
+
+
+@pytest.mark.slow
+def test_what_would_take_for_ever_is_stopped(compiler: Compiler) -> None:
+    schema = {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(1, 40)]}
+    with pytest.raises(InvalidRequestError, match="takes more than"):
+        compiler.compile(StructuredOutputsParams(json=schema))
+    assert accepts(compiler, StructuredOutputsParams(regex="a+"), "aaa"), "and another process is there for the next"
