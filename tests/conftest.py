@@ -22,6 +22,7 @@ hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profil
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 _ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT / "tests"))  # for chi_square.py
 
 
 @pytest.fixture(scope="session")

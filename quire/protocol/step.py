@@ -137,7 +137,7 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int] = []
     # One per token, where asked for. RANK: of the best candidate, for the likeliest that follow it.
     logprobs: list[TokenLogprobs] | None = None
-    draft_token_ids: list[int] = []  # proposed for the next step; the row has them
+    draft_token_ids: list[int] = []  # for the next step; the row has them. A last -1: the token after them is drawn
     candidates: TokenLogprobs | None = None  # RANK: the best tokens after processing, best first
     pooled: list[float] | None = None  # of a PoolingTask whose prompt is computed
     prompt_logprobs: PromptLogprobs | None = None  # this step's part, where asked for

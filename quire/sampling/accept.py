@@ -20,6 +20,7 @@ from quire.sampling.random import ACCEPT, DRAFT, RECOVER, random_bits
 from quire.sampling.sampler import Draws, sample, weigh_rows
 from quire.sampling.select import DrawTable, Weights
 from quire.sampling.state import SamplingState
+from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import Lane
 
 Probs = npt.NDArray[np.float64]
@@ -47,12 +48,12 @@ def judge_lanes(logits: Tensor, lanes: Sequence[Lane], rule: Rule, target: Targe
     The last position of a lane is judged, too, if its row has a draft that was not computed, or gets one from `ask`;
     drafts that are left after it stay in the row.
     """
-    without = [lane for lane in lanes if not lane.state.tokens.num_drafts]
-    active = [lane for lane in lanes if lane.state.tokens.num_drafts]
+    without = [lane for lane in lanes if not lane.state.tokens.has_draft]
+    active = [lane for lane in lanes if lane.state.tokens.has_draft]
     while active:
         agreeing = _judge(logits, active, rule, target)
-        active = [lane for lane in agreeing if lane.state.tokens.num_drafts]
-        without += [lane for lane in agreeing if not lane.state.tokens.num_drafts]
+        active = [lane for lane in agreeing if lane.state.tokens.has_draft]
+        without += [lane for lane in agreeing if not lane.state.tokens.has_draft]
     # The first token of all is just drawn: a draft model need not have read the prompt by then.
     if rule.ask is not None and (due := [lane for lane in without if lane.state.position]):
         rule.ask(due)
@@ -99,7 +100,8 @@ class _Span:
     def next_of(cls, lane: Lane) -> "_Span":
         tokens, state = lane.state.tokens, lane.state
         num = 1 if state.looks_back else min(tokens.num_drafts, lane.num_drafts + 1 - len(lane.token_ids))
-        return cls(lane, tokens.ids[tokens.num : tokens.num + num].tolist())
+        draft_ids = tokens.ids[tokens.num : tokens.num + num].tolist()
+        return cls(lane, draft_ids[:-1] if draft_ids[-1] == NO_DRAFT else draft_ids)
 
 
 def _judge(logits: Tensor, lanes: Sequence[Lane], rule: Rule, target: Target | None) -> list[Lane]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+NO_DRAFT = -1  # after drafts: the token there is to be drawn
+
 
 class SequenceTokens:
     """Prompt, output, and then drafts that nobody has accepted yet.
@@ -49,6 +51,11 @@ class SequenceTokens:
     def tail(self, count: int) -> list[int]:
         """A copy of the last tokens of the output, at most so many."""
         return self.ids[max(self.num_prompt, self.num - count) : self.num].tolist()
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft of the next token."""
+        return self.num_drafts > 0 and self.ids[self.num] != NO_DRAFT
 
     def drafts(self) -> list[int]:
         """A copy of the drafts."""

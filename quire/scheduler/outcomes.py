@@ -191,6 +191,8 @@ class Outcomes:
             drafts = found.draft_token_ids
             if drafts:
                 sequence.kept_drafts = sequence.num_tokens, drafts
+                if drafts[-1] < 0:
+                    drafts = drafts[:-1]
             self._settle(sequence, len(drafts) if group.grammar is None else self._guided_drafts(sequence, drafts))
         else:
             group.unfinished.discard(sequence.index)

@@ -29,6 +29,7 @@ from quire.protocol.step import (
 )
 from quire.sampling.sampler import Draws
 from quire.sampling.state import SamplingState
+from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
@@ -317,7 +318,9 @@ class ModelRunner:
                     f"{len(drafts)} drafts, at most {proposer.max_drafts} are allowed"
                 )
                 found[place] = list(drafts)
-                drafted.tokens.set_drafts(drafts)
+                if lanes[place].drafted is not None and self.judge is not None and self.judge.restores:
+                    found[place].append(NO_DRAFT)  # however they are judged, the token after them is drawn
+                drafted.tokens.set_drafts(found[place])
         return found
 
     def _let_read(self, proposer: Proposer, begun: _Begun) -> None:
