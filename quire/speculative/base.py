@@ -27,6 +27,7 @@ class DraftedSequence:
         max_drafts: most drafts of it for the next step, >= 1.
         memory: what the proposer keeps of it, which goes with the row; None at first.
         acceptance: likewise of `quire.speculative.pace.Pace`.
+        num_before: tokens that it had when the newest drafts were proposed.
         probs: [num_drafts, V] float64, the distribution that each of the newest drafts was drawn from, for the
             acceptance "rejection"; None where they are certain. A proposer that draws sets it in `propose`.
     """
@@ -38,6 +39,7 @@ class DraftedSequence:
     max_drafts: int = 0
     memory: Any = None
     acceptance: Any = None
+    num_before: int = 0
     probs: Tensor | None = None
 
 

@@ -44,7 +44,7 @@ class Judge:
                 continue
             lane.drafted = drafted
             if drafted.probs is not None and drafted.tokens.num_drafts:
-                lane.probs = list(drafted.probs.numpy()[-drafted.tokens.num_drafts :])
+                lane.probs = list(drafted.probs.numpy()[drafted.tokens.num - drafted.num_before :])
             judged.append(lane)
         if plain:
             self._device.draw(logits, plain)

@@ -320,6 +320,7 @@ class ModelRunner:
                 found[place] = list(drafts)
                 if lanes[place].drafted is not None and self.judge is not None and self.judge.restores:
                     found[place].append(NO_DRAFT)  # however they are judged, the token after them is drawn
+                drafted.num_before = drafted.tokens.num
                 drafted.tokens.set_drafts(found[place])
         return found
 

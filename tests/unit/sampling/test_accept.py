@@ -106,8 +106,8 @@ def mutate_recovered(patch: pytest.MonkeyPatch) -> None:
 
 
 def mutate_bits(patch: pytest.MonkeyPatch) -> None:
-    """Drafts are accepted with the bits that they were drawn with."""
-    patch.setattr(accept, "ACCEPT", accept.DRAFT)
+    """What is recovered is chosen by the bits that refused the draft."""
+    patch.setattr(accept, "RECOVER", accept.ACCEPT)
 
 
 def mutate_ratio(patch: pytest.MonkeyPatch) -> None:
@@ -118,9 +118,10 @@ def mutate_ratio(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mutate", [mutate_recovered, mutate_bits, mutate_ratio])
 def test_the_test_would_see_a_fault(mutate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    p, q = rows(1, 3), rows(2, 1)[0]
+    p, q, kind = rows(1, 3) * 0.6, torch.zeros(V), {"temperature": 1.0}
+    assert fit(judged(p, q, kind, 900), p, kind).fits
     mutate(monkeypatch)
-    assert not fit(judged(p, q, KINDS[0], 500), p, KINDS[0]).fits
+    assert not fit(judged(p, q, kind, 900), p, kind).fits
 
 
 def test_acceptance_is_the_overlap_of_both() -> None:
