@@ -183,7 +183,10 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
         return None
     grammar = answer_grammar(asked, tokens)
     if grammar is not None:
-        return StructuredOutputsParams(grammar=grammar)
+        try:
+            return StructuredOutputsParams(grammar=grammar)
+        except InvalidRequestError as error:  # too large
+            raise InvalidRequestError(f"the grammar of these tools: {error}", "tools") from None
     assert content is not None, "any text can be part of a grammar"
     if offer is not None or budget is not None or thought is None:
         other = "tools" if offer is not None else "thinking_token_budget"

@@ -80,7 +80,7 @@ _THOUGHT_SIGNS = {
     r"\[THINK\]": "mistral",
     r"<seed:think>": "seed_oss",
     r"<\|channel>thought": "gemma4",
-    r"Here is my thought process:": "granite",
+    r"Here is my thought process:|<think></think>(?s:.*)<response></response>": "granite",
     r"<think>": "think",
 }
 

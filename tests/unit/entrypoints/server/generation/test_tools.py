@@ -42,6 +42,7 @@ TOOLS: list[dict[str, Any]] = [
     }
     for name in ("add", "sub")
 ]
+LARGE = {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 2**20}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3}}\n</tool_call>'
 
 
@@ -170,6 +171,7 @@ def test_refused_by_name(client: TestClient) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),  # to the demo's tokenizer its tags are text
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tools"),
+        ({"tool_choice": "required", "tools": [LARGE]}, "tools"),
     ]:
         assert refusal(client, **fields)["param"] == param, fields
 
@@ -222,7 +224,7 @@ FORMATS = {
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "think"),
     "openai-gpt-oss-120b": ("openai", "openai_gptoss"),
     "ibm-granite-granite-4.0": ("hermes", None),
-    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "think"),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite"),
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),

@@ -131,7 +131,7 @@ def test_what_is_required_comes_and_is_read(walk: Walk, name: str, form: Form, s
     grammar = answer_grammar(Answer(offer=offer, frame=form.frame_for(sign)), walk.tokens)
     assert grammar is not None
     seen: set[tuple[str, ...]] = set()
-    for seed in range(8):
+    for seed in range(4):
         text = walk.write(grammar, seed)
         calls = calls_of(parser_of(form, offer), text)
         assert calls, text

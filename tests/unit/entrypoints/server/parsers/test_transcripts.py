@@ -5,6 +5,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.entrypoints.server.parsers.base import (
     Chain,
@@ -336,6 +338,56 @@ def test_any_beginning_of_a_transcript_ends_well(name: str) -> None:
     for text in texts:
         for cut in range(len(text)):
             told(read(tool_parser(name), *text[:cut]))
+
+
+SHARDS = [
+    '{"name": "tide", "arguments": {',
+    '"port": "Os',
+    "lo\\n",
+    '"}',
+    "}",
+    "]",
+    "[",
+    "tide",
+    "(when=1",
+    ")",
+    ",",
+    ";",
+    ":",
+    " ",
+    "\n",
+]
+SHARDS += [
+    "call:tide{",
+    "a:",
+    "1",
+    "null",
+    "<function=tide>",
+    "<parameter=when>",
+    "</parameter>",
+    "</function>",
+    "```json",
+    "x",
+]
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", sorted({id(form): name for name, form in TOOL_FORMS.items()}.values()))
+def test_rubbish_is_read_the_same_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    """And whatever is said besides calls was written."""
+    shards = st.sampled_from([*SHARDS, *TOOL_FORMS[name].marks * 2])
+    text = "".join(data.draw(st.lists(shards, max_size=14)))
+    whole = read(tool_parser(name), text)
+    said = told(whole)
+    assert read(tool_parser(name), *text) == whole
+    cut = data.draw(st.integers(0, len(text)))
+    assert read(tool_parser(name), text[:cut], text[cut:]) == whole
+    if not any(isinstance(event, ToolCallStart | ReasoningDelta) for event in whole) and name not in UNMARKED:
+        assert said == ([text] if text else [])
+
+
+UNMARKED = ("openai", "gpt-oss", "kimi_k2", "deepseek_v3", "deepseek_v31")  # their marks are dropped without a call
 
 
 def test_a_call_is_told_before_it_is_complete() -> None:
