@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from quire.config.draft_tree import DraftTree
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
@@ -296,3 +297,21 @@ def test_an_id_that_is_used_again_at_once_is_not_forgotten(driver) -> None:
     assert d.plan.ended_request_ids == []
     assert len(d.plan.removed_sequence_ids) == 1
     d.update()
+
+
+def test_of_a_tree_so_many_levels_are_planned_as_the_limit_allows(driver) -> None:
+    tree = DraftTree.read("[(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]")
+    for max_tokens, planned in ((20, 6), (5, 6), (4, 5), (3, 3), (2, 0)):
+        d = driver(draft_tree=tree, max_num_drafts=6)
+        d.add("a", 5, max_tokens=max_tokens)
+        d.step(drafts={"a": [1, 2, 3, 4, 5, 6]})
+        assert d.schedule() == {"a": 1 + planned}, max_tokens
+        assert d.plan.scheduled[0].num_drafts == planned
+    d = driver(draft_tree=tree, max_num_drafts=6, max_num_batched_tokens=5)
+    d.add("a", 5, max_tokens=20)
+    d.step(drafts={"a": [1, 2, 3, 4, 5, 6]})
+    assert d.schedule() == {"a": 5}, "as many nodes as the budget has tokens"
+    d.update(tokens={"a": [2, 5]}, drafts={"a": []})
+    stats = d.scheduler.stats().speculation
+    assert stats is not None
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens_per_pos) == (4, [1, 0])
