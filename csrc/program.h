@@ -51,6 +51,7 @@ public:
 
     int num_threads() const { return num_threads_; }
     int64_t num_buffers() const { return int64_t(buffers_.size()); }
+    bool is_bound(int64_t buffer) const { return buffer < num_buffers() && buffers_[buffer].bound; }
     int64_t size() const { return int64_t(instructions_.size()); }
 
     // Makes room for that many rows and touches it: fresh pages are slow.

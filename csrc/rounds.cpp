@@ -1,5 +1,5 @@
 // Tokens of several rows drawn one after another by a small model: each round computes the newest token of every row and
-// draws the next one, without going back to Python. quire/ops/native/rounds.py calls it, for draft models.
+// draws the next one, without going back to Python. quire/ops/native/rounds.py calls it, for draft models and EAGLE heads.
 #include "rounds.h"
 
 #include <algorithm>
@@ -88,6 +88,8 @@ private:
         std::vector<void*> bound(a_.body->num_buffers(), nullptr);
         std::vector<int64_t> strides(a_.body->num_buffers(), 0);
         bound[0] = hidden_, strides[0] = a_.hidden_stride;
+        // A body that reads the hidden states before its tokens goes on from what it made; it has read them when it writes.
+        if (a_.body->is_bound(1)) bound[1] = hidden_, strides[1] = a_.hidden_stride;
         a_.body->run({num_tokens, steps_.data(), bound.data(), strides.data(), a_.caches, 0, a_.body->size(), a_.cache_type},
                      context_);
     }

@@ -14,7 +14,7 @@ struct RoundRow {
 };
 
 struct RoundsArgs {
-    Program *body, *head;  // ids to hidden states, hidden states to logits; of one number of threads
+    Program *body, *head;  // ids (and hidden states before them) to hidden states, these to logits; of as many threads
     const Kernels* kernels;
     int64_t num_rows, num_rounds;
     const RoundRow* rows;         // those with more drafts first

@@ -15,6 +15,7 @@ from quire.models.eagle import EagleHead
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
 from quire.ops.native.program import Caches, Program
+from quire.ops.native.rounds import Rounds
 from quire.ops.native.structs import TYPE_OF
 
 
@@ -38,8 +39,15 @@ class CompiledEagle:
         builder = ProgramBuilder(head.dtype, target)
         logits: Any = head.compute_logits(recorded(builder.input(hidden.width)))
         self._num_logits, self._head = logits.width, builder.finish(logits)
-        self.spread = head.spread
+        self.spread, self._draws_all = head.spread, head.d2t is None
         self._caches: Caches | None = None
+
+    def rounds(self, caches: Sequence[Tensor]) -> Rounds | None:
+        """Several drafts of rows in one call; None where parts of it are not kernels."""
+        if not (self._body.is_whole and self._head.is_whole and self._draws_all):
+            return None
+        held = Caches(caches, TYPE_OF[caches[0].dtype])
+        return Rounds(self._body, self._head, self._width, self.dtype, self.vocab_size, held)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         if self._fuse is None:

@@ -8,7 +8,7 @@ no blocks itself. What a cached prefix has left unknown is taken as its neighbou
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verd
 from quire.speculative.drawing import Drawing, drafting_state
 
 _MOST_HELD = 48  # hidden states of a sequence that wait for drafts to be wanted
+
+
+class EagleOrder(NamedTuple):
+    """Of a sequence, that is the runner's `own`, the tokens [start, stop) are to be read, then so many drafts drawn."""
+
+    own: Any
+    state: SamplingState
+    start: int
+    stop: int
+    num_drafts: int
 
 
 class EagleRunner(ABC):
@@ -43,16 +53,15 @@ class EagleRunner(ABC):
         """What the head reads of the model's hidden states, [T, H]."""
 
     @abstractmethod
-    def run(self, rows: Sequence[Any], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
-        """Read so many of each row's tokens and drafts from a position on, with the hidden state before each.
-
-        Returns:
-            What the head makes of the last one of each, [R, H].
-        """
+    def read(self, several: Sequence[Any], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
+        """Read so many tokens of each from a position on, with the hidden state before each; draw none."""
 
     @abstractmethod
-    def draw(self, hidden: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
-        """Draw as the sampler would for `ahead` positions beyond the next one; None where it can't be done."""
+    def draft(self, orders: Sequence[EagleOrder], hidden: Sequence[Tensor]) -> list[list[int]]:
+        """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
+
+        Most drafts come first.
+        """
 
 
 class _Reading(HeldStates):
@@ -101,38 +110,22 @@ class EagleProposer(Proposer):
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
-        places: list[int] = []
-        counts: list[int] = []
+        orders: list[tuple[int, EagleOrder]] = []
         for place, row in enumerate(rows):
             own: _Reading = row.memory
             num = row.tokens.num
             own.cut(num - 1)
             count = min(row.max_drafts, self._runner.num_slots(own.own) - num + 1)
             if count > 0:
-                places.append(place)
-                counts.append(count)
-        if not places:
+                orders.append((place, EagleOrder(own.own, own.state, own.num_read, num, count)))
+        if not orders:
             return drafts
-        several: list[_Reading] = [rows[place].memory for place in places]
-        states = self._read(several, [rows[place].tokens.num for place in places])
-        num_drawn = 0
-        while places:
-            drawn = self._runner.draw(states, [own.state for own in several], num_drawn)
-            num_drawn += 1
-            going_on: list[int] = []
-            for i, (place, token_id) in enumerate(zip(places, drawn, strict=True)):
-                if token_id is not None:
-                    drafts[place].append(token_id)
-                    if num_drawn < counts[i]:
-                        rows[place].tokens.set_drafts(drafts[place])
-                        going_on.append(i)
-            if len(going_on) < len(places):
-                states = states[going_on] if going_on else states
-                places, counts = [places[i] for i in going_on], [counts[i] for i in going_on]
-                several = [several[i] for i in going_on]
-            if places:
-                starts = [rows[place].tokens.num + num_drawn - 1 for place in places]
-                states = self._runner.run([own.own for own in several], starts, [1] * len(places), states)
+        if len(orders) > 1:
+            orders.sort(key=lambda order: -order[1].num_drafts)
+        taken = [part for place, order in orders for part in rows[place].memory.take(order.stop)]
+        drawn = self._runner.draft([order for _, order in orders], taken)
+        for (place, _), found in zip(orders, drawn, strict=True):
+            drafts[place] = found
         return drafts
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
@@ -148,13 +141,12 @@ class EagleProposer(Proposer):
         if own is not None and (stop := min(own.end, row.tokens.num - 1)) > own.num_read:
             self._read([own], [stop])
 
-    def _read(self, reading: Sequence[_Reading], stops: Sequence[int]) -> Tensor:
-        """Read the tokens up to positions `stops`; returns what came of the last one of each, [R, H]."""
+    def _read(self, reading: Sequence[_Reading], stops: Sequence[int]) -> None:
+        """Read the tokens up to positions `stops`."""
         starts = [own.num_read for own in reading]
         counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        taken = [part for own, stop in zip(reading, stops, strict=True) for part in own.take(stop)]
-        hidden = taken[0] if len(taken) == 1 else torch.cat(taken)
-        return self._runner.run([own.own for own in reading], starts, counts, hidden)
+        hidden = torch.cat([part for own, stop in zip(reading, stops, strict=True) for part in own.take(stop)])
+        self._runner.read([own.own for own in reading], starts, counts, hidden)
 
     def _open(self, row: DraftedSequence) -> _Reading:
         own, drawing = self._runner.open(row)

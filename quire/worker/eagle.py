@@ -5,22 +5,23 @@ that blocks are shared, copied and swapped with theirs. It knows rows, and no pl
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
+from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.protocol.cache import LayerCache, group_layers
 from quire.protocol.requests import SamplingTask
-from quire.sampling.state import SamplingState
+from quire.sampling.native import fixed_record
 from quire.speculative.base import DraftedSequence
 from quire.speculative.drawing import Drawing
-from quire.speculative.eagle import EagleRunner
+from quire.speculative.eagle import EagleOrder, EagleRunner
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.gather import gather_tokens
@@ -86,6 +87,7 @@ class RowEagleRunner(EagleRunner):
     ) -> None:
         self.taps = taps
         self._device, self._head, self._table, self._caches = device, head, table, caches
+        self._rounds = head.rounds(caches) if isinstance(head, CompiledEagle) else None
 
     def open(self, row: DraftedSequence) -> tuple[Row, Drawing]:
         held = self._table[row.sequence_id]
@@ -99,10 +101,50 @@ class RowEagleRunner(EagleRunner):
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(taps or [hidden])
 
-    def run(self, rows: Sequence[Any], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
+    def read(self, several: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
+        self._run(several, starts, counts, hidden)
+
+    def draft(self, orders: Sequence[EagleOrder], hidden: Sequence[Tensor]) -> list[list[int]]:
+        if self._rounds is None:
+            return self._draft_in_steps(orders, torch.cat(list(hidden)))
+        rows: list[int] = []
+        for order in orders:
+            rows += order.own.index, order.start, order.stop, order.num_drafts, order.state.position
+        records = b"".join(fixed_record(order.state) for order in orders)
+        num_tokens, most = sum(order.stop - order.start for order in orders), orders[0].num_drafts
+        table = self._table
+        found = self._rounds.draw(
+            rows, records, num_tokens, (table.token_ids, table.block_tables), table.block_size, hidden
+        )
+        drafts = [found[at * most : at * most + order.num_drafts] for at, order in enumerate(orders)]
+        return [drawn[: drawn.index(-1)] if -1 in drawn else drawn for drawn in drafts]
+
+    def _draft_in_steps(self, orders: Sequence[EagleOrder], hidden: Tensor) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in orders]
+        drafting = list(range(len(orders)))
+        starts, counts = [order.start for order in orders], [order.stop - order.start for order in orders]
+        num_drawn = 0
+        while drafting:
+            several = [orders[i] for i in drafting]
+            hidden = self._run([order.own for order in several], starts, counts, hidden)
+            logits = self._head.spread(self._head.compute_logits(hidden))
+            drawn = self._device.draw_ahead(logits, [order.state for order in several], num_drawn)
+            num_drawn += 1
+            going_on: list[int] = []
+            for at, (order, token_id) in enumerate(zip(several, drawn, strict=True)):
+                if token_id is not None:
+                    own = drafts[drafting[at]]
+                    own.append(token_id)
+                    if num_drawn < order.num_drafts:
+                        order.own.tokens.set_drafts(own)
+                        going_on.append(at)
+            hidden = self._device.take_rows(hidden, going_on)
+            drafting = [drafting[at] for at in going_on]
+            starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
+        return drafts
+
+    def _run(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
+        """What the head makes of the last token of each, [R, H]."""
         batch = gather_tokens(list(rows), starts, counts, self._table)
         input_ids, step = self._device.upload(batch.arrays, self._caches)
         return self._device.take_rows(self._head(input_ids, hidden, step), [end - 1 for end in batch.ends])
-
-    def draw(self, hidden: Tensor, states: Sequence[SamplingState], ahead: int) -> list[int | None]:
-        return self._device.draw_ahead(self._head.spread(self._head.compute_logits(hidden)), states, ahead)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.speculative.eagle import EagleProposer, _Reading
+from quire.speculative.eagle import EagleProposer
 from quire.utils.hub import resolve_model_path
 
 transformers: Any = pytest.importorskip("transformers")
@@ -122,24 +122,14 @@ def test_heads_compute_what_they_were_published_as(
         torch.save(held, tmp_path / file)
     else:
         save_file(held, tmp_path / file)
-    found: list[tuple[Tensor, Tensor]] = []
     drafted: list[tuple[int, int]] = []
-    read, propose = EagleProposer._read, EagleProposer.propose
-
-    def reading(self: EagleProposer, several: list[_Reading], stops: list[int]) -> Tensor:
-        tokens = [
-            torch.from_numpy(one.own.tokens.ids[:stop].copy()).long() for one, stop in zip(several, stops, strict=True)
-        ]
-        outcome = read(self, several, stops)
-        found.extend(zip(tokens, outcome.clone(), strict=True))
-        return outcome
+    propose = EagleProposer.propose
 
     def proposing(self: EagleProposer, rows: Any, *others: Any) -> Any:
         drafts = propose(self, rows, *others)
         drafted.extend((row.tokens.num, one[0]) for row, one in zip(rows, drafts, strict=True))
         return drafts
 
-    monkeypatch.setattr(EagleProposer, "_read", reading)
     monkeypatch.setattr(EagleProposer, "propose", proposing)
     speculative = {"method": kind, "model": str(tmp_path), "num_speculative_tokens": 2, "adaptive": False}
     llm = LLM(
@@ -149,21 +139,19 @@ def test_heads_compute_what_they_were_published_as(
     prompt = (
         "It was a bright cold day, and the captain of the ship said to the boy that they would sail at dawn for the"
     )
-    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    tokens = torch.tensor([*(output.prompt_token_ids or []), *output.outputs[0].token_ids])
 
     theirs = transformers.LlamaForCausalLM.from_pretrained(resolve_model_path("demo"), dtype=torch.float32)
     table: Tensor = theirs.model.embed_tokens.weight
-    firsts = dict(drafted)
-    assert len(found) > 12
-    assert len(firsts) > 5
+    assert len(drafted) > 5
     with torch.inference_mode():
-        for tokens, outcome in found:
-            states = theirs(tokens[None], output_hidden_states=True).hidden_states
-            hidden = torch.cat([states[tap][0] for tap in taps], -1) if taps else states[-1][0]
-            expected = plain(held, table[tokens[1:]], hidden[:-1], bool(config.get("norm_before_residual")))[-1]
-            torch.testing.assert_close(outcome, expected, atol=2e-4, rtol=2e-4)
-            if len(tokens) in firsts:
-                normed = norm(expected, held["norm.weight"]) if "norm.weight" in held else expected
-                best = int((normed @ held.get("lm_head.weight", table).mT).argmax())
-                assert firsts.pop(len(tokens)) == best + (int(held["d2t"][best]) if "d2t" in held else 0)
-    assert not firsts
+        states = theirs(tokens[None], output_hidden_states=True).hidden_states
+        hidden = torch.cat([states[tap][0] for tap in taps], -1) if taps else states[-1][0]
+        made = plain(held, table[tokens[1:]], hidden[:-1], bool(config.get("norm_before_residual")))
+        normed = norm(made, held["norm.weight"]) if "norm.weight" in held else made
+        likeliest = (normed @ held.get("lm_head.weight", table).mT).argmax(-1)
+    for num_tokens, draft in drafted:
+        best = likeliest[num_tokens - 2]
+        assert draft == best + (held["d2t"][best] if "d2t" in held else 0)

@@ -24,7 +24,8 @@ class Rounds:
     """Body and head of a compiled model, run by turns.
 
     Args:
-        body, head: token ids to hidden states [T, width], and these to float32 logits [R, vocab_size].
+        body, head: token ids, or ids and the hidden states before them, to hidden states [T, width], and these to
+            float32 logits [R, vocab_size].
         width, dtype: of hidden states.
         caches: of all its runs.
     """
@@ -48,7 +49,13 @@ class Rounds:
         )
 
     def draw(
-        self, rows: Sequence[int], records: bytes, num_tokens: int, tables: tuple[Ints, Ints], block_size: int
+        self,
+        rows: Sequence[int],
+        records: bytes,
+        num_tokens: int,
+        tables: tuple[Ints, Ints],
+        block_size: int,
+        before: Sequence[torch.Tensor] = (),
     ) -> list[int]:
         """Read and draw for R rows.
 
@@ -56,6 +63,7 @@ class Rounds:
             rows: NUM_FIELDS numbers of each, those with more drafts first.
             records: the sampler's of each.
             num_tokens: that are read in all, before the first is drawn.
+            before: the hidden states before those tokens, one part after another, where the body reads such.
             tables: token ids, int32 [table rows, columns]; block tables, int32 [num_groups, table rows, blocks].
 
         Returns:
@@ -68,6 +76,8 @@ class Rounds:
         if num_tokens > len(self._hidden):
             self._hidden = torch.empty(num_tokens, self._hidden.shape[1], dtype=self._hidden.dtype)
             args.hidden = self._hidden.data_ptr()
+        if before:
+            torch.cat(list(before), out=self._hidden[:num_tokens])
         if num_rows > len(self._logits):
             self._logits = torch.empty(num_rows, self._logits.shape[1])
             args.logits = self._logits.data_ptr()
