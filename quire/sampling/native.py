@@ -158,7 +158,10 @@ def sample_rows(
         call.mask(masks)
     errors = call.run(target)
     flat = call.token_ids
-    token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
+    if max(num_samples) == min(num_samples) == 1:
+        token_ids = [[token_id] for token_id in flat]
+    else:
+        token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
     for i in errors:
         token_ids[i] = []
     listed: dict[int, list[TokenLogprobs]] = {}

@@ -76,8 +76,10 @@ def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch
 
 def gather_tokens(rows: list[Row], first: Sequence[int], counts: Sequence[int], table: RowTable) -> StepBatch:
     """Likewise for `counts[i]` tokens, drafts included, of row i from position `first[i]` on."""
-    if len(rows) == 1 and counts[0] == 1:
-        return StepBatch(rows, [1], _next_token(rows[0], first[0], table))
+    if len(rows) == 1:
+        count = counts[0]
+        one = _next_token(rows[0], first[0], table) if count == 1 else _next_tokens(rows[0], first[0], count, table)
+        return StepBatch(rows, [count], one)
     indices = np.array([row.index for row in rows])
     starts = np.array(first, INT)
     if max(counts) == 1:  # all decode: most steps are this
@@ -163,6 +165,25 @@ def gather_nodes(
         tail_slots=table.slots(index[:, None], above),
     )
     return StepBatch(rows, ends, arrays)
+
+
+def _next_tokens(row: Row, start: int, count: int, table: RowTable) -> StepArrays:
+    """Some tokens of one sequence, as a lone stream has them where it drafts."""
+    block_size = table.block_size
+    positions = np.arange(start, start + count, dtype=INT)
+    block, offset = np.divmod(positions, block_size)
+    block_tables = [
+        held[row.index : row.index + 1, : -(-(start + count) // block_size)].copy() for held in table.block_tables
+    ]
+    return StepArrays(
+        input_ids=row.tokens.ids[start : start + count].copy(),
+        positions=positions,
+        query_start_loc=np.array([0, count], INT),
+        seq_lens=np.array([start + count], INT),
+        block_tables=block_tables,
+        slot_mappings=[held[0, block] * INT(block_size) + offset for held in block_tables],
+        block_size=block_size,
+    )
 
 
 def _next_token(row: Row, position: int, table: RowTable) -> StepArrays:
