@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.config.draft_tree import DraftTree
 from quire.executor.base import Executor
 from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -54,6 +55,7 @@ class FakeModel:
         vocab_size: tokens are 0 .. vocab_size - 1.
         max_drafts: most drafts proposed after a token; 0: none.
         accuracy: probability of a draft to be right, 0 to 1.
+        tree: the shape of drafts; None: they are a chain.
         fails: whether the draw of a (request id, sequence index, output position) fails.
     """
 
@@ -61,6 +63,7 @@ class FakeModel:
     max_drafts: int = 0
     accuracy: float = 0.0
     fails: Callable[[str, int, int], bool] = field(default=lambda request_id, index, position: False)
+    tree: DraftTree | None = None
 
     def draw(self, fingerprint: int, seed: int, sequence_index: int, position: int, allowed: int = -1) -> int:
         """The token at an output position; `allowed` has bit t set where token t may be drawn."""
@@ -79,6 +82,17 @@ class FakeModel:
     def propose(self, fingerprint: int, seed: int, sequence_index: int, position: int) -> list[int]:
         """Drafts of the tokens from an output position on, as many as the moment's chance wills."""
         drafts: list[int] = []
+        if self.tree is not None:  # of each node's children, the one that chance wills may be right
+            before = {0: fingerprint}
+            for node, parent in enumerate(self.tree.parents):
+                depth, above = self.tree.depths[node], before[1 + parent]
+                right = self.draw(above, seed, sequence_index, position + depth - 1)
+                siblings = self.tree.children[1 + parent]
+                is_right = siblings[(above >> 21) % len(siblings)] == node
+                is_right = is_right and (extend(above, 5) >> 29) % 1000 < self.accuracy * 1000
+                drafts.append(right if is_right else (right + 1 + node) % self.vocab_size)
+                before[1 + node] = extend(above, drafts[-1])
+            return drafts[: (fingerprint >> 17) % (len(drafts) + 1)]
         for offset in range((fingerprint >> 17) % (self.max_drafts + 1)):
             token_id = self.draw(fingerprint, seed, sequence_index, position + offset)
             if (extend(fingerprint, 5) >> 29) % 1000 >= self.accuracy * 1000:
@@ -288,10 +302,10 @@ class SimulatedExecutor(Executor):
         drafts = item.draft_token_ids or row.drafts[: item.num_drafts]
         assert len(drafts) == item.num_drafts, "more drafts are planned than there are"
         row.drafts = drafts
-        fingerprints, before = row.fingerprints.copy(), row.fingerprints[-1]
-        for token_id in drafts:
-            before = extend(before, token_id)
-            fingerprints.append(before)
+        fingerprints, last = row.fingerprints.copy(), len(row.fingerprints) - 1
+        for place, token_id in enumerate(drafts):
+            parent = place - 1 if self.model.tree is None else self.model.tree.parents[place]
+            fingerprints.append(extend(fingerprints[last + 1 + parent], token_id))
         assert stop <= len(fingerprints), "tokens are computed that are not known"
         for group in range(len(self._groups)):
             for position in range(start, stop):
@@ -319,10 +333,14 @@ class SimulatedExecutor(Executor):
         drafts, row.drafts = row.drafts, []
         token_ids = [self._draw(row, i, masks.get((place, 0), -1)) for i in range(item.num_samples)]
         row.append(token_ids[0])
-        for wave, draft in enumerate(drafts, 1):
+        wave, tree = 0, self.model.tree
+        while nodes := [n for n in ([wave] if tree is None else tree.children[wave]) if n < len(drafts)]:
             self.num_drafts += 1
-            if token_ids[-1] != draft:
+            node = next((n for n in nodes if drafts[n] == token_ids[-1]), None)
+            if node is None:
                 break
+            self._move_token(row, stop + node, row.num_computed)
+            wave = 1 + node
             self.num_accepted += 1
             row.num_computed += 1
             token_ids.append(self._draw(row, 0, masks.get((place, wave), -1)))
@@ -333,6 +351,13 @@ class SimulatedExecutor(Executor):
         if row.task.params.logprobs is not None:
             logprobs = [TokenLogprobs([token_id], [-1.0], [1]) for token_id in token_ids]
         return SequenceResult(token_ids, logprobs, row.drafts.copy(), prompt_logprobs=prompt_logprobs)
+
+    def _move_token(self, row: _Row, source: int, destination: int) -> None:
+        """What is stored at one position of a row is stored at another, too."""
+        size = self._block_size
+        for group, block_ids in enumerate(row.block_ids):
+            found = self._kv[group][block_ids[source // size]][source % size]
+            self._kv[group][block_ids[destination // size]][destination % size] = found
 
     def _draw(self, row: _Row, sample: int, allowed: int) -> int:
         return self.model.draw(

@@ -14,6 +14,7 @@ QUICK_STEPS = 2_000
 NIGHTLY = os.environ.get("QUIRE_NIGHTLY") == "1"
 LONG_SEEDS, LONG_STEPS = (200, 20_000) if NIGHTLY else (20, 2_000)
 KINDS = [Kind(flight, *drafts) for flight in (1, 2) for drafts in ((0, 0.0), (3, 0.0), (4, 0.5), (5, 0.9))]
+KINDS.append(Kind(2, 6, 0.8, "[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"))
 WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
 ENDS = ("stop", "length", "string", "abort", "error", "refused", "beam")
 EVENTS = ("reset", "interrupted", "restored", "died", "limits", "pinned")

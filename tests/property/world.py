@@ -18,6 +18,7 @@ it can be stepped, disturbed within a step, killed and started again. What is ch
 11. Same seed and same arrivals, same trace.
 """
 
+import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import pytest
 from expectation import Expectation, make_continuation
 from simulated import FakeModel, SimulatedExecutor
 
+from quire.config.draft_tree import DraftTree
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, InvalidRequestError
@@ -50,6 +52,7 @@ class Kind:
     max_in_flight: int = 1
     max_drafts: int = 0
     accuracy: float = 0.0
+    tree: str | None = None  # as speculative_token_tree
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,13 @@ class World:
     ) -> None:
         self.disk: dict[tuple[int, bytes], list[int]] | None = {} if has_disk else None
         self.num_disk_hits = 0
-        self.config = config
+        tree = None if kind.tree is None else DraftTree.read(kind.tree)
+        self.config = dataclasses.replace(config, draft_tree=tree)
         self.layout = layout
         self.caching = caching
         self.kind = kind
         self.expectations: dict[str, Expectation] = {}
-        self.model = FakeModel(VOCAB, kind.max_drafts, kind.accuracy, self._fails)
+        self.model = FakeModel(VOCAB, kind.max_drafts, kind.accuracy, self._fails, tree)
         self.clock = 0.0
         self.num_copies = self.num_forks = self.num_accepted = self.num_out = self.num_in = 0
         self.ends: Counter[str] = Counter()
