@@ -113,6 +113,11 @@ class SpeculativeConfig:
         if self.acceptance != "typical":
             return
         # What is drafted makes a difference then, and so has to follow from the request alone.
+        if self.method in ("eagle", "eagle3"):
+            raise ConfigError(
+                f"the acceptance 'typical' is refused with the method {self.method!r}, whose drafts depend on what is "
+                "cached; take 'exact' or 'rejection'."
+            )
         for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
             if getattr(self, name):
                 raise ConfigError(

@@ -57,7 +57,7 @@ class BadProposer(Proposer):
 
 def drafting(method: str, acceptance: str, k: int = 3) -> dict[str, Any]:
     adaptive = {} if acceptance == "typical" else {"adaptive": False}
-    model = {"model": "demo-draft"} if method == "draft_model" else {}
+    model = {"model": "demo-" + method.removesuffix("_model")} if method in ("draft_model", "medusa", "eagle") else {}
     return {"method": method, "num_speculative_tokens": k, "acceptance": acceptance} | adaptive | model
 
 
@@ -219,7 +219,13 @@ def test_answers_repeat(alone: Any, method: str, acceptance: str, way: str) -> N
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("method", "acceptance"),
-    [("draft_model", "rejection"), ("draft_model", "typical"), ("ngram", "typical"), ("suffix", "typical")],
+    [
+        ("draft_model", "rejection"),
+        ("draft_model", "typical"),
+        ("ngram", "typical"),
+        ("suffix", "typical"),
+        ("medusa", "typical"),
+    ],
 )
 def test_answers_repeat_whatever_the_batch(alone: Any, method: str, acceptance: str, way: str) -> None:
     check_repeated(alone, drafting(method, acceptance), way)
@@ -233,7 +239,7 @@ def test_how_many_drafts_there_are_changes_nothing_under_rejection(alone: Any) -
         assert repeated(drafting("draft_model", "rejection") | changes, max_num_seqs=7)[0] == known
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "medusa", "eagle"])
 def test_rejection_of_certain_drafts_is_exact(alone: Any, method: str) -> None:
     assert repeated(drafting(method, "rejection"))[0] == repeated(drafting(method, "exact"), **ALONE)[0]
 

@@ -11,6 +11,19 @@ from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError, QuireError
 from quire.utils.hub import resolve_model_path
 
+TYPICAL = {"method": "ngram", "acceptance": "typical"}
+
+
+def test_thresholds_have_medusas_defaults() -> None:
+    def rule(**given: Any) -> tuple[float | None, float]:
+        config = SpeculativeConfig.read({"method": "ngram"} | given)
+        return config.threshold, config.alpha
+
+    assert rule(acceptance="typical") == (0.09, 0.3)
+    assert rule(acceptance="typical", posterior_threshold=0.25) == (0.25, 0.5)
+    assert rule(acceptance="typical", posterior_threshold=0.25, posterior_alpha=0.1) == (0.25, 0.1)
+    assert rule()[0] is rule(acceptance="rejection")[0] is None
+
 
 @pytest.mark.parametrize(
     ("given", "message"),
@@ -24,7 +37,22 @@ from quire.utils.hub import resolve_model_path
         ({"method": "ngram", "num_speculative_tokens": 2.5}, "from 1 to 32, got 2.5"),
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 32, got True"),
         ({"method": "ngram", "num_spec_tokens": 3}, "no option 'num_spec_tokens'. Did you mean 'num_spec"),
-        ({"method": "ngram", "acceptance": "sloppy"}, "acceptance must be one of 'exact'"),
+        ({"method": "ngram", "acceptance": "sloppy"}, "acceptance must be one of 'exact', 'rejection', 'typical', got"),
+        ({"method": "ngram", "posterior_threshold": 0.1}, "posterior_threshold is for the acceptance 'typical', not"),
+        (TYPICAL | {"posterior_threshold": 0}, "posterior_threshold must be a number, over 0, at most 1, got 0"),
+        (TYPICAL | {"posterior_alpha": 1.5}, "posterior_alpha must be a number, over 0, at most 1, got 1.5"),
+        (TYPICAL | {"posterior_alpha": "high"}, "posterior_alpha must be a number, over 0, at most 1, got 'high'"),
+        (TYPICAL | {"method": "eagle", "model": "demo-eagle"}, "'typical' is refused with the method 'eagle'"),
+        (TYPICAL | {"adaptive": True}, "adaptive is refused with the acceptance 'typical'"),
+        (TYPICAL | {"disable_by_batch_size": 8}, "disable_by_batch_size=8 is refused with the acceptance 'typical'"),
+        (
+            TYPICAL | {"method": "suffix", "suffix_decoding_max_cached_requests": 9},
+            "suffix_decoding_max_cached_requests=9 is refused with the acceptance 'typical'",
+        ),
+        (
+            TYPICAL | {"method": "medusa", "model": "demo-medusa", "speculative_token_tree": "[(0,)]"},
+            "speculative_token_tree is refused with the acceptance 'typical'",
+        ),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
         ({"method": "draft_model", "model": "demo-draft", "draft_tensor_parallel_size": 2}, "draft_tensor"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method 'ngram', not 'suffix'"),
