@@ -184,3 +184,16 @@ def test_refusals(client: TestClient, name: str) -> None:
     assert shown in refused.json()["error"]["message"]
     assert "function." not in refused.json()["error"]["message"]
     assert post(client, path, **given)
+
+
+def test_thinking_and_effort_are_asked_for_by_name(client: TestClient, make_server: Callable[..., Any]) -> None:
+    for kind in ("adaptive", "disabled"):
+        assert post(client, "/v1/messages", **MESSAGES, thinking={"type": kind})["content"]
+    with TestClient(make_server().app) as plain:
+        thinking = {"type": "enabled", "budget_tokens": 20}
+        for own in (plain, client):  # without thoughts that are told apart, and without a token that ends one
+            refused = own.post("/v1/messages", json={**MESSAGES, "tools": None, "thinking": thinking})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["message"].startswith("thinking.budget_tokens needs a model")
+        refused = plain.post("/v1/responses", json={"input": "Hi", "reasoning": {"effort": "high"}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning.effort")
