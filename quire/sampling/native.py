@@ -106,9 +106,11 @@ class _Call:
     def mask(self, masks: Sequence[Mask | None]) -> None:
         """Let rows draw what their bitmasks allow."""
         num_words = -(-self.args.vocab_size // 32)
-        if any(mask is not None and (len(mask) < num_words or mask.strides != (4,)) for mask in masks):
+        if [mask for mask in masks if mask is not None and len(mask) < num_words]:
             raise ValueError(f"a mask of a vocabulary of {self.args.vocab_size} has {num_words} words")
-        self.masks = (ctypes.c_void_p * len(masks))(*[m if m is None else m.ctypes.data for m in masks])
+        self.masks = (ctypes.c_void_p * len(masks))(
+            *[m if m is None else m.__array_interface__["data"][0] for m in masks]
+        )
         self.args.masks = ctypes.addressof(self.masks)
 
     def run(self, target: Target) -> dict[int, int]:

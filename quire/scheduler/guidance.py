@@ -80,9 +80,9 @@ class Guidance:
         if not places:
             return None
         masks = np.empty((len(places), self._grammars.num_words), np.uint32)
-        row = 0
+        row, address = 0, masks.ctypes.data
         for sequence, drafts in guided:
             assert sequence.matcher is not None, "it was made above"
-            sequence.matcher.fill(masks[row : row + 1 + len(drafts)], drafts)
+            sequence.matcher.fill(masks, drafts, row, address)
             row += 1 + len(drafts)
         return SampleGuide(step_id=plan.step_id, masks=masks.tobytes(), rows=places)

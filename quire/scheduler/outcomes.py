@@ -139,7 +139,7 @@ class Outcomes:
             or sequence.index not in group.unfinished
             or found.draft_token_ids
             or found.prompt_logprobs is not None
-            or group.grammar is not None
+            or (group.grammar is not None and (sequence.matcher is None or group.task.eos_token_id is None))
         ):
             return False
         sequence.output_token_ids.append(tokens[0])
@@ -152,6 +152,10 @@ class Outcomes:
             sequence.num_scheduled = num_tokens - 1
         sequence.proposes = False
         sequence.num_drafts = 0
+        if sequence.matcher is not None:
+            sequence.matcher.take(tokens)
+            if num_forced := self._guided_drafts(sequence, []):
+                self._settle(sequence, num_forced)
         outputs.append(
             SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, group.num_cached_tokens or 0)
         )

@@ -14,7 +14,7 @@ from collections import OrderedDict
 import msgspec
 
 from quire.errors import QuireError
-from quire.structured.matcher import Grammar, mask_of
+from quire.structured.matcher import Grammar
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import Compiler, Vocabulary
 
@@ -35,7 +35,7 @@ class GrammarManager:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.num_words = -(-vocabulary.size // 32)
         self._compiler = Compiler(vocabulary)
-        self._end_mask = mask_of(vocabulary.eos_token_ids, self.num_words)
+        self._end_ids = vocabulary.eos_token_ids
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._num_bytes = 0
         self._compiling: set[bytes] = set()
@@ -98,7 +98,7 @@ class GrammarManager:
                     return
                 key, params = self._asked.get()
             try:
-                found: Grammar | str = Grammar(self._compiler.compile(params), self._end_mask)
+                found: Grammar | str = Grammar(self._compiler.compile(params), self._end_ids, self.num_words)
             except QuireError as error:
                 found = str(error)
             except Exception as error:

@@ -29,18 +29,20 @@ class Grammar:
 
     Args:
         start: llguidance's matcher before any token; copied and never moved.
-        end_mask: [words], the end-of-sequence tokens.
+        end_ids: the end-of-sequence tokens.
+        num_words: of a mask.
     """
 
-    __slots__ = ("_end_mask", "_start")
+    __slots__ = ("_end_ids", "_end_mask", "_start")
 
-    def __init__(self, start: Any, end_mask: Masks) -> None:
+    def __init__(self, start: Any, end_ids: tuple[int, ...], num_words: int) -> None:
         self._start = start
-        self._end_mask = end_mask
+        self._end_ids = end_ids
+        self._end_mask = mask_of(end_ids, num_words)
 
     def matcher(self, token_ids: Sequence[int], goes_on: bool) -> "Matcher":
         """A sequence with these output tokens; one that `goes_on` ends only where nothing else is left."""
-        matcher = Matcher(self._start.deep_copy(), self._end_mask, goes_on)
+        matcher = Matcher(self._start.deep_copy(), (self._end_ids, self._end_mask), goes_on)
         matcher.take(token_ids)
         return matcher
 
@@ -48,16 +50,16 @@ class Grammar:
 class Matcher:
     """Where one sequence stands."""
 
-    __slots__ = ("_end_mask", "_engine", "_goes_on")
+    __slots__ = ("_end_ids", "_end_mask", "_engine", "_goes_on")
 
-    def __init__(self, engine: Any, end_mask: Masks, goes_on: bool) -> None:
+    def __init__(self, engine: Any, ends: tuple[tuple[int, ...], Masks], goes_on: bool) -> None:
         self._engine = engine
-        self._end_mask = end_mask
+        self._end_ids, self._end_mask = ends
         self._goes_on = goes_on
 
     def copy(self) -> "Matcher":
         """The same, for a fork."""
-        return Matcher(self._engine.deep_copy(), self._end_mask, self._goes_on)
+        return Matcher(self._engine.deep_copy(), (self._end_ids, self._end_mask), self._goes_on)
 
     @property
     def error(self) -> str | None:
@@ -80,34 +82,34 @@ class Matcher:
         """How many of the drafts may come, before the first that may not."""
         return self._engine.validate_tokens(drafts)
 
-    def fill(self, masks: Masks, drafts: Sequence[int]) -> None:
-        """Write the masks of the next position and of those after each draft, [1 + drafts, words].
+    def fill(self, masks: Masks, drafts: Sequence[int], row: int = 0, address: int = 0) -> None:
+        """Write the masks of the next position and of those after each draft, from `row` on.
 
-        After a draft that may not come, nothing is allowed: nobody gets there.
+        After a draft that may not come, nothing is allowed: nobody gets there. `address` is that of `masks`.
         """
         engine, num_taken = self._engine, 0
-        for place, mask in enumerate(masks):
-            engine.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        num_bytes = 4 * masks.shape[1]
+        at = (address or masks.ctypes.data) + row * num_bytes
+        for place, draft in enumerate((*drafts, -1), row):
+            engine.unsafe_compute_mask_ptr(at, num_bytes)
+            at += num_bytes
             if engine.is_error():
-                masks[place:] = 0
+                masks[place : row + 1 + len(drafts)] = 0
                 return
-            if self._goes_on:
-                self._put_off_end(mask)
-            if place == len(drafts):
+            if self._goes_on and engine.is_accepting():
+                self._put_off_end(masks[place])
+            if draft < 0:
                 break
-            draft = drafts[place]
-            if not int(mask[draft >> 5]) >> (draft & 31) & 1 or self._is_end(draft):
-                masks[place + 1 :] = 0
+            if not int(masks[place, draft >> 5]) >> (draft & 31) & 1 or draft in self._end_ids:
+                masks[place + 1 : row + 1 + len(drafts)] = 0
                 break
             engine.consume_token(draft)
             num_taken += 1
         if num_taken:
             engine.rollback(num_taken)
 
-    def _is_end(self, token_id: int) -> bool:
-        return bool(int(self._end_mask[token_id >> 5]) >> (token_id & 31) & 1)
-
     def _put_off_end(self, mask: Masks) -> None:
-        others = mask & ~self._end_mask
-        if others.any():
-            mask[:] = others
+        for token_id in self._end_ids:
+            mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        if not mask.any():
+            mask |= self._end_mask
