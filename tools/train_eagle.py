@@ -263,7 +263,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("quire/demo"), help="folder of the model")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--texts", type=int, default=4000, help="texts that the model writes")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of a core, for the training")
+    parser.add_argument("--seconds", type=float, default=360.0, help="of a core, for the training")
     parser.add_argument("--at-most", type=float, default=1800.0, help="seconds in all that it may take")
     parser.add_argument("--rows", type=int, default=8, help="texts per step")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")

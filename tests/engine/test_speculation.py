@@ -150,8 +150,8 @@ def test_heads_draft_well(method: str) -> None:
     llm.generate(prompts, params, use_tqdm=False)
     stats = llm.get_metrics().speculation
     assert stats is not None
-    assert stats.num_accepted_tokens > 0.1 * stats.num_draft_tokens
-    assert stats.num_accepted_tokens_per_pos[0] > 0.2 * stats.num_drafts
+    assert stats.num_accepted_tokens_per_pos[0] > 0.4 * stats.num_drafts
+    assert stats.num_accepted_tokens > 0.6 * stats.num_drafts
 
 
 def test_draft_models_may_be_quantized(plain: dict[str, list[Any]]) -> None:
