@@ -16,6 +16,7 @@ from chi_square import ChiSquare, raw_logprobs, target
 from test_exactness import drain, engine, run, submit
 
 from quire import LLM, LLMEngine, SamplingParams
+from quire.errors import InvalidRequestError
 from quire.sampling.random import DRAFT, random_bits
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
@@ -239,6 +240,7 @@ def test_how_many_drafts_there_are_changes_nothing_under_rejection(alone: Any) -
         assert repeated(drafting("draft_model", "rejection") | changes, max_num_seqs=7)[0] == known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix", "medusa", "eagle"])
 def test_rejection_of_certain_drafts_is_exact(alone: Any, method: str) -> None:
     assert repeated(drafting(method, "rejection"))[0] == repeated(drafting(method, "exact"), **ALONE)[0]
@@ -264,3 +266,27 @@ def test_a_state_that_is_restored_has_its_drafts() -> None:
             second.core.step()
             tokens = [*sequence.output_token_ids]
         assert tokens == known[0][1]
+
+
+@pytest.mark.parametrize(("method", "acceptance"), [("medusa", "rejection"), ("medusa", "typical")])
+def test_drafts_are_counted_and_logprobs_refused_as_under_exact(method: str, acceptance: str) -> None:
+    llm = LLM("demo", speculative_config=drafting(method, acceptance) | {"disable_logprobs": True})
+    llm.generate([TEXT] * 3, SamplingParams(seed=1, max_tokens=24, temperature=0.7), use_tqdm=False)
+    stats = llm.get_metrics().speculation
+    assert stats is not None
+    assert 0 < stats.num_drafts < stats.num_draft_tokens
+    assert 0 < stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+    assert stats.num_accepted_tokens_per_pos == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
+    with pytest.raises(InvalidRequestError, match="disable_logprobs"):
+        llm.generate(TEXT, SamplingParams(logprobs=1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_greedy_requests_are_exact(acceptance: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, repetition_penalty=1.1)
+    found = [
+        LLM("demo", **options).generate([TEXT, PROMPT], params, use_tqdm=False)
+        for options in ({}, {"speculative_config": drafting("draft_model", acceptance)})
+    ]
+    known, drafted = ([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs] for outputs in found)
+    assert known == drafted
