@@ -10,7 +10,7 @@ from typing import Any
 from quire.entrypoints.server.parsers.base import Function
 from quire.entrypoints.server.parsers.reader import Reader, Script, WrongCallError
 
-_ARGUMENTS = ("arguments", "parameters")
+NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters")
 
 
 def json_calls(read: Reader, known: bool = False) -> Script[None]:
@@ -49,15 +49,15 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
         if key == "function" and not inner and (yield from read.peek(1)) == "{":
             yield from _json_call(read, known, inner=True)
             begun, name = True, ""
-        elif key in ("name", "function") and name is None:
+        elif key in NAME_KEYS and name is None:
             name = yield from read.json_value()
             if known and name not in read.functions:
                 raise WrongCallError
-        elif key in _ARGUMENTS and name is not None and not begun:
+        elif key in ARGUMENT_KEYS and name is not None and not begun:
             read.start(name)
             begun = True
             yield from read.arguments()
-        elif key in _ARGUMENTS and not begun:
+        elif key in ARGUMENT_KEYS and not begun:
             yield from read.json(held.append)
         else:
             yield from read.json_value()

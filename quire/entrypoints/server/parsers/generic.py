@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function
-from quire.entrypoints.server.parsers.calls import json_calls
+from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls
 from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call, schema_of
 from quire.entrypoints.server.parsers.lark import Lark
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
@@ -27,6 +27,9 @@ _TOOL = {
     },
 }
 _JSON_ARGUMENTS = re.compile(r"\{\s*\"probe_of_a_key\"\s*:\s*\"probe of a value\"\s*\}")
+_LAST_MARKS = re.compile(r"(\s*<[|｜][^<>]*[|｜]>\s*)+$")  # which end the turn, or as good as
+_NAME_KEY = re.compile(rf'"({"|".join(NAME_KEYS)})"\s*:\s*"$')
+_ARGUMENTS_KEY = re.compile(rf'"({"|".join(ARGUMENT_KEYS)})"\s*:\s*$')
 _JSON_HEAD = re.compile(r"\[?\s*\{[^{}]*$")
 
 Render = Callable[[list[dict[str, Any]], list[Any], bool], str]  # messages, tools, whether the answer is opened
@@ -76,6 +79,8 @@ def learned_form(render: Render) -> Form | None:
     if _ID in before + middle + after:
         return None  # what the model would write there, nobody knows
     if head := _JSON_HEAD.search(before):
+        if not (_NAME_KEY.search(before) and _ARGUMENTS_KEY.search(middle)):
+            return None
         if (mark := before[: head.start()].strip()) == "":
             return JSON_CALLS
         return _marked_json(mark, before, middle, after)
@@ -95,9 +100,11 @@ def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
                 yield from read.space()
                 yield from read.one_of(end)
 
+    close = _LAST_MARKS.sub("", after)
+
     def write(lark: Lark, function: Function) -> str:
         name = json.dumps(function.name)[1:-1]
-        return f"{lark.text(before.lstrip() + name + middle)} {lark.json(schema_of(function))} {lark.text(after)}"
+        return f"{lark.text(before.lstrip() + name + middle)} {lark.json(schema_of(function))} {lark.text(close)}"
 
     return Form(script, Frame(mark, write), marks=(mark, *([end] if end else [])))
 
@@ -114,7 +121,7 @@ def _named(before: str, middle: str, after: str) -> Form:
                 read.end()
                 yield from read.one_of(after)
 
-    return Form(script, Frame(before, named_call(before, middle, after)))
+    return Form(script, Frame(before, named_call(before, middle, _LAST_MARKS.sub("", after))))
 
 
 def _before_tag(text: str, at: int) -> int:

@@ -24,15 +24,16 @@ def _script(read: Reader) -> Script[None]:
 
 def _named_call(read: Reader) -> Script[None]:
     name, mark = yield from read.until(_ARGS, _ID, "{", most=MAX_NAME)
-    if mark == _ID:
-        yield from read.until(_ARGS, most=MAX_NAME)
-    read.start(name.strip())
+    id = (yield from read.until(_ARGS, most=MAX_NAME))[0].strip() if mark == _ID else None
+    read.start(name.strip(), id)
     if mark == "{":
         read.put_back(mark)
     yield from read.arguments()
 
 
 def _frame(template: str) -> Frame:
+    if _ID in template:
+        return Frame(_MARK, named_call(_MARK, _ID, "", between_regex="[a-zA-Z0-9]{9}", then=_ARGS))
     if _ARGS in template:
         return Frame(_MARK, named_call(_MARK, _ARGS, ""))
     if f"{_MARK}[" in template or '"[TOOL_CALLS] ["' in template:

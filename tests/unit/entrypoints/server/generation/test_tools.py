@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.entrypoints.server.parsers.base import Function, Offer, ToolCallDelta, ToolCallStart
+from quire.entrypoints.server.parsers.generic import learned_form
+from quire.entrypoints.server.parsers.reader import ScriptParser
 from quire.entrypoints.server.parsers.registry import (
     THOUGHT_NAMES,
+    TOOL_FORMS,
     TOOL_NAMES,
     check_name,
     thought_format,
@@ -20,6 +24,7 @@ from quire.entrypoints.server.parsing import plan_parsing, warm_up
 from quire.errors import ConfigError
 from quire.protocol.requests import SamplingTask
 from quire.sampling_params import SamplingParams
+from quire.text.template import ChatTemplate
 
 TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }} {% endfor %}
 {%- for m in messages %}{{ m.role }}: {{ m.content or '' }}
@@ -231,6 +236,7 @@ FORMATS = {
     "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
     "google-gemma-4-31B-it": ("gemma", "gemma4"),
     "fireworks-ai-llama-3-firefunction-v2": ("phi4_mini_json", None),
+    "meetkai-functionary-medium-v3.1": (None, None),
     "google-gemma-2-2b-it": (None, None),
     "microsoft-Phi-3.5-mini-instruct": (None, None),
 }
@@ -252,3 +258,51 @@ def test_arguments_reach_templates_that_want_text(make_server: Callable[..., Any
     with TestClient(server.app) as client:
         post(client, tools=None, messages=[USER, {"role": "assistant", "tool_calls": [call]}])
     assert json.loads(server.llm.tokenizer.decode(server.request.prompt_token_ids)[5:]) == {"x": 1}
+
+
+WRITTEN = [
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen-Qwen3-0.6B",
+    "Qwen3-Coder",
+    "GLM-4.6",
+    "moonshotai-Kimi-K2",
+    "deepseek-ai-DeepSeek-V3.1",
+    "openai-gpt-oss-120b",
+    "ibm-granite-granite-4.0",
+    "mistralai-Ministral-3-14B-Reasoning-2512",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "unsloth-mistral-Devstral-Small-2507",
+    "Mistral-Small-3.2-24B-Instruct-2506",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    # Formats that are learned.
+    "Apriel-1.6-15b-Thinker-fixed",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "meetkai-functionary-medium-v3.1",
+]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_template_writes_of_a_call_is_read_as_one(name: str) -> None:
+    text = (SHARED / f"{name}.jinja").read_text()
+    template = ChatTemplate(text, {"bos_token": "<s>", "eos_token": "</s>"})
+
+    def render(messages: list[dict[str, Any]], tools: list[Any], opens: bool) -> str:
+        return template.render(messages, tools=tools, add_generation_prompt=opens)
+
+    format = tool_format("auto", text)
+    form = TOOL_FORMS[format] if format else learned_form(render)
+    assert form is not None
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "rain", "description": "Rain?", "parameters": parameters}}
+    arguments = {"place": 'Å "b"', "days": 3}
+    call = {"id": "abc012345", "type": "function", "function": {"name": "rain", "arguments": json.dumps(arguments)}}
+    opened = render([USER], [tool], True)
+    written = render([USER, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool], False)
+    begun = next(at for at in range(len(written)) if not opened.startswith(written[: at + 1]))
+    parser = ScriptParser(form.script, Offer((Function("rain", parameters),)), lambda: "call")
+    events = parser.push(written[begun:].removesuffix("</s>")) + parser.finish()
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["rain"]
+    pieces = [event.arguments for event in events if isinstance(event, ToolCallDelta)]
+    assert json.loads("".join(pieces)) == arguments

@@ -35,7 +35,7 @@ PAINT = Function(
 STOP = Function("stop", {"type": "object", "properties": {}, "additionalProperties": False})
 BOTH = (PAINT, STOP)
 TEMPLATES = {  # for formats that have several, a sign of each
-    "mistral": ["[ARGS]", "[TOOL_CALLS][", "[TOOL_CALLS]name{"],
+    "mistral": ["[ARGS]", "[CALL_ID] [ARGS]", "[TOOL_CALLS][", "[TOOL_CALLS]name{"],
     "deepseek_v3": ["```json", ""],
     "granite": ["", "<tool_call>"],
     "gemma": ["", "<start_function_call> <escape>"],

@@ -410,6 +410,9 @@ def test_ids_are_of_the_formats_own_kind() -> None:
     (start, *_) = read(tool_parser("mistral"), "[TOOL_CALLS]tide[ARGS]{}")
     assert isinstance(start, ToolCallStart)
     assert len(start.id) == 9
+    (start, *_) = read(tool_parser("mistral"), "[TOOL_CALLS]tide[CALL_ID]a1b2c3d4e[ARGS]{}")
+    assert isinstance(start, ToolCallStart)
+    assert start.id == "a1b2c3d4e"
     section = "<|tool_calls_section_begin|><|tool_call_begin|>functions.tide:7<|tool_call_argument_begin|>{}"
     (start, *_) = read(tool_parser("kimi_k2"), section)
     assert isinstance(start, ToolCallStart)
