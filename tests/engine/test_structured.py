@@ -138,6 +138,18 @@ WAYS: list[tuple[bool, dict[str, Any]]] = [
     (True, {"max_num_batched_tokens": 40}),
     (False, {"num_kv_blocks": 12, "block_size": 8, "max_model_len": 90, "max_num_batched_tokens": 32}),
     (True, {"num_kv_blocks": 12, "block_size": 8, "max_model_len": 90, "swap_space": 0.01}),
+    (False, {"speculative_config": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}}),
+    (
+        False,
+        {
+            "speculative_config": {
+                "method": "medusa",
+                "model": "demo-medusa",
+                "num_speculative_tokens": 3,
+                "speculative_token_tree": "[(0,), (1,), (0, 0)]",
+            }
+        },
+    ),
     (False, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}),
 ]
 
@@ -149,6 +161,34 @@ def test_however_they_run(alone: list[Any], late: bool, options: dict[str, Any])
     assert run(one, mixed()) == alone
     assert (one.stats().num_preemptions_total > 0) == ("block_size" in options)
     assert run(one, mixed()) == alone, "with what the prefix cache has, and the grammars that are kept"
+
+
+@pytest.mark.slow
+def test_nothing_is_lost(alone: list[Any]) -> None:
+    """Plans are cancelled and the workers forget all; another scheduler goes on from the state of the first."""
+    params = mixed()
+    one = engine(late=True)
+    for i, param in enumerate(params):
+        one.add_request(str(i), PROMPTS[i % len(PROMPTS)], param)
+    found: dict[str, Any] = {}
+    scheduler = one.core.scheduler
+    for step in range(10_000):
+        if not one.has_unfinished_requests():
+            break
+        if step in (3, 17, 40):
+            one.core._plans.clear()
+            scheduler.cancel()
+            one.executor.reset()
+        if step == 25:
+            other = engine(late=True).core.scheduler
+            other.restore(scheduler.state())
+            one.core._plans.clear()
+            one.executor.reset()
+            one.core.scheduler = scheduler = other
+        for output in one.step():
+            if output.finished:
+                found[output.request_id] = [(c.index, list(c.token_ids), c.text) for c in output.outputs]
+    assert [found[str(i)] for i in range(len(params))] == [[part[:3] for part in parts] for parts in alone]
 
 
 def test_forced_tokens_are_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
