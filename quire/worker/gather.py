@@ -142,15 +142,20 @@ def gather_nodes(
             starts += [start + count] * size
             trees += [size] + [0] * (size - 1)
         ends.append((ends[-1] if ends else 0) + count + len(part))
-    index, base, number, length = np.array(indices), np.array(bases, INT), np.array(numbers), np.array(lengths, INT)
+    index, base, number = np.array(indices), np.array(bases, INT), np.array(numbers, INT)
     seq_lens = base + table.tree.depths[number]
-    query_start_loc = np.zeros(len(index) + 1, INT)
-    np.cumsum(length, out=query_start_loc[1:])
-    within = np.arange(ends[-1], dtype=INT) - np.repeat(query_start_loc[:-1], length)
-    positions = within + np.repeat(seq_lens - length, length)
-    places = within + np.repeat(np.where(number < 0, base - length, base + number).astype(INT), length)
-    above = base[:, None] + table.tree.ancestors[number]
-    row_of_token, num_blocks = np.repeat(index, length), -(-int(seq_lens.max()) // table.block_size)
+    if max(counts) <= 1:  # nodes and newest tokens
+        query_start_loc = np.arange(len(index) + 1, dtype=INT)
+        row_of_token, positions, places = index, seq_lens - INT(1), base + number
+    else:
+        length = np.array(lengths, INT)
+        query_start_loc = np.zeros(len(index) + 1, INT)
+        np.cumsum(length, out=query_start_loc[1:])
+        within = np.arange(ends[-1], dtype=INT) - np.repeat(query_start_loc[:-1], length)
+        positions = within + np.repeat(seq_lens - length, length)
+        places = within + np.repeat(np.where(number < 0, base - length, base + number), length)
+        row_of_token = np.repeat(index, length)
+    above, num_blocks = base[:, None] + table.tree.ancestors[number], -(-int(seq_lens.max()) // table.block_size)
 
     arrays = StepArrays(
         input_ids=table.token_ids[row_of_token, places],

@@ -97,3 +97,11 @@ def test_some_nodes_alone(table: RowTable) -> None:
 
 def test_a_step_without_drafts_has_no_tails(table: RowTable) -> None:
     assert gather([ScheduledSequence(0, 1), ScheduledSequence(1, 1)], table).arrays.tail_starts is None
+
+
+def test_a_step_of_trees_alone(table: RowTable) -> None:
+    zero, two = table[0], table[2]
+    scheduled = [ScheduledSequence(2, 1 + 2, num_drafts=2), ScheduledSequence(0, 1), ScheduledSequence(1, 1)]
+    batch = gather(scheduled, table)
+    expected = [(two, [11], [11], []), node_of(two, 12, 0), node_of(two, 12, 1)]
+    check(table, batch.arrays, [*expected, (zero, [0], [0], []), (table[1], [6], [6], [])])
