@@ -134,13 +134,10 @@ def gather_nodes(
         bases += [start + count] * len(own)
         numbers += own
         lengths += [count] * bool(count) + [1] * len(part)
-        if count > 1 or (count and not part):
-            starts.append(_NO_TAIL)
-            trees.append(1)
-        size = len(own) - (count > 1)
-        if part:
-            starts += [start + count] * size
-            trees += [size] + [0] * (size - 1)
+        apart = count > 1 or (count > 0 and not part)
+        size = len(own) - apart
+        starts += [_NO_TAIL] * apart + [start + count] * size
+        trees += [1] * apart + ([size] + [0] * (size - 1)) * bool(size)
         ends.append((ends[-1] if ends else 0) + count + len(part))
     index, base, number = np.array(indices), np.array(bases, INT), np.array(numbers, INT)
     seq_lens = base + table.tree.depths[number]
