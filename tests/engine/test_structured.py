@@ -1,5 +1,6 @@
 """Structured output in whole engines: every finished output is of its form, with the same bits however it is run."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -8,8 +9,7 @@ import jsonschema
 import pytest
 from test_exactness import LateExecutor
 
-from quire import LLM, SamplingParams
-from quire.config.engine_args import EngineArgs
+from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, SamplingParams
 from quire.engine.build import build_core, worker_config
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import config_tokenizer
@@ -270,3 +270,29 @@ def test_what_can_not_be_held_is_refused_with_the_reason() -> None:
     without = LLM("demo", skip_tokenizer_init=True)
     with pytest.raises(InvalidRequestError, match="structured_outputs needs a tokenizer"):
         without.generate({"prompt_token_ids": [5]}, good)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_behind_an_event_loop(where: Any) -> None:
+    """Requests raise what is wrong with their own grammar, and nobody else notices."""
+
+    async def last(llm: AsyncLLM, structure: dict[str, Any]) -> Any:
+        params = SamplingParams(temperature=1.0, seed=3, max_tokens=64, structured_outputs=structure)
+        return [output async for output in llm.generate("Once upon a time", params)][-1]
+
+    async def serve() -> None:
+        args = EngineArgs(model="demo", max_model_len=256)
+        llm = AsyncLLM.from_engine_args(args, options=AsyncOptions(engine=where, log_level="error"))
+        try:
+            wanted = [*STRUCTURES, REFUSED[0][0]]
+            found = await asyncio.gather(*[last(llm, structure) for structure in wanted], return_exceptions=True)
+            assert isinstance(found[-1], InvalidRequestError)
+            assert (found[-1].param, "'not' at #/properties/a" in str(found[-1])) == ("structured_outputs", True)
+            for structure, output in zip(STRUCTURES, found[:-1], strict=True):
+                part = output.outputs[0]
+                assert part.finish_reason == "length" or is_formed(structure, part.text)
+        finally:
+            llm.shutdown()
+
+    asyncio.run(serve())
