@@ -14,12 +14,13 @@ _DECAY = 0.9  # of what is known of a sequence, each time that its drafts are ve
 _SLOW_DECAY = 0.98  # of what is known of all
 _PRIOR_WEIGHT = 2.0  # trials that the rate of all counts for, of a sequence
 _FIRST_RATE = 0.6
-_GAIN = 1.04  # what drafts must promise: figures are not exact
+_GAIN = 1.08  # what drafts must promise: figures are not exact
 _PATIENCE = 8  # steps without drafts before one is tried again; doubled each time that it fails
 _MOST_PATIENCE = 128
 _LOSS = 0.01  # of the time of plain decoding may be spent in vain
 _MOST_SAVED = 1.5  # steps that the account holds at most
 _MOST_OWED = 4.0  # steps in vain after which nothing is drafted for a while
+_ROW_SECONDS = 6e-6  # of the host: what a row with drafts costs more than one without, outside of what is measured
 _NEAR = 8  # tokens that a proposer has missed count as read along with the next ones; more are an investment
 _HORIZON = 8  # steps, and as many as a sequence has had, for which an investment may be expected to bear fruit
 _LEVELS = 32  # of acceptance: rows of one level are treated alike
@@ -66,7 +67,10 @@ class StepCosts:
         known = self(num_tokens) - self._host
         self.follow(seconds > known)
         if self._num_followed % _SHAPE_STEPS == 0:
-            self._measured[num_tokens] = self._known[num_tokens] * (_DRIFT if seconds > known else 1 / _DRIFT)
+            drift = _DRIFT if seconds > known else 1 / _DRIFT
+            self._measured[num_tokens] = self._known[num_tokens]
+            for size in self._measured:  # larger ones with it: what comes on top of this one is not known better now
+                self._measured[size] *= drift if size >= num_tokens else 1.0
             self._known.clear()
 
 
@@ -214,7 +218,7 @@ class Pace:
     def _making(self, num_rows: int, depth: int, num_read: int) -> float:
         """What it costs to draft for so many rows, at most `depth` tokens for each."""
         rounds = (depth - 1) * self.drafting(num_rows) if self._has_rounds else 0.0
-        return self.drafting(max(num_rows, num_read)) + rounds
+        return self.drafting(max(num_rows, num_read)) + rounds + num_rows * _ROW_SECONDS
 
     def _pays_reading(self, row: DraftedSequence, rate: float, count: int, missed: int) -> bool:
         """Whether reading what was missed is likely to pay, if there are as many steps to come as there have been."""

@@ -38,7 +38,7 @@ from quire.worker.weights.load import load_model_weights
 
 PACE_SIZES = [1, 4, 2, 8, 3, 16, 5, 32, 6, 12, 64, 24, 48, 96]  # tokens of the steps that are timed, in this order
 PACE_SECONDS = 0.05  # for all of them
-HOST_SECONDS = 1e-4  # of a step's, whatever is in it
+HOST_SECONDS = 3e-5  # of a step besides, however many tokens it brings; what each token costs, drafts do not save
 PROPOSER_SECONDS = {1: 5e-6, 2: 8e-6}  # by sequences, of what drafts without a model: a first guess
 TOUCHED_TOKENS = 1024  # of the KV cache at start-up: the first use of a page is slow
 
