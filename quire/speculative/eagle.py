@@ -5,7 +5,6 @@ are wanted next, drafts that were accepted with their true hidden states. The wo
 no blocks itself. What a cached prefix has left unknown is taken as its neighbour: that may cost acceptance, no more.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -78,17 +77,15 @@ class EagleProposer(Proposer):
     Args:
         max_drafts: of a sequence.
         vocab_size: the model's.
-        acceptance: the configuration's; under "typical" it drafts what is likeliest.
     """
 
     uses_hidden = False
     reads_all = True
 
-    def __init__(self, max_drafts: int, vocab_size: int, runner: EagleRunner, acceptance: str = "exact") -> None:
+    def __init__(self, max_drafts: int, vocab_size: int, runner: EagleRunner) -> None:
         self.max_drafts, self.taps = max_drafts, runner.taps
         self._vocab_size = vocab_size
         self._runner = runner
-        self._sharpness = math.inf if acceptance == "typical" else 1.0
 
     def read(self, spans: Sequence[ComputedSpan], hidden: Tensor, taps: Sequence[Tensor]) -> None:
         fused = self._runner.fuse(hidden, taps)
@@ -150,6 +147,6 @@ class EagleProposer(Proposer):
 
     def _open(self, row: DraftedSequence) -> _Reading:
         own, drawing = self._runner.open(row)
-        found = _Reading(own, drafting_state(drawing, row.tokens, self._vocab_size, self._sharpness))
+        found = _Reading(own, drafting_state(drawing, row.tokens, self._vocab_size))
         row.memory = found
         return found

@@ -30,7 +30,7 @@ def make_proposer(
     if isinstance(draft, DraftRunner):
         proposer = DraftModelProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
     elif isinstance(draft, EagleRunner):
-        proposer = EagleProposer(config.num_speculative_tokens, vocab_size, draft, config.acceptance)
+        proposer = EagleProposer(config.num_speculative_tokens, vocab_size, draft)
     elif config.method == "medusa":
         assert heads is not None, "heads are configured and not loaded"
         proposer = MedusaProposer(config, vocab_size, heads)
