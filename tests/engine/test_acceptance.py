@@ -262,7 +262,7 @@ def test_a_state_that_is_restored_has_its_drafts() -> None:
         tokens: list[int] = []
         second.core.scheduler.restore(first.core.scheduler.state())
         (sequence,) = second.core.scheduler.first_sequences(1)
-        while second.core.scheduler.has_unfinished:
+        while second.core.scheduler.has_unfinished():
             second.core.step()
             tokens = [*sequence.output_token_ids]
         assert tokens == known[0][1]
