@@ -55,7 +55,7 @@ class _Request:
 
 
 class Logged(NamedTuple):
-    """The counters at the last log line (`quire.metrics.log_line`)."""
+    """The counters at the last log line (`quire.entrypoints.server.log_line`)."""
 
     time: float
     num_prompt_tokens: int = 0

@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 
 import quire
 from quire import LLM, AsyncLLM, AsyncOptions, EngineArgs, SamplingParams
-from quire.config.server import ServerArgs
 from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
 

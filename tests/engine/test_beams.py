@@ -8,8 +8,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire import LLM, AsyncLLM, AsyncOptions, BeamSearchParams, EngineArgs, SamplingParams
-from quire.config.server import ServerArgs
 from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
 from quire.outputs import RequestOutput

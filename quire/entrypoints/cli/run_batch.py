@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from quire.config.server import ServerArgs
 from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engine_args_from, options_given
+from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 
 if TYPE_CHECKING:

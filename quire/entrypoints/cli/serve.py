@@ -8,8 +8,8 @@ import signal
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from quire.config.server import ServerArgs
 from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engine_args_from, flag_name, options_given
+from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.config.server import ServerArgs
+from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, QuireError
 
 

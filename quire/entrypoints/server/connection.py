@@ -11,8 +11,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.config.server import ServerArgs
 from quire.entrypoints.server.errors import error_body
+from quire.entrypoints.server.options import ServerArgs
 
 
 def connection_class(args: ServerArgs) -> Any:

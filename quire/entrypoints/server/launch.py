@@ -26,16 +26,16 @@ import uvicorn
 
 import quire
 from quire.config.engine_args import EngineArgs
-from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.connection import connection_class
+from quire.entrypoints.server.log_line import throughput_line
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
 from quire.entrypoints.server.parsing import warm_up
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
-from quire.metrics.log_line import throughput_line
 from quire.metrics.serving import ServingMetrics
 from quire.text.template import ChatTemplate
 from quire.utils.logs import configure_logging

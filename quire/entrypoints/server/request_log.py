@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from quire.config.server import ServerArgs
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.service import TurnRequest
 from quire.utils.logs import quoted
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ModelNotFoundError
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.unknown_fields import UnknownFieldLog
 

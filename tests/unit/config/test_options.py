@@ -11,8 +11,8 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.config.not_yet import not_yet
 from quire.config.options import check_options, choices_of, option
-from quire.config.server import ServerArgs
 from quire.entrypoints.cli.load.options import LoadArgs
+from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, NotYetSupportedError
 
 

@@ -122,7 +122,7 @@ def test_the_process(families: dict[str, Metric]) -> None:
 
 def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
     code = (
-        "import sys, quire.metrics.serving, quire.metrics.log_line, quire.metrics.live\n"
+        "import sys, quire.metrics.serving, quire.entrypoints.server.log_line, quire.metrics.live\n"
         "print({'torch', 'prometheus_client', 'fastapi'} & {name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

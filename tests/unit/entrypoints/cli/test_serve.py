@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.server import ServerArgs
 from quire.entrypoints.cli.main import main
+from quire.entrypoints.server.options import ServerArgs
 
 ROOT = Path(__file__).parents[4]
 

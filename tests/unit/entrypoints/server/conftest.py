@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
-from quire.config.server import ServerArgs
+from quire.entrypoints.server.options import ServerArgs
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.inputs import PreparedPrompt
 from quire.metrics.serving import ServingMetrics

@@ -3,8 +3,8 @@
 import asyncio
 import socket
 
-from quire.config.server import ServerArgs
 from quire.entrypoints.server.address import bound_socket
+from quire.entrypoints.server.options import ServerArgs
 
 
 def test_events_are_sent_at_once() -> None:

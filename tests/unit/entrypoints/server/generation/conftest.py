@@ -12,11 +12,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.config.engine_args import EngineArgs
-from quire.config.server import ServerArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.chat import chat_service
 from quire.entrypoints.server.completions import completion_service
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState
 from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
 from quire.protocol.requests import NewRequest, SamplingTask

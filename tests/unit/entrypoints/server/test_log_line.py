@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.metrics.log_line import throughput_line
+from quire.entrypoints.server.log_line import throughput_line
 from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import EngineStats
 
