@@ -8,18 +8,16 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
-from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
-from quire.speculative.drawing import Drawing, drafting_state
+from quire.speculative.drawing import Drawing, Order, drafting_state
 
 
 @dataclass(slots=True)
@@ -37,39 +35,25 @@ class Reader:
     num_read: int = 0
 
 
-@dataclass(slots=True)
-class DraftOrder:
-    """What is wanted of a sequence: tokens [start, num_tokens) are to be read, then so many drafts drawn.
-
-    `probs` gets what each was drawn from, where the runner keeps that.
-    """
-
-    reader: Reader
-    start: int
-    num_tokens: int
-    num_drafts: int
-    probs: list[Probs] = field(default_factory=list)
-
-
 class DraftRunner(ABC):
     """A draft model, its caches, and the sequences' rows."""
 
     max_tokens: int  # read at once
 
     @abstractmethod
-    def open(self, row: DraftedSequence) -> tuple[Any, SamplingParams, int, int]:
-        """The runner's own of a sequence; its parameters, seed and sequence index."""
+    def open(self, row: DraftedSequence) -> tuple[Any, Drawing]:
+        """The runner's own of a sequence, and what it is drawn with."""
 
     @abstractmethod
-    def num_slots(self, reader: Reader) -> int:
+    def num_slots(self, own: Any) -> int:
         """Positions of a sequence that have a place in the KV cache."""
 
     @abstractmethod
-    def read(self, reader: Reader, start: int, count: int) -> None:
+    def read(self, own: Any, start: int, count: int) -> None:
         """Compute tokens, and draw none."""
 
     @abstractmethod
-    def draft(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
+    def draft(self, orders: Sequence[Order]) -> list[list[int]]:
         """Read and draw, as the sampler would at those positions; fewer where it can't be done. Most drafts first."""
 
 
@@ -100,29 +84,29 @@ class DraftModelProposer(Proposer):
 
     def _propose(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
-        runner, orders, places = self._runner, list[DraftOrder](), list[int]()
+        runner, orders, places = self._runner, list[Order](), list[int]()
         budget = runner.max_tokens
         for place, row in enumerate(rows):
             reader, row.probs = row.memory or self._open(row), None
             num = row.tokens.num
             # Of what was drafted, it has read right what was accepted; the newest token is nobody's yet.
             start = reader.num_read = min(reader.num_read, num - 1)
-            count = min(row.max_drafts, runner.num_slots(reader) - num + 1)
+            count = min(row.max_drafts, runner.num_slots(reader.row) - num + 1)
             if count <= 0:
                 continue
             if num - start <= budget:
                 budget -= num - start
-                orders.append(DraftOrder(reader, start, num, count))
+                orders.append(Order(reader.row, reader.state, start, num, count))
                 places.append(place)
             elif budget == runner.max_tokens:  # it will take several steps
-                runner.read(reader, start, budget)
+                runner.read(reader.row, start, budget)
                 reader.num_read += budget
                 budget = 0
         if len(orders) > 1:
             ranked = sorted(range(len(orders)), key=lambda i: -orders[i].num_drafts)
             orders, places = [orders[i] for i in ranked], [places[i] for i in ranked]
         for place, order, drawn in zip(places, orders, runner.draft(orders) if orders else (), strict=True):
-            order.reader.num_read = order.num_tokens + min(len(drawn), order.num_drafts - 1)
+            rows[place].memory.num_read = order.stop + min(len(drawn), order.num_drafts - 1)
             drafts[place] = drawn
             if order.probs:
                 rows[place].probs = torch.from_numpy(np.stack(order.probs))
@@ -136,7 +120,7 @@ class DraftModelProposer(Proposer):
             reader, num = row.memory or self._open(row), row.tokens.num
             reader.num_read = min(reader.num_read, num - 1)
             while num - reader.num_read > most:
-                self._runner.read(reader, reader.num_read, most)
+                self._runner.read(reader.row, reader.num_read, most)
                 reader.num_read += most
             if num - reader.num_read > budget:
                 yield part
@@ -153,8 +137,7 @@ class DraftModelProposer(Proposer):
         return row.tokens.num - (reader.num_read if reader is not None else 0)
 
     def _open(self, row: DraftedSequence) -> Reader:
-        own, params, seed, sequence_index = self._runner.open(row)
-        drawing = Drawing(params, seed, sequence_index)
+        own, drawing = self._runner.open(row)
         state = drafting_state(drawing, row.tokens, self._vocab_size, math.inf if self._is_greedy else 1.0)
         reader = row.memory = Reader(own, state)
         return reader

@@ -4,10 +4,12 @@ So a draft is the sampler's own choice wherever proposer and model think alike. 
 knows neither models nor rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
@@ -22,6 +24,24 @@ class Drawing:
     params: SamplingParams
     seed: int
     sequence_index: int
+
+
+@dataclass(slots=True)
+class Order:
+    """What is wanted of a sequence: tokens [start, stop) are to be read, then so many drafts drawn.
+
+    Attributes:
+        own: the runner's own of the sequence.
+        state: how it is drawn for.
+        probs: gets what each draft was drawn from, where the runner keeps that.
+    """
+
+    own: Any
+    state: SamplingState
+    start: int
+    stop: int
+    num_drafts: int
+    probs: list[Probs] = field(default_factory=list)
 
 
 def drafting_state(drawing: Drawing, tokens: SequenceTokens, vocab_size: int, sharpness: float = 1.0) -> SamplingState:

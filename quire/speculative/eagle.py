@@ -7,7 +7,7 @@ no blocks itself. What a cached prefix has left unknown is taken as its neighbou
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +15,9 @@ from torch import Tensor
 from quire.models.held_states import HeldStates
 from quire.sampling.state import SamplingState
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
-from quire.speculative.drawing import Drawing, drafting_state
+from quire.speculative.drawing import Drawing, Order, drafting_state
 
 _MOST_HELD = 48  # hidden states of a sequence that wait for drafts to be wanted
-
-
-class EagleOrder(NamedTuple):
-    """Of a sequence, that is the runner's `own`, the tokens [start, stop) are to be read, then so many drafts drawn."""
-
-    own: Any
-    state: SamplingState
-    start: int
-    stop: int
-    num_drafts: int
 
 
 class EagleRunner(ABC):
@@ -56,7 +46,7 @@ class EagleRunner(ABC):
         """Read so many tokens of each from a position on, with the hidden state before each; draw none."""
 
     @abstractmethod
-    def draft(self, orders: Sequence[EagleOrder], hidden: Sequence[Tensor]) -> list[list[int]]:
+    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
         """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
 
         Most drafts come first.
@@ -107,14 +97,14 @@ class EagleProposer(Proposer):
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
-        orders: list[tuple[int, EagleOrder]] = []
+        orders: list[tuple[int, Order]] = []
         for place, row in enumerate(rows):
             own: _Reading = row.memory
             num = row.tokens.num
             own.cut(num - 1)
             count = min(row.max_drafts, self._runner.num_slots(own.own) - num + 1)
             if count > 0:
-                orders.append((place, EagleOrder(own.own, own.state, own.num_read, num, count)))
+                orders.append((place, Order(own.own, own.state, own.num_read, num, count)))
         if not orders:
             return drafts
         if len(orders) > 1:

@@ -12,30 +12,29 @@ from quire.config.worker import WorkerConfig
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
 from quire.protocol.cache import LayerCache, group_layers
-from quire.protocol.requests import SamplingTask
-from quire.sampling.native import fixed_record
-from quire.sampling_params import SamplingParams
-from quire.speculative.base import DraftedSequence
-from quire.speculative.draft_model import DraftOrder, DraftRunner, Reader
+from quire.speculative.base import DraftedSequence, Proposer
+from quire.speculative.draft_model import DraftModelProposer, DraftRunner
+from quire.speculative.drawing import Drawing, Order
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, held_row, num_slots
 from quire.worker.gather import StepBatch, gather_tokens
 from quire.worker.rows import Row, RowTable
 from quire.worker.weights.build import build_packed
 from quire.worker.weights.load import load_model_weights
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """The draft model of a configuration that names one; `load` fills it."""
-
-    taps: Sequence[int] = ()  # as `quire.worker.eagle.EagleModel` has
 
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no draft model is configured"
         assert config.speculative is not None, "a draft model, and nothing that uses it"
         self._config, self._draft, self._device = config, config.draft, device
+        self._speculative = config.speculative
         self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device)
-        layers = [*model.cache_layers, *self.model.cache_layers]
+        self.layers = self.model.cache_layers
+        layers = [*model.cache_layers, *self.layers]
         model.assign_groups(layers, 0)
         self.model.assign_groups(layers, len(model.cache_layers))
         self._runnable: RunnableModel = self.model  # until it is loaded
@@ -47,15 +46,13 @@ class DraftModel:
             self.store.finish()
         self._runnable = self._device.compile(self.model)
 
-    def runner(self, table: RowTable, caches: list[Tensor]) -> "RowDraftRunner":
-        """What drafts for the rows; `caches` are those of the draft model's own layers."""
+    def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
         runner = RowDraftRunner(self._device, self._runnable, table, caches, self._config.max_num_batched_tokens)
-        speculative = self._config.speculative
-        runner.draws_apart = speculative is not None and speculative.acceptance == "rejection"
-        return runner
+        runner.draws_apart = self._speculative.acceptance == "rejection"
+        num_drafts, acceptance = self._speculative.num_speculative_tokens, self._speculative.acceptance
+        return DraftModelProposer(num_drafts, model.vocab_size, runner, acceptance)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
-        """Of its steps, measured; `layers` are those of both models."""
         sizes, num_groups = [1, 4, 16, 64], len(group_layers(layers))
         seconds = self._device.step_seconds(self._runnable, self.model.cache_layers, sizes, 0.05, num_groups)
         return StepCosts(seconds)
@@ -77,63 +74,32 @@ class RowDraftRunner(DraftRunner):
         self._device, self._model, self._table, self._caches = device, model, table, caches
         self._rounds = model.rounds(caches) if isinstance(model, CompiledModel) else None
 
-    def open(self, row: DraftedSequence) -> tuple[Row, SamplingParams, int, int]:
-        held = self._table[row.sequence_id]
-        task = held.request.task
-        assert isinstance(task, SamplingTask)
-        return held, task.params, task.seed, held.sequence_index
+    def open(self, row: DraftedSequence) -> tuple[Row, Drawing]:
+        return held_row(self._table, row)
 
-    def num_slots(self, reader: Reader) -> int:
-        return min(reader.row.num_blocks) * self._table.block_size
+    def num_slots(self, own: Row) -> int:
+        return num_slots(self._table, own)
 
-    def read(self, reader: Reader, start: int, count: int) -> None:
-        self._compute([reader.row], [start], [count])
+    def read(self, own: Row, start: int, count: int) -> None:
+        self._compute([own], [start], [count])
 
-    def draft(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
-        if self._rounds is None or (self.draws_apart and not all(order.reader.state.greedy for order in orders)):
-            return self._draft_in_steps(orders)
-        rows: list[int] = []
-        records: list[bytes] = []
-        num_tokens, most = 0, orders[0].num_drafts
-        for order in orders:
-            reader, start, end = order.reader, order.start, order.num_tokens
-            state = reader.state
-            rows += reader.row.index, start, end, order.num_drafts, state.position
-            records.append(fixed_record(state))
-            num_tokens += end - start
-        table = self._table
-        tables = table.token_ids, table.block_tables
-        found = self._rounds.draw(rows, b"".join(records), num_tokens, tables, table.block_size)
-        drafts = [found[at * most : at * most + order.num_drafts] for at, order in enumerate(orders)]
-        return drafts if -1 not in found else [drawn[: drawn.index(-1)] if -1 in drawn else drawn for drawn in drafts]
+    def draft(self, orders: Sequence[Order]) -> list[list[int]]:
+        if self._rounds is None or (self.draws_apart and not all(order.state.greedy for order in orders)):
+            return draft_in_steps(orders, self._draw)
+        return draft_natively(self._rounds, self._table, orders)
 
-    def _draft_in_steps(self, orders: Sequence[DraftOrder]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in orders]
-        drafting = list(range(len(orders)))
-        starts, counts = [order.start for order in orders], [order.num_tokens - order.start for order in orders]
-        num_drawn = 0
-        while drafting:
-            several = [orders[i] for i in drafting]
-            batch, hidden = self._compute([order.reader.row for order in several], starts, counts)
-            logits = self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
-            states = [order.reader.state for order in several]
-            if self.draws_apart:
-                drawn, probs = self._device.draw_drafts(logits, states, num_drawn)
-                for order, drawn_from in zip(several, probs, strict=True):
-                    order.probs += [drawn_from] if drawn_from is not None else []
-            else:
-                drawn = self._device.draw_ahead(logits, states, num_drawn)
-            num_drawn += 1
-            going_on: list[int] = []
-            for i, token_id in zip(drafting, drawn, strict=True):
-                if token_id is not None:
-                    drafts[i].append(token_id)
-                    if num_drawn < orders[i].num_drafts:
-                        orders[i].reader.row.tokens.set_drafts(drafts[i])
-                        going_on.append(i)
-            drafting = going_on
-            starts, counts = [orders[i].num_tokens + num_drawn - 1 for i in drafting], [1] * len(drafting)
-        return drafts
+    def _draw(
+        self, orders: list[Order], starts: list[int], counts: list[int], _: list[int] | None, num_drawn: int
+    ) -> list[int | None]:
+        batch, hidden = self._compute([order.own for order in orders], starts, counts)
+        logits = self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
+        states = [order.state for order in orders]
+        if not self.draws_apart:
+            return self._device.draw_ahead(logits, states, num_drawn)
+        drawn, probs = self._device.draw_drafts(logits, states, num_drawn)
+        for order, drawn_from in zip(orders, probs, strict=True):
+            order.probs += [drawn_from] if drawn_from is not None else []
+        return drawn
 
     def _compute(self, rows: list[Row], starts: Sequence[int], counts: Sequence[int]) -> tuple[StepBatch, Tensor]:
         batch = gather_tokens(rows, starts, counts, self._table)

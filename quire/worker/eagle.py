@@ -17,13 +17,12 @@ from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.protocol.cache import LayerCache, group_layers
-from quire.protocol.requests import SamplingTask
-from quire.sampling.native import fixed_record
-from quire.speculative.base import DraftedSequence
-from quire.speculative.drawing import Drawing
-from quire.speculative.eagle import EagleOrder, EagleRunner
+from quire.speculative.base import DraftedSequence, Proposer
+from quire.speculative.drawing import Drawing, Order
+from quire.speculative.eagle import EagleProposer, EagleRunner
 from quire.speculative.pace import StepCosts
-from quire.worker.devices.base import Device
+from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, held_row, num_slots
 from quire.worker.gather import gather_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import Row, RowTable
@@ -32,7 +31,7 @@ from quire.worker.weights.store import WeightStore
 _SIZES = [1, 4, 16, 64]  # tokens of the steps that are timed
 
 
-class EagleModel:
+class EagleModel(Drafter):
     """The EAGLE head of a configuration that names one; `load` fills it.
 
     Attributes:
@@ -53,7 +52,8 @@ class EagleModel:
         taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
         self.model = EagleHead(draft, builder, model, set(self._names.values()), taps)
         self.taps = self.model.layers_read
-        layers = [*model.cache_layers, *self.model.cache_layers]
+        self.layers = self.model.cache_layers
+        layers = [*model.cache_layers, *self.layers]
         model.assign_groups(layers, 0)
         builder.context.assign_groups(layers, len(model.cache_layers))
         self._runnable: RunnableHead = self.model  # until it is loaded
@@ -69,12 +69,12 @@ class EagleModel:
         width = self._model.embedding.shape.in_features
         self._runnable = self._device.compile_head(self.model, [width] * max(1, len(self.taps)))
 
-    def runner(self, table: RowTable, caches: list[Tensor]) -> "RowEagleRunner":
-        """What drafts for the rows; `caches` are those of the head's own layers."""
-        return RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
+    def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
+        runner = RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
+        assert self._config.speculative is not None
+        return EagleProposer(self._config.speculative.num_speculative_tokens, model.vocab_size, runner)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
-        """Of its steps, measured; `layers` are those of the model and of the head."""
         timed, num_groups = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES)), len(group_layers(layers))
         return StepCosts(self._device.step_seconds(timed, self.model.cache_layers, _SIZES, 0.05, num_groups))
 
@@ -90,13 +90,10 @@ class RowEagleRunner(EagleRunner):
         self._rounds = head.rounds(caches) if isinstance(head, CompiledEagle) else None
 
     def open(self, row: DraftedSequence) -> tuple[Row, Drawing]:
-        held = self._table[row.sequence_id]
-        task = held.request.task
-        assert isinstance(task, SamplingTask)
-        return held, Drawing(task.params, task.seed, held.sequence_index)
+        return held_row(self._table, row)
 
     def num_slots(self, own: Row) -> int:
-        return min(own.num_blocks) * self._table.block_size
+        return num_slots(self._table, own)
 
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(taps or [hidden])
@@ -104,44 +101,22 @@ class RowEagleRunner(EagleRunner):
     def read(self, several: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
         self._run(several, starts, counts, hidden)
 
-    def draft(self, orders: Sequence[EagleOrder], hidden: Sequence[Tensor]) -> list[list[int]]:
-        if self._rounds is None:
-            return self._draft_in_steps(orders, torch.cat(list(hidden)))
-        rows: list[int] = []
-        for order in orders:
-            rows += order.own.index, order.start, order.stop, order.num_drafts, order.state.position
-        records = b"".join(fixed_record(order.state) for order in orders)
-        num_tokens, most = sum(order.stop - order.start for order in orders), orders[0].num_drafts
-        table = self._table
-        found = self._rounds.draw(
-            rows, records, num_tokens, (table.token_ids, table.block_tables), table.block_size, hidden
-        )
-        drafts = [found[at * most : at * most + order.num_drafts] for at, order in enumerate(orders)]
-        return [drawn[: drawn.index(-1)] if -1 in drawn else drawn for drawn in drafts]
+    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
+        if self._rounds is not None:
+            return draft_natively(self._rounds, self._table, orders, hidden)
+        before = torch.cat(list(hidden))
 
-    def _draft_in_steps(self, orders: Sequence[EagleOrder], hidden: Tensor) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in orders]
-        drafting = list(range(len(orders)))
-        starts, counts = [order.start for order in orders], [order.stop - order.start for order in orders]
-        num_drawn = 0
-        while drafting:
-            several = [orders[i] for i in drafting]
-            hidden = self._run([order.own for order in several], starts, counts, hidden)
-            logits = self._head.spread(self._head.compute_logits(hidden))
-            drawn = self._device.draw_ahead(logits, [order.state for order in several], num_drawn)
-            num_drawn += 1
-            going_on: list[int] = []
-            for at, (order, token_id) in enumerate(zip(several, drawn, strict=True)):
-                if token_id is not None:
-                    own = drafts[drafting[at]]
-                    own.append(token_id)
-                    if num_drawn < order.num_drafts:
-                        order.own.tokens.set_drafts(own)
-                        going_on.append(at)
-            hidden = self._device.take_rows(hidden, going_on)
-            drafting = [drafting[at] for at in going_on]
-            starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
-        return drafts
+        def draw(
+            orders: list[Order], starts: list[int], counts: list[int], kept: list[int] | None, num_drawn: int
+        ) -> list[int | None]:
+            nonlocal before
+            if kept is not None:
+                before = self._device.take_rows(before, kept)
+            before = self._run([order.own for order in orders], starts, counts, before)
+            logits = self._head.spread(self._head.compute_logits(before))
+            return self._device.draw_ahead(logits, [order.state for order in orders], num_drawn)
+
+        return draft_in_steps(orders, draw)
 
     def _run(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
         """What the head makes of the last token of each, [R, H]."""

@@ -13,17 +13,19 @@ from torch import Tensor
 
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
+from quire.models.causal_lm import CausalLM
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
-from quire.protocol.requests import SamplingTask
+from quire.protocol.cache import LayerCache
 from quire.protocol.step import TokenLogprobs
 from quire.sampling import Draws
 from quire.sampling.state import SamplingState
-from quire.speculative.base import DraftedSequence
+from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing
-from quire.speculative.medusa import HeadRunner
+from quire.speculative.medusa import HeadRunner, MedusaProposer
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.drafting import Drafter, held_row
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
@@ -31,18 +33,21 @@ from quire.worker.weights.store import WeightStore
 _HOST_SECONDS = 3e-5  # of drafting, beside the heads
 
 
-class MedusaModel:
+class MedusaModel(Drafter):
     """The heads of a configuration that names some; `load` fills them.
 
     Raises:
         ModelLoadError: files are missing or damaged, or the heads are another model's, or too few.
     """
 
-    def __init__(self, config: WorkerConfig, device: Device) -> None:
+    reads = False  # drafts follow from the hidden state alone
+
+    def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         speculative = config.speculative
         assert config.heads is not None, "no heads are configured"
         assert speculative is not None, "heads, and nothing that uses them"
-        self._config, self._device = config, device
+        self._config, self._speculative, self._device = config, speculative, device
+        self._runner: RowHeadRunner | None = None
         self._dtype = DTYPES[config.model.dtype]
         self._checkpoint = open_heads(config.heads, speculative.model or "", load_format=config.load_format)
         tree = speculative.tree
@@ -53,8 +58,7 @@ class MedusaModel:
         self._heads = MedusaHeads(shape, Builder(BuildContext(device.backend, formats, self._dtype)))
         self._token_map: Tensor | None = None
 
-    def load(self) -> None:
-        """Fill them."""
+    def load(self, progress: bool) -> None:
         config, checkpoint = self._config, self._checkpoint
         fill_heads(self._heads, checkpoint, self._names, self._dtype, config.model.seed)
         num_outputs, vocab_size = self._heads.shape.num_outputs, config.model.vocab_size
@@ -64,9 +68,25 @@ class MedusaModel:
                 raise checkpoint.error(f"have a {TOKEN_MAP} with ids outside the model's vocabulary of {vocab_size}.")
             self._token_map = found
 
-    def runner(self, model: RunnableModel, table: RowTable) -> "RowHeadRunner":
-        """What drafts for the rows, with the output head of `model` where the heads have none."""
-        return RowHeadRunner(self._device, self._heads, model, table, self._token_map)
+    def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
+        self._runner = RowHeadRunner(self._device, self._heads, model, table, self._token_map)
+        return MedusaProposer(self._speculative, model.vocab_size, self._runner)
+
+    def costs(self, layers: list[LayerCache]) -> StepCosts:
+        """What drafts of some rows take, all heads at once: measured."""
+        assert self._runner is not None, "proposer comes first"
+        shape = self._heads.shape
+        seconds: dict[int, float] = {}
+        with self._device.computing():
+            for num_rows in (1, 8):
+                hidden = torch.zeros(num_rows, shape.hidden_size, dtype=self._dtype)
+                taken: list[float] = []
+                for _ in range(8):
+                    start = time.perf_counter()
+                    self._runner.logits(hidden, shape.num_heads)
+                    taken.append(time.perf_counter() - start)
+                seconds[num_rows] = sorted(taken)[1]
+        return StepCosts(seconds, _HOST_SECONDS)
 
 
 class RowHeadRunner(HeadRunner):
@@ -76,15 +96,11 @@ class RowHeadRunner(HeadRunner):
         self, device: Device, heads: MedusaHeads, model: RunnableModel, table: RowTable, token_map: Tensor | None
     ) -> None:
         self._device, self._heads, self._model, self._table = device, heads, model, table
-        self._dtype = heads.dtype
         self._token_map = token_map
         self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
 
     def drawing(self, row: DraftedSequence) -> Drawing:
-        held = self._table[row.sequence_id]
-        task = held.request.task
-        assert isinstance(task, SamplingTask), "what is ranked is not drafted for"
-        return Drawing(task.params, task.seed, held.sequence_index)
+        return held_row(self._table, row)[1]
 
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         each = [state for state in states for _ in range(num_heads)]
@@ -98,21 +114,6 @@ class RowHeadRunner(HeadRunner):
         draws = Draws(each, [num_choices] * len(each), range(len(each)))
         ranked = self._device.rank(logits, draws)
         return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]
-
-    def costs(self) -> StepCosts:
-        """What drafts of some rows take, all heads at once: measured."""
-        shape = self._heads.shape
-        seconds: dict[int, float] = {}
-        with self._device.computing():
-            for num_rows in (1, 8):
-                hidden = torch.zeros(num_rows, shape.hidden_size, dtype=self._dtype)
-                taken: list[float] = []
-                for _ in range(8):
-                    start = time.perf_counter()
-                    self.logits(hidden, shape.num_heads)
-                    taken.append(time.perf_counter() - start)
-                seconds[num_rows] = sorted(taken)[1]
-        return StepCosts(seconds, _HOST_SECONDS)
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from msgspec import structs
 
-from quire.config.speculative import EAGLE_METHODS
 from quire.config.worker import WorkerConfig
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
@@ -26,6 +25,7 @@ from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.draft import DraftModel
+from quire.worker.drafting import Drafter
 from quire.worker.eagle import EagleModel
 from quire.worker.fingerprint import kv_fingerprint
 from quire.worker.judging import Judge
@@ -41,6 +41,13 @@ PACE_SECONDS = 0.05  # for all of them
 HOST_SECONDS = 3e-5  # of a step besides, however many tokens it brings; what each token costs, drafts do not save
 PROPOSER_SECONDS = {1: 5e-6, 2: 8e-6}  # by sequences, of what drafts without a model: a first guess
 TOUCHED_TOKENS = 1024  # of the KV cache at start-up: the first use of a page is slow
+# By method, what drafts with a model of its own.
+DRAFTERS: dict[str, Callable[[WorkerConfig, Device, CausalLM], Drafter]] = {
+    "draft_model": DraftModel,
+    "medusa": MedusaModel,
+    "eagle": EagleModel,
+    "eagle3": EagleModel,
+}
 
 
 class Worker:
@@ -58,9 +65,10 @@ class Worker:
         self._config = config
         self.device: Device = CpuDevice(config)
         self._model, self._store = build_packed(config, config.model, config.quantization, self.device)
-        self._draft = self._build_draft()
-        self._heads = MedusaModel(config, self.device) if config.heads is not None else None
-        self._layers = [*self._model.cache_layers, *(self._draft.model.cache_layers if self._draft else ())]
+        self._drafter: Drafter | None = None
+        if config.speculative is not None and config.speculative.method in DRAFTERS:
+            self._drafter = DRAFTERS[config.speculative.method](config, self.device, self._model)
+        self._layers = [*self._model.cache_layers, *(self._drafter.layers if self._drafter is not None else ())]
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
@@ -69,14 +77,6 @@ class Worker:
         self._num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
         self.device.adopt(self._num_parameters)
 
-    def _build_draft(self) -> DraftModel | EagleModel | None:
-        """What drafts beside the model."""
-        config = self._config
-        if config.draft is None or config.speculative is None:
-            return None
-        drafts = EagleModel if config.speculative.method in EAGLE_METHODS else DraftModel
-        return drafts(config, self.device, self._model)
-
     def load(self, progress: bool = True) -> WorkerReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
         config, device = self._config, self.device
@@ -84,11 +84,9 @@ class Worker:
         loaded = load_model_weights(self._model, config.model, load_format=config.load_format, progress=progress)
         if self._store is not None:
             self._store.finish()
-        self._runnable = device.compile(self._model, self._draft.taps if self._draft is not None else ())
-        if self._draft is not None:
-            self._draft.load(progress)
-        if self._heads is not None:
-            self._heads.load()
+        self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
+        if self._drafter is not None:
+            self._drafter.load(progress)
         return WorkerReport(
             kernels=device.kernels,
             kernels_reason=device.kernels_reason,
@@ -107,7 +105,7 @@ class Worker:
         """Measure what is free now that the weights are loaded, and what a step takes of it."""
         config, device = self._config, self.device
         # A mapped file counts as memory that could be freed; steps read all of it.
-        stores = (self._store, self._draft.store if self._draft is not None else None)
+        stores = (self._store, self._drafter.store if self._drafter is not None else None)
         mapped = sum(store.mapped_bytes for store in stores if store is not None)
         max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
         groups = group_layers(self._layers)
@@ -166,30 +164,27 @@ class Worker:
         self._runner = self._make_runner(cache, table)
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
-        config, model, proposer = self._config, self._loaded(), None
-        drafting = StepCosts(PROPOSER_SECONDS)
+        config, model, speculative, drafter = self._config, self._loaded(), self._config.speculative, self._drafter
+        proposer: Proposer | None = None
         if self._make_proposer is not None:
             proposer = self._make_proposer(self._model)
-        elif config.speculative is not None:
-            own = cache.tensors[len(self._model.cache_layers) :]
-            drafts = self._draft.runner(table, own) if self._draft is not None else None
-            heads = self._heads.runner(model, table) if self._heads is not None else None
-            if heads is not None and config.speculative.adaptive:
-                drafting = heads.costs()
-            proposer = make_proposer(config.speculative, model.vocab_size, drafts, heads)
+        elif drafter is not None:
+            proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
+        elif speculative is not None:
+            proposer = make_proposer(speculative)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
-        speculative = config.speculative
         if speculative is None or proposer is None:
             return runner
+        proposer.max_batch = speculative.disable_by_batch_size or math.inf
         # The rejection sampler takes a draft that is certain just when the sampler's own draw is it.
         judges = {"exact": False, "rejection": proposer.from_prefix, "typical": True}[speculative.acceptance]
         if judges:
             runner.judge = Judge(self.device, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
-            seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS)
-            drafting = drafting if self._draft is None else self._draft.costs(self._layers)
-            runner.pace = Pace(StepCosts(seconds, HOST_SECONDS), drafting, self._draft is not None, config.draft_tree)
+            costs = StepCosts(self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS), HOST_SECONDS)
+            drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(self._layers)
+            runner.pace = Pace(costs, drafting, drafter is not None and drafter.reads, config.draft_tree)
         return runner
 
     def begin(self, plan: StepPlan) -> None:

@@ -1,0 +1,103 @@
+"""What all that drafts with a model of its own has in common: how a worker holds it, and how it draws for rows.
+
+A method's file makes a `Drafter`, which the worker builds, loads and asks for a proposer; its runner draws by the
+functions here. Knows rows and orders; neither models nor plans.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from quire.ops.native.rounds import Rounds
+from quire.protocol.cache import LayerCache
+from quire.protocol.requests import SamplingTask
+from quire.sampling.native import fixed_record
+from quire.speculative.base import DraftedSequence, Proposer
+from quire.speculative.drawing import Drawing, Order
+from quire.speculative.pace import StepCosts
+from quire.worker.devices.base import RunnableModel
+from quire.worker.rows import Row, RowTable
+from quire.worker.weights.store import WeightStore
+
+# Of the orders still drafted for: these, their starts and counts, which of the last call's they are (None: the first
+# call), and how many drafts each has by now -> a token each, None where none can be drawn.
+DrawStep = Callable[[list[Order], list[int], list[int], list[int] | None, int], list[int | None]]
+
+
+class Drafter(ABC):
+    """A model, or heads, that draft beside the model.
+
+    Attributes:
+        layers: what its own attention layers keep of a token; they follow the model's in the same KV groups.
+        taps: the model's layers whose outputs it reads.
+        reads: whether it has to read what it has missed of a sequence before it drafts for it.
+        store: its packed weights, where the device packs them.
+    """
+
+    layers: Sequence[LayerCache] = ()
+    taps: Sequence[int] = ()
+    reads = True
+    store: WeightStore | None = None
+
+    @abstractmethod
+    def load(self, progress: bool) -> None:
+        """Fill it with its weights (ModelLoadError where they are missing, broken, or of another model)."""
+
+    @abstractmethod
+    def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
+        """What drafts for the rows of a table; `caches` are those of its own layers."""
+
+    @abstractmethod
+    def costs(self, layers: list[LayerCache]) -> StepCosts:
+        """Of drafting, measured, once there is a proposer; `layers` are those of the model and its own."""
+
+
+def held_row(table: RowTable, row: DraftedSequence) -> tuple[Row, Drawing]:
+    """A sequence's row, and what it is drawn with."""
+    held = table[row.sequence_id]
+    task = held.request.task
+    assert isinstance(task, SamplingTask), "what draws nothing is not drafted for"
+    return held, Drawing(task.params, task.seed, held.sequence_index)
+
+
+def num_slots(table: RowTable, own: Row) -> int:
+    """Positions of a sequence that have a place in the KV cache."""
+    return min(own.num_blocks) * table.block_size
+
+
+def draft_natively(
+    rounds: Rounds, table: RowTable, orders: Sequence[Order], hidden: Sequence[Tensor] = ()
+) -> list[list[int]]:
+    """Read and draw in one call, `hidden` being what is read with the tokens; fewer where it can't be done."""
+    rows: list[int] = []
+    for order in orders:
+        rows += order.own.index, order.start, order.stop, order.num_drafts, order.state.position
+    records = b"".join([fixed_record(order.state) for order in orders])
+    num_tokens, most = sum([order.stop - order.start for order in orders]), orders[0].num_drafts
+    tables = table.token_ids, table.block_tables
+    found = rounds.draw(rows, records, num_tokens, tables, table.block_size, hidden)
+    drafts = [found[at * most : at * most + order.num_drafts] for at, order in enumerate(orders)]
+    return drafts if -1 not in found else [drawn[: drawn.index(-1)] if -1 in drawn else drawn for drawn in drafts]
+
+
+def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
+    """The same, one token of each after another."""
+    drafts: list[list[int]] = [[] for _ in orders]
+    drafting = list(range(len(orders)))
+    starts, counts = [order.start for order in orders], [order.stop - order.start for order in orders]
+    kept: list[int] | None = None
+    num_drawn = 0
+    while drafting:
+        drawn = draw([orders[i] for i in drafting], starts, counts, kept, num_drawn)
+        num_drawn += 1
+        kept = []
+        for at, (i, token_id) in enumerate(zip(drafting, drawn, strict=True)):
+            if token_id is not None:
+                drafts[i].append(token_id)
+                if num_drawn < orders[i].num_drafts:
+                    orders[i].own.tokens.set_drafts(drafts[i])
+                    kept.append(at)
+        drafting = [drafting[at] for at in kept]
+        starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
+    return drafts
