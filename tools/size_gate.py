@@ -33,10 +33,13 @@ class Budget:
     rooms: dict[str, int]  # "worker" or, within a room, "ops/triton"
 
     def room(self, name: str) -> str:
-        """The room of a file, a path below quire/: the longest that is listed, or its first folder."""
+        """The room of a file, a path below quire/: the longest that is listed, or its first folder.
+
+        A listed room is a folder, or a single file without its ending.
+        """
         if "/" not in name:
             return _BASE
-        listed = [room for room in self.rooms if name.startswith(room + "/")]
+        listed = [room for room in self.rooms if name.startswith((room + "/", room + "."))]
         return max(listed, key=len, default=name.partition("/")[0])
 
 

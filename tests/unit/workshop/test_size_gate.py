@@ -140,12 +140,21 @@ def test_the_engine_proper_and_the_whole(tmp_path: Path) -> None:
     assert [p for p in size_gate.check(root)[0] if "engine proper has 21 lines" in p]
 
 
+def test_a_single_file_may_be_a_room() -> None:
+    budget = size_gate.Budget(1, 1, [], {"ops": 1, "ops/table": 1})
+    assert [budget.room(name) for name in ("ops/table.py", "ops/tables.py", "ops/table/a.py")] == [
+        "ops/table",
+        "ops",
+        "ops/table",
+    ]
+
+
 def test_the_rooms_fit_in_the_house() -> None:
     """The budgets of this checkout's rooms add up to no more than its headlines."""
     budget = size_gate.Budget(**size_gate._read(ROOT, "size_budget.toml"))
     assert sum(budget.rooms.values()) <= budget.package
     assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
-    assert budget.engine <= 15_500
+    assert budget.engine <= 15_000
     assert budget.package <= 30_000
 
 
