@@ -140,7 +140,7 @@ class EngineArgs:
     pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1, short="-pp")
     distributed_executor_backend: Literal["uni"] | None = option(None, "Executor; only 'uni' (in-process) yet.")
     speculative_config: dict[str, Any] | None = option(
-        None, "Draft tokens ahead of the model, as {'method': 'ngram', 'num_speculative_tokens': 4} says (JSON)."
+        None, 'Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says.'
     )
     enforce_eager: bool = option(True, "Run without captured graphs, as this version always does on a CPU.")
     stream_interval: int = option(

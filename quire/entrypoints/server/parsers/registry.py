@@ -108,8 +108,8 @@ def check_name(option: str, name: str, names: tuple[str, ...]) -> None:
     """
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"{option} {name!r} is no parser; {meant}There are {', '.join(names)}.")
+        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+        raise ConfigError(f"{option} {name!r} is no parser; {hint} {', '.join(names)}.")
 
 
 def _first(signs: dict[str, str | None], template: str) -> str | None:
