@@ -252,11 +252,6 @@ class EngineArgs:
 
     def _eagle_head(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
         """The configuration of a head that has layers of its own; the worker holds it against the model's."""
-        if speculative.tree is not None:
-            raise NotYetSupportedError(
-                f"speculative_config: speculative_token_tree is not supported yet with the method "
-                f"{speculative.method!r}; leave it out."
-            )
         path = self._heads(speculative)
         stated = ModelConfig.from_pretrained(path, dtype=model.dtype, load_format=self.load_format)
         # Positions are the model's: what a head was trained on is often shorter.

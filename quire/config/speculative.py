@@ -66,7 +66,7 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
     speculative_token_tree: str | None = option(
-        None, "Draft a tree: its nodes by their choices, the best one 0, as '[(0,), (1,), (0, 0)]'."
+        None, "Heads draft a tree: its nodes by their choices, the best one 0, as '[(0,), (1,), (0, 0)]'."
     )
     acceptance: Literal["exact", "rejection", "typical"] = option(
         "exact",

@@ -3,7 +3,16 @@
 The proposer keeps these and says what was computed, refused and read. Knows no tokens.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+from quire.config.draft_tree import DraftTree
+from quire.models.growing_tree import path_of
+
+Ids = npt.NDArray[np.int32]
 
 
 class HeldStates:
@@ -17,6 +26,8 @@ class HeldStates:
     def __init__(self) -> None:
         self.num_read, self.end = 1, 0
         self._held: list[Tensor] = []
+        self._tree: DraftTree | None = None
+        self._drafts: Sequence[int] = ()
 
     def cut(self, end: int) -> None:
         """Forget those from position `end` on: of drafts that were refused."""
@@ -34,6 +45,21 @@ class HeldStates:
             self.num_read, self._held = start, [hidden[:1]]
         self._held.append(hidden)
         self.end = start + len(hidden)
+
+    def expect(self, tree: DraftTree, drafts: Sequence[int]) -> None:
+        """The last ones are of the first nodes of a tree, whose tokens are `drafts`, that is not judged yet."""
+        self._tree, self._drafts = tree, drafts
+
+    def settle(self, tokens: Ids, num: int) -> None:
+        """Keep, of such nodes, those of the accepted path; `tokens` are the sequence's, `num` with the newest one."""
+        if self._tree is None or not self._drafts:
+            return
+        start = self.end - len(self._drafts)
+        path = path_of(self._tree, self._drafts, tokens[start : num - 1].tolist())
+        nodes = self._held.pop()
+        first = len(nodes) - len(self._drafts)
+        self._held.append(nodes[[*range(first), *(first + node for node in path)]])
+        self.end, self._drafts = start + len(path), ()
 
     def take(self, stop: int) -> list[Tensor]:
         """Those to be read with the tokens [num_read, stop), which then are; the last may stay for the next."""

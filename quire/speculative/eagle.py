@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.draft_tree import DraftTree
 from quire.models.held_states import HeldStates
 from quire.sampling.state import SamplingState
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
@@ -49,7 +50,7 @@ class EagleRunner(ABC):
     def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
         """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
 
-        Most drafts come first.
+        Most drafts come first. Where drafts are a tree, its first nodes, of the likeliest tokens.
         """
 
 
@@ -62,18 +63,19 @@ class _Reading(HeldStates):
 
 
 class EagleProposer(Proposer):
-    """Drafts a chain for all sequences at once, one token of each after another.
+    """Drafts a chain, or a tree, for all sequences at once: one token, or level, of each after another.
 
     Args:
         max_drafts: of a sequence.
         vocab_size: the model's.
+        tree: the shape of the drafts, where they are no chain.
     """
 
     uses_hidden = False
     reads_all = True
 
-    def __init__(self, max_drafts: int, vocab_size: int, runner: EagleRunner) -> None:
-        self.max_drafts, self.taps = max_drafts, runner.taps
+    def __init__(self, max_drafts: int, vocab_size: int, runner: EagleRunner, tree: DraftTree | None = None) -> None:
+        self.max_drafts, self.taps, self._tree = max_drafts, runner.taps, tree
         self._vocab_size = vocab_size
         self._runner = runner
 
@@ -84,9 +86,12 @@ class EagleProposer(Proposer):
         for row, start, first, count, num_drafts in spans:
             own: _Reading = row.memory or self._open(row)
             part = fused[first : first + count]
+            own.settle(row.tokens.ids, row.tokens.num)
             # A few rows would keep all of a large step's alive.
             own.add(start, part if count * 4 >= len(fused) else part.clone())
             stop = start + count - num_drafts
+            if self._tree is not None:
+                own.expect(self._tree, row.tokens.drafts()[:num_drafts])
             if count > num_drafts + 1 or stop - own.num_read > _MOST_HELD:
                 reading.append(own)
                 stops.append(stop)
@@ -101,6 +106,7 @@ class EagleProposer(Proposer):
         for place, row in enumerate(rows):
             own: _Reading = row.memory
             num = row.tokens.num
+            own.settle(row.tokens.ids, num)
             own.cut(num - 1)
             count = min(row.max_drafts, self._runner.num_slots(own.own) - num + 1)
             if count > 0:
@@ -125,7 +131,10 @@ class EagleProposer(Proposer):
     def forget(self, row: DraftedSequence) -> None:
         """Read what was held, as its blocks may serve others."""
         own: _Reading | None = row.memory
-        if own is not None and (stop := min(own.end, row.tokens.num - 1)) > own.num_read:
+        if own is None:
+            return
+        own.settle(row.tokens.ids, row.tokens.num)
+        if (stop := min(own.end, row.tokens.num - 1)) > own.num_read:
             self._read([own], [stop])
 
     def _read(self, reading: Sequence[_Reading], stops: Sequence[int]) -> None:

@@ -12,11 +12,14 @@ from torch import Tensor
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import LayerCache
 from quire.protocol.requests import SamplingTask
+from quire.protocol.step import TokenLogprobs
+from quire.sampling import Draws
 from quire.sampling.native import fixed_record
+from quire.sampling.state import SamplingState
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing, Order
 from quire.speculative.pace import StepCosts
-from quire.worker.devices.base import RunnableModel
+from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.rows import Row, RowTable
 from quire.worker.weights.store import WeightStore
 
@@ -101,3 +104,9 @@ def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
         drafting = [drafting[at] for at in kept]
         starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
     return drafts
+
+
+def rank_tokens(device: Device, logits: Tensor, states: list[SamplingState], nums: list[int]) -> list[Sequence[int]]:
+    """Of each row so many of the likeliest tokens, best first; fewer, or none, where there are no more."""
+    ranked = device.rank(logits, Draws(states, nums, range(len(states))))
+    return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]

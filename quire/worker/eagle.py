@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.config.draft_tree import DraftTree
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
+from quire.models.growing_tree import GrowingTrees
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.protocol.cache import LayerCache, group_layers
 from quire.speculative.base import DraftedSequence, Proposer
@@ -22,8 +24,8 @@ from quire.speculative.drawing import Drawing, Order
 from quire.speculative.eagle import EagleProposer, EagleRunner
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, held_row, num_slots
-from quire.worker.gather import gather_tokens
+from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, held_row, num_slots, rank_tokens
+from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import Row, RowTable
 from quire.worker.weights.store import WeightStore
@@ -43,6 +45,7 @@ class EagleModel(Drafter):
         assert config.speculative is not None, "a head, and nothing that uses it"
         self._config, self._device, self._model = config, device, model
         draft, speculative = config.draft, config.speculative
+        self._max_drafts = speculative.max_drafts
         check_eagle_head(draft, config.model)
         self._checkpoint = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._names = {name: our_name(name) for name in self._checkpoint.shapes}
@@ -71,8 +74,7 @@ class EagleModel(Drafter):
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
         runner = RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
-        assert self._config.speculative is not None
-        return EagleProposer(self._config.speculative.num_speculative_tokens, model.vocab_size, runner)
+        return EagleProposer(self._max_drafts, model.vocab_size, runner, self._config.draft_tree)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
         timed, num_groups = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES)), len(group_layers(layers))
@@ -102,9 +104,11 @@ class RowEagleRunner(EagleRunner):
         self._run(several, starts, counts, hidden)
 
     def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
-        if self._rounds is not None:
+        if self._rounds is not None and self._table.tree is None:
             return draft_natively(self._rounds, self._table, orders, hidden)
         before = torch.cat(list(hidden))
+        if self._table.tree is not None:
+            return self._grow(self._table.tree.tree, orders, before)
 
         def draw(
             orders: list[Order], starts: list[int], counts: list[int], kept: list[int] | None, num_drawn: int
@@ -118,8 +122,29 @@ class RowEagleRunner(EagleRunner):
 
         return draft_in_steps(orders, draw)
 
+    def _grow(self, shape: DraftTree, orders: Sequence[Order], hidden: Tensor) -> list[list[int]]:
+        """Trees: of each level the likeliest tokens, and then the head on all of its nodes."""
+        trees = GrowingTrees(shape, [order.num_drafts for order in orders])
+        counts = [order.stop - order.start for order in orders]
+        hidden = self._run([order.own for order in orders], [order.start for order in orders], counts, hidden)
+        while True:
+            logits, wanted = self._head.spread(self._head.compute_logits(hidden)), trees.wanted
+            states, num_choices = [orders[i].state for i, _ in wanted], [num for _, num in wanted]
+            parents = trees.grow(rank_tokens(self._device, logits, states, num_choices))
+            if not parents:
+                return [trees.drafts(i) for i in range(len(orders))]
+            for i in trees.growing:
+                orders[i].own.tokens.set_drafts(trees.drafts(i))
+            rows, stops = [orders[i].own for i in trees.growing], [orders[i].stop for i in trees.growing]
+            nodes = gather_nodes(rows, stops, [0] * len(rows), trees.levels, self._table)
+            hidden = self._compute(nodes, self._device.take_rows(hidden, parents))
+
+    def _compute(self, batch: StepBatch, hidden: Tensor) -> Tensor:
+        """[T, H]."""
+        input_ids, step = self._device.upload(batch.arrays, self._caches)
+        return self._head(input_ids, hidden, step)
+
     def _run(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
         """What the head makes of the last token of each, [R, H]."""
         batch = gather_tokens(list(rows), starts, counts, self._table)
-        input_ids, step = self._device.upload(batch.arrays, self._caches)
-        return self._device.take_rows(self._head(input_ids, hidden, step), [end - 1 for end in batch.ends])
+        return self._device.take_rows(self._compute(batch, hidden), [end - 1 for end in batch.ends])

@@ -17,15 +17,13 @@ from quire.models.causal_lm import CausalLM
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
 from quire.protocol.cache import LayerCache
-from quire.protocol.step import TokenLogprobs
-from quire.sampling import Draws
 from quire.sampling.state import SamplingState
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing
 from quire.speculative.medusa import HeadRunner, MedusaProposer
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.drafting import Drafter, held_row
+from quire.worker.drafting import Drafter, held_row, rank_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
@@ -111,9 +109,7 @@ class RowHeadRunner(HeadRunner):
     ) -> list[Sequence[int]]:
         logits = self.logits(hidden, num_heads)
         each = [state for state in states for _ in range(num_heads)]
-        draws = Draws(each, [num_choices] * len(each), range(len(each)))
-        ranked = self._device.rank(logits, draws)
-        return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]
+        return rank_tokens(self._device, logits, each, [num_choices] * len(each))
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""

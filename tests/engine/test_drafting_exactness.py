@@ -14,6 +14,7 @@ import quire
 from quire.text.tokenizer import load_tokenizer
 
 TEXT = "The captain said that the ship would sail at dawn. The mate said that the ship would not sail at dawn. " * 3
+WIDE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]"
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {},
     "suffix": {"suffix_decoding_max_cached_requests": 50},
@@ -21,8 +22,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"model": "demo-medusa"},
     "eagle": {"model": "demo-eagle"},
     "eagle3": {"model": "demo-eagle3"},
+    "eagle tree": {"method": "eagle", "model": "demo-eagle", "speculative_token_tree": WIDE},
+    "eagle3 tree": {"method": "eagle3", "model": "demo-eagle3", "speculative_token_tree": WIDE},
 }
-WIDE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)]"
 FORMATS: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"dtype": "bfloat16"},
@@ -65,6 +67,7 @@ def check(model_options, alone, todo, method: str, k: int, options: dict[str, An
     config = {"method": method, "num_speculative_tokens": k, "adaptive": way == "adaptive"} | METHODS[method]
     if method == "medusa" and k > 4:
         config["speculative_token_tree"] = WIDE  # the demo has four heads
+    if "speculative_token_tree" in config:
         del config["num_speculative_tokens"]
     one = engine(model_options("demo"), **options, **changes, speculative_config=config)
     expected = alone(options)

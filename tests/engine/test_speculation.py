@@ -154,6 +154,34 @@ def test_heads_draft_well(method: str) -> None:
     assert stats.num_accepted_tokens > 0.6 * stats.num_drafts
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_heads_draft_trees_as_well_as_chains_and_better(method: str) -> None:
+    """Without branches just what the chain has: the same ancestors are read, and the true hidden states kept."""
+    found: list[tuple[Any, int, int]] = []
+    for shape in (
+        {"num_speculative_tokens": 3},
+        {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
+        {"speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]"},
+    ):
+        config = {"method": method, "model": f"demo-{method}", "adaptive": False}
+        llm = LLM("demo", speculative_config=config | shape, debug=True)
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        outputs = llm.generate(["Once upon a time", "The captain said", "The old woman"], params, use_tqdm=False)
+        stats = llm.get_metrics().speculation
+        assert stats is not None
+        ids = [output.outputs[0].token_ids for output in outputs]
+        found.append((ids, stats.num_drafts, stats.num_accepted_tokens))
+    chain, alike, tree = found
+    assert alike == chain
+    assert tree[0] == chain[0]
+    assert tree[2] / tree[1] > chain[2] / chain[1]
+
+
+def test_trees_of_an_eagle_head_change_no_answer(plain: dict[str, list[Any]]) -> None:
+    tree = {"speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 0, 0), (1, 0, 1)]"}
+    check(plain, {"method": "eagle", "model": "demo-eagle"} | tree)
+
+
 def test_draft_models_may_be_quantized(plain: dict[str, list[Any]]) -> None:
     check(plain, method_of("draft_model", 2) | {"quantization": "int8"})
 

@@ -5,14 +5,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.config.draft_tree import DraftTree
 from quire.config.engine_args import EngineArgs
 from quire.config.worker import WorkerConfig
-from quire.errors import NotYetSupportedError, QuireError
+from quire.errors import QuireError
 from quire.models.held_states import HeldStates
 from quire.utils.hub import resolve_model_path
 from quire.worker.worker import Worker
@@ -90,13 +92,6 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         start(head)
 
 
-def test_trees_are_not_there_yet(tmp_path: Path) -> None:
-    with pytest.raises(
-        NotYetSupportedError, match="speculative_token_tree is not supported yet with the method 'eagle'"
-    ):
-        start(resolve_model_path("demo-eagle"), speculative_token_tree="[(0,), (1,), (0, 0)]")
-
-
 def rows(start: int, stop: int) -> Tensor:
     """The position's number, in place of its hidden state."""
     return torch.arange(start, stop).view(-1, 1)
@@ -119,3 +114,21 @@ def test_what_is_unknown_is_taken_as_its_neighbour() -> None:
     held.add(32, rows(32, 36))  # the first 32 came from the prefix cache
     assert held.num_read == 32
     assert torch.cat(held.take(36)).flatten().tolist() == [32, 32, 33, 34]
+
+
+TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0)]")
+
+
+def test_of_a_tree_the_path_is_kept() -> None:
+    held = HeldStates()
+    held.add(0, rows(0, 9))  # the newest token is at 4, and then nodes
+    held.expect(TREE, [70, 71, 72, 73])
+    held.settle(np.array([0] * 5 + [71, 73, 9]), 8)
+    assert held.end == 7
+    held.add(7, rows(20, 21))
+    assert torch.cat(held.take(9)).flatten().tolist() == [0, 1, 2, 3, 4, 6, 8, 20]
+    held.add(8, rows(8, 12))
+    held.expect(TREE, [70, 71, 72])
+    held.settle(np.array([0] * 9 + [75]), 10)
+    held.settle(np.array([0] * 9 + [70]), 10)  # once
+    assert held.end == 9
