@@ -14,7 +14,7 @@ import numpy as np
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.engine.build import _grammars
 from quire.engine.llm_engine import LLMEngine
-from quire.structured.matcher import Grammar
+from quire.structured.matcher import Grammar, MaskBuffer
 
 PROSE = {
     "type": "object",
@@ -67,7 +67,7 @@ def masks(engine: LLMEngine) -> None:
     assert engine.tokenizer is not None
     text = json.dumps({"title": "A tale of ships and rain", "pages": 312, "text": "Once upon a time. " * 20})
     ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    mask = np.empty((1, manager.num_words), np.uint32)
+    mask = MaskBuffer(manager.num_words, 1)
     times: dict[str, list[float]] = {"mask": [], "take": [], "forced": []}
     for _ in range(20):
         matcher = grammar.matcher([], goes_on=False)

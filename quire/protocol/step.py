@@ -166,11 +166,12 @@ class SampleGuide(msgspec.Struct, frozen=True, kw_only=True):
     """Which tokens a step may draw: made while the device computes, needed when it samples.
 
     `masks` holds one bitmask per entry of `rows`, little-endian uint32 words, bit t set where token t is allowed;
-    `rows` says for which scheduled sequence (its place in the plan) and which sampled position of it.
+    `rows` says for which scheduled sequence (its place in the plan) and which sampled position of it. The memory
+    is writable, and used anew for the next step: who needs it longer, or elsewhere, copies it.
     """
 
     step_id: int
-    masks: bytes
+    masks: memoryview
     rows: list[tuple[int, int]]
 
 

@@ -4,16 +4,15 @@ The scheduler's hook for `quire.structured`. It knows which sequences stand wher
 matcher's to say. Costs nothing where no live request has a grammar.
 """
 
-import numpy as np
-
 from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.structured.manager import GrammarManager
-from quire.structured.matcher import Grammar
+from quire.structured.matcher import Grammar, MaskBuffer
 
 _PARAM = "structured_outputs"
+_FINISHED = SequenceStatus.FINISHED
 
 
 class Guidance:
@@ -24,6 +23,7 @@ class Guidance:
         self._planner = planner
         self._outcomes = outcomes
         self._awaiting: dict[bytes, list[SequenceGroup]] = {}
+        self._masks: MaskBuffer | None = None
 
     @property
     def is_compiling(self) -> bool:
@@ -66,23 +66,22 @@ class Guidance:
         if not self._outcomes.num_guided:
             return None
         assert self._grammars is not None, "a request with a grammar, in an engine without any"
-        places: list[tuple[int, int]] = []
-        guided: list[tuple[Sequence, list[int]]] = []
+        if (masks := self._masks) is None:
+            masks = self._masks = MaskBuffer(self._grammars.num_words)
+        rows: list[tuple[int, int]] = []
         for place, (item, sequence) in enumerate(zip(plan.scheduled, sequences, strict=True)):
-            grammar = sequence.group.grammar
-            if grammar is None or not item.sampling or sequence.status is SequenceStatus.FINISHED:
+            group, num_drafts, row = sequence.group, item.num_drafts, len(rows)
+            if group.grammar is None or not item.sampling or sequence.status is _FINISHED:
                 continue
-            if sequence.matcher is None:
-                ignores_end = sequence.group.task.params.ignore_eos
-                sequence.matcher = grammar.matcher(sequence.output_token_ids, ignores_end)
-            guided.append((sequence, sequence.draft_token_ids[: item.num_drafts]))
-            places += [(place, position) for position in range(1 + item.num_drafts)]
-        if not places:
-            return None
-        masks = np.empty((len(places), self._grammars.num_words), np.uint32)
-        row, address = 0, masks.ctypes.data
-        for sequence, drafts in guided:
-            assert sequence.matcher is not None, "it was made above"
-            sequence.matcher.fill(masks, drafts, row, address)
-            row += 1 + len(drafts)
-        return SampleGuide(step_id=plan.step_id, masks=masks.tobytes(), rows=places)
+            if (matcher := sequence.matcher) is None:
+                ignores_end = group.task.params.ignore_eos
+                matcher = sequence.matcher = group.grammar.matcher(sequence.output_token_ids, ignores_end)
+            if row + num_drafts >= masks.num_rows:
+                masks.grow(row + num_drafts + 1)
+            if num_drafts:
+                matcher.fill(masks, sequence.draft_token_ids[:num_drafts], row)
+                rows += [(place, position) for position in range(1 + num_drafts)]
+            else:
+                matcher.fill(masks, (), row)
+                rows.append((place, 0))
+        return SampleGuide(step_id=plan.step_id, masks=masks.first(len(rows)), rows=rows) if rows else None

@@ -48,13 +48,15 @@ class Outcomes:
         self.drafts = drafts
         self._planner = planner
         self._kv = kv
-        self._config = config
+        self._max_model_len = config.max_model_len
+        self._drafts_forced = config.drafts_forced
+        self._is_tree = config.draft_tree is not None
 
     # Beginnings.
 
     def open(self, request: NewRequest, continuation: Continuation, order: int, is_new: bool = True) -> SequenceGroup:
         """A request without sequences; the policy knows one that is not new."""
-        group = SequenceGroup(request, order, continuation, self._config.max_model_len)
+        group = SequenceGroup(request, order, continuation, self._max_model_len)
         self._planner.enrol(group, is_new)
         self.groups[request.request_id] = group
         self.num_guided += group.task.has_grammar
@@ -154,8 +156,9 @@ class Outcomes:
         sequence.num_drafts = 0
         if sequence.matcher is not None:
             sequence.matcher.take(tokens)
-            if num_forced := self._guided_drafts(sequence, []):
-                self._settle(sequence, num_forced)
+            if self._drafts_forced and (forced := sequence.matcher.forced()):
+                sequence.draft_token_ids, sequence.forces = forced, True
+                self._settle(sequence, len(forced))
         outputs.append(
             SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, group.num_cached_tokens or 0)
         )
@@ -339,8 +342,8 @@ class Outcomes:
         """What a sequence with a grammar is to verify next: tokens that are forced, else allowed drafts. How many."""
         matcher = sequence.matcher
         assert matcher is not None, "a token was drawn without a mask"
-        forced = matcher.forced() if self._config.drafts_forced else []
-        if self._config.draft_tree is not None:  # a mask is of a chain
+        forced = matcher.forced() if self._drafts_forced else []
+        if self._is_tree:  # a mask is of a chain
             proposed = []
         sequence.forces = bool(forced)
         sequence.draft_token_ids = forced or (proposed and proposed[: matcher.num_allowed(proposed)])

@@ -98,7 +98,7 @@ class GrammarManager:
                     return
                 key, params = self._asked.get()
             try:
-                found: Grammar | str = Grammar(self._compiler.compile(params), self._end_ids, self.num_words)
+                found: Grammar | str = Grammar(self._compiler.compile(params), self._end_ids)
             except QuireError as error:
                 found = str(error)
             except Exception as error:

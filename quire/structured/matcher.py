@@ -5,7 +5,7 @@ knows, and no others: what it finds out of drafts is taken back. llguidance work
 grammar, a matcher has an `error` instead and then allows nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,37 @@ MAX_FORCED = 8  # tokens drafted at once where the grammar leaves no choice: a k
 Masks = npt.NDArray[np.uint32]  # [rows, words]: bit t % 32 of word t // 32 is set where token t is allowed
 
 
-def mask_of(token_ids: Iterable[int], num_words: int) -> Masks:
-    """[words], with the bits of these tokens."""
-    mask = np.zeros(num_words, np.uint32)
-    for token_id in token_ids:
-        mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-    return mask
+class MaskBuffer:
+    """The masks of one step after another, in the same memory; read and written without numpy, a word being cheaper so.
+
+    Attributes:
+        array: all of it.
+        words: the same in one dimension.
+        num_words: of a mask.
+        num_rows: which there is room for.
+        address: of the first.
+    """
+
+    __slots__ = ("_bytes", "address", "array", "num_rows", "num_words", "words")
+
+    def __init__(self, num_words: int, num_rows: int = 32) -> None:
+        self.num_words = num_words
+        self._use(np.zeros((num_rows, num_words), np.uint32))
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for so many rows at least; those there are keep what they have."""
+        more = np.zeros((max(num_rows, 2 * self.num_rows), self.num_words), np.uint32)
+        more[: self.num_rows] = self.array
+        self._use(more)
+
+    def _use(self, array: Masks) -> None:
+        self.array, self._bytes = array, array.data.cast("B")
+        self.words = self._bytes.cast("I")
+        self.num_rows, self.address = len(array), array.ctypes.data
+
+    def first(self, num_rows: int) -> memoryview:
+        """The bytes of so many masks, until they are written anew."""
+        return self._bytes[: num_rows * 4 * self.num_words]
 
 
 class Grammar:
@@ -30,19 +55,17 @@ class Grammar:
     Args:
         start: llguidance's matcher before any token; copied and never moved.
         end_ids: the end-of-sequence tokens.
-        num_words: of a mask.
     """
 
-    __slots__ = ("_end_ids", "_end_mask", "_start")
+    __slots__ = ("_end_ids", "_start")
 
-    def __init__(self, start: Any, end_ids: tuple[int, ...], num_words: int) -> None:
+    def __init__(self, start: Any, end_ids: tuple[int, ...]) -> None:
         self._start = start
         self._end_ids = end_ids
-        self._end_mask = mask_of(end_ids, num_words)
 
     def matcher(self, token_ids: Sequence[int], goes_on: bool) -> "Matcher":
         """A sequence with these output tokens; one that `goes_on` ends only where nothing else is left."""
-        matcher = Matcher(self._start.deep_copy(), (self._end_ids, self._end_mask), goes_on)
+        matcher = Matcher(self._start.deep_copy(), self._end_ids, goes_on)
         matcher.take(token_ids)
         return matcher
 
@@ -50,16 +73,16 @@ class Grammar:
 class Matcher:
     """Where one sequence stands."""
 
-    __slots__ = ("_end_ids", "_end_mask", "_engine", "_goes_on")
+    __slots__ = ("_end_ids", "_engine", "_goes_on")
 
-    def __init__(self, engine: Any, ends: tuple[tuple[int, ...], Masks], goes_on: bool) -> None:
+    def __init__(self, engine: Any, end_ids: tuple[int, ...], goes_on: bool) -> None:
         self._engine = engine
-        self._end_ids, self._end_mask = ends
+        self._end_ids = end_ids
         self._goes_on = goes_on
 
     def copy(self) -> "Matcher":
         """The same, for a fork."""
-        return Matcher(self._engine.deep_copy(), (self._end_ids, self._end_mask), self._goes_on)
+        return Matcher(self._engine.deep_copy(), self._end_ids, self._goes_on)
 
     @property
     def error(self) -> str | None:
@@ -82,34 +105,32 @@ class Matcher:
         """How many of the drafts may come, before the first that may not."""
         return self._engine.validate_tokens(drafts)
 
-    def fill(self, masks: Masks, drafts: Sequence[int], row: int = 0, address: int = 0) -> None:
+    def fill(self, masks: MaskBuffer, drafts: Sequence[int], row: int = 0) -> None:
         """Write the masks of the next position and of those after each draft, from `row` on.
 
-        After a draft that may not come, nothing is allowed: nobody gets there. `address` is that of `masks`.
+        After a draft that may not come, nothing is allowed: nobody gets there.
         """
-        engine, num_taken = self._engine, 0
-        num_bytes = 4 * masks.shape[1]
-        at = (address or masks.ctypes.data) + row * num_bytes
-        for place, draft in enumerate((*drafts, -1), row):
-            engine.unsafe_compute_mask_ptr(at, num_bytes)
-            at += num_bytes
-            if engine.is_error():
-                masks[place : row + 1 + len(drafts)] = 0
+        engine, num_bytes = self._engine, 4 * masks.num_words
+        engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
+        if engine.is_error():
+            masks.array[row : row + 1 + len(drafts)] = 0
+            return
+        if self._goes_on and engine.is_accepting():
+            self._put_off_end(masks, row)
+        if drafts:
+            draft = drafts[0]
+            if not masks.words[row * masks.num_words + (draft >> 5)] >> (draft & 31) & 1 or draft in self._end_ids:
+                masks.array[row + 1 : row + 1 + len(drafts)] = 0
                 return
-            if self._goes_on and engine.is_accepting():
-                self._put_off_end(masks[place])
-            if draft < 0:
-                break
-            if not int(masks[place, draft >> 5]) >> (draft & 31) & 1 or draft in self._end_ids:
-                masks[place + 1 : row + 1 + len(drafts)] = 0
-                break
             engine.consume_token(draft)
-            num_taken += 1
-        if num_taken:
-            engine.rollback(num_taken)
+            self.fill(masks, drafts[1:], row + 1)
+            engine.rollback(1)
 
-    def _put_off_end(self, mask: Masks) -> None:
+    def _put_off_end(self, masks: MaskBuffer, row: int) -> None:
+        """Let no end come, unless nothing else may."""
+        words, first = masks.words, row * masks.num_words
         for token_id in self._end_ids:
-            mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-        if not mask.any():
-            mask |= self._end_mask
+            words[first + (token_id >> 5)] &= ~(1 << (token_id & 31))
+        if not any(words[first : first + masks.num_words]):
+            for token_id in self._end_ids:
+                words[first + (token_id >> 5)] |= 1 << (token_id & 31)

@@ -378,8 +378,8 @@ def _with_prompt(prompt: SequenceResult, result: SequenceResult) -> SequenceResu
 
 def _attach_masks(guide: SampleGuide, lanes: dict[int, Lane]) -> None:
     """Give each lane its bitmasks; views of the guide's bytes."""
-    words = np.frombuffer(guide.masks, np.dtype("<u4")).reshape(len(guide.rows), -1)
+    words = np.frombuffer(guide.masks, np.uint32).reshape(len(guide.rows), -1)
     for mask, (place, position) in zip(words, guide.rows, strict=True):
-        lane = lanes.get(place)
-        if lane is not None:
-            lane.masks = (lane.masks or {}) | {position: mask}
+        if (lane := lanes.get(place)) is not None:
+            lane.masks = masks = lane.masks or {}
+            masks[position] = mask

@@ -36,7 +36,7 @@ def test_a_guide_says_which_tokens_may_be_drawn() -> None:
         executor = make_executor()
         executor.submit(first_plan([0, 1]))
         mask = (1 << token_id).to_bytes(8, "little")
-        result = executor.collect(SampleGuide(step_id=0, masks=mask, rows=[(0, 0)]))
+        result = executor.collect(SampleGuide(step_id=0, masks=memoryview(mask), rows=[(0, 0)]))
         assert result.results[0].token_ids == [token_id]
 
 

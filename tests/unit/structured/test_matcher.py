@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.structured import manager as module
 from quire.structured.manager import GrammarManager
-from quire.structured.matcher import Grammar, Matcher
+from quire.structured.matcher import Grammar, MaskBuffer, Matcher
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import Vocabulary
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -54,9 +54,10 @@ def allowed(mask: Iterable[int]) -> set[int]:
 
 
 def masks_of(matcher: Matcher, drafts: list[int]) -> list[set[int]]:
-    masks = np.full((1 + len(drafts), 128), 5, np.uint32)
+    masks = MaskBuffer(128, 1 + len(drafts))
+    masks.array[:] = 5
     matcher.fill(masks, drafts)
-    return [allowed(mask) for mask in masks]
+    return [allowed(mask) for mask in masks.array]
 
 
 def test_masks_of_drafts_are_those_of_tokens_and_leave_no_trace(grammars: GrammarManager, tokenizer: Tokenizer) -> None:
@@ -140,9 +141,9 @@ def test_every_kind_of_tokenizer(shared_data: Path, name: str) -> None:
     matcher, ids = grammar.matcher([], goes_on=False), list[int]()
     rng = np.random.default_rng(3)
     while True:
-        masks = np.empty((1, grammars.num_words), np.uint32)
+        masks = MaskBuffer(grammars.num_words, 1)
         matcher.fill(masks, [])
-        choices = sorted(allowed(masks[0]))
+        choices = sorted(allowed(masks.array[0]))
         assert choices[-1] < len(tokenizer)
         token = int(rng.choice(choices))
         if token == end:
