@@ -108,7 +108,8 @@ class Matcher:
     def fill(self, masks: MaskBuffer, drafts: Sequence[int], row: int = 0) -> None:
         """Write the masks of the next position and of those after each draft, from `row` on.
 
-        After a draft that may not come, nothing is allowed: nobody gets there.
+        After a draft that may not come, nothing is allowed: nobody gets there. After the end all is: what is drawn
+        there is left, and must not fail.
         """
         engine, num_bytes = self._engine, 4 * masks.num_words
         engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
@@ -119,8 +120,9 @@ class Matcher:
             self._put_off_end(masks, row)
         if drafts:
             draft = drafts[0]
-            if not masks.words[row * masks.num_words + (draft >> 5)] >> (draft & 31) & 1 or draft in self._end_ids:
-                masks.array[row + 1 : row + 1 + len(drafts)] = 0
+            allowed = masks.words[row * masks.num_words + (draft >> 5)] >> (draft & 31) & 1
+            if not allowed or draft in self._end_ids:
+                masks.array[row + 1 : row + 1 + len(drafts)] = 0xFFFFFFFF if allowed else 0
                 return
             engine.consume_token(draft)
             self.fill(masks, drafts[1:], row + 1)

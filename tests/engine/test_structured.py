@@ -296,3 +296,18 @@ def test_behind_an_event_loop(where: Any) -> None:
             llm.shutdown()
 
     asyncio.run(serve())
+
+
+@pytest.mark.parametrize(("method", "model"), [("eagle", "demo-eagle"), ("draft_model", "demo-draft")])
+def test_a_drafted_end_ends_the_output(method: str, model: str) -> None:
+    """What would follow it is drawn as well, and left: it must not fail for want of an allowed token."""
+    prompt = "<|user|>Where have you been?<|end|><|assistant|>"
+    form = StructuredOutputsParams(grammar="start: /(?s:.*)/\n")
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=form)
+    config = {"method": method, "model": model, "adaptive": False}
+    (plain,), (drafted,) = (
+        LLM("demo", speculative_config=speculative).generate(prompt, params, use_tqdm=False)
+        for speculative in (None, config)
+    )
+    assert drafted.outputs[0].finish_reason == plain.outputs[0].finish_reason == "stop"
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
