@@ -31,7 +31,7 @@ from quire.entrypoints.server.responses import (
     bounded_entries,
     token_name,
 )
-from quire.entrypoints.server.sampling import chat_params, check_size, prepared_prompt, terms_of
+from quire.entrypoints.server.sampling import chat_params, check_size, named, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import names_of
@@ -61,7 +61,9 @@ class ChatDialect:
         offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
         params = chat_params(body, self._llm)
         text = await self._render(body)
-        parsing = plan_parsing(self._state, text, params, offer, body.thinking_token_budget, body.chat_template)
+        budget = body.thinking_token_budget
+        with named(names_of(body)):
+            parsing = plan_parsing(self._state, text, params, offer, budget, body.chat_template)
         params = parsing.params
         prompt = await prepared_prompt(self._llm, text, params, body)
         check_size(body, params, [len(prompt.token_ids)], self._state)

@@ -4,16 +4,18 @@
 from forms, tools and constraints to a text in llguidance's Lark.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-
-import msgspec
+from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function, Offer
 from quire.entrypoints.server.parsers.forms import Frame
 from quire.entrypoints.server.parsers.lark import ANY_TEXT, Lark
+from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 
+_FIELD = "structured_outputs"
 _NO_JSON = r"/([^\s\[{<](?s:.*))?/"  # text that is no beginning of a call in a format without marks
 
 
@@ -45,7 +47,11 @@ class Answer:
 
 
 def answer_grammar(answer: Answer, tokens: Mapping[str, int]) -> str | None:
-    """The grammar, or None where the content's constraint can't be part of one. `tokens`: marks that are tokens."""
+    """The grammar, or None where the content's constraint can't be part of one. `tokens`: marks that are tokens.
+
+    Raises:
+        InvalidRequestError: the content's schema is no JSON.
+    """
     lark = Lark(tokens)
     content = _content(lark, answer.content)
     if content is None:
@@ -80,13 +86,20 @@ def _content(lark: Lark, params: StructuredOutputsParams | None) -> str | None:
         return ANY_TEXT
     match params.kind:
         case "json":
-            schema = msgspec.json.decode(params.constraint)
+            schema = _schema(params.constraint)
             return lark.json(schema) if isinstance(schema, dict) else None
         case "json_object":
             return lark.json({"type": "object"})
         case "choice":
             return "(" + " | ".join(lark.text(choice) for choice in params.choice or ()) + ")"
     return None
+
+
+def _schema(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{_FIELD} can't be used: it is no JSON: {error}.", _FIELD) from None
 
 
 def _with_calls(lark: Lark, offer: Offer, frame: Frame, free: bool) -> list[str]:

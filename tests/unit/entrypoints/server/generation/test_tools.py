@@ -181,6 +181,15 @@ def test_refused_by_name(client: TestClient) -> None:
         assert refusal(client, **fields)["param"] == param, fields
 
 
+def test_a_schema_after_thoughts_is_refused_as_without_them(client: TestClient) -> None:
+    for tools in (None, TOOLS):
+        error = refusal(client, tools=tools, guided_json="{x")
+        assert error["param"] == "guided_json"
+        assert error["message"].startswith("guided_json can't be used: it is no JSON: Expecting property name")
+    deep = '{"enum": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    assert refusal(client, guided_json=deep)["param"] == "guided_json"
+
+
 def test_a_format_is_learned_from_the_template(make_server: Callable[..., Any]) -> None:
     server = make_server(chat_template=OTHER)
     server.core.texts = ['Well. @@call sub with {"x": 5}@@']
