@@ -134,7 +134,7 @@ def test_masks_hold_for_each_sampled_position(drive: Callable[..., Driver]) -> N
     for mask, ids in zip(masks, allowed, strict=True):
         for token in ids:
             mask[token // 32] |= np.uint32(1 << token % 32)
-    guide = SampleGuide(step_id=1, masks=memoryview(masks[:1]).cast("B"), rows=[(1, 0)])
+    guide = SampleGuide(step_id=1, masks=masks[:1].data.cast("B"), rows=[(1, 0)])
     parts = driver.add(1, PROMPTS[1], temperature=0.0)
     for name, part in driver.add(2, PROMPTS[2], temperature=1.0, logprobs=1).items():
         parts[name] += part
@@ -142,7 +142,7 @@ def test_masks_hold_for_each_sampled_position(drive: Callable[..., Driver]) -> N
     assert bound.token_ids[0] in allowed[0]
     assert drive().start(1, PROMPTS[1], temperature=0.0) == [free]
     driver.drafts[2] = 2
-    guide = SampleGuide(step_id=2, masks=memoryview(masks).cast("B"), rows=[(0, 0), (0, 1), (0, 2)])
+    guide = SampleGuide(step_id=2, masks=masks.data.cast("B"), rows=[(0, 0), (0, 1), (0, 2)])
     (result,) = driver.step([driver.next(2, draft_token_ids=[3, 50])], guide)
     assert all(token in ids for token, ids in zip(result.token_ids, allowed, strict=False))
     if result.token_ids[0] == 3:
