@@ -52,11 +52,17 @@ class GrowingTree:
 
 
 class GrowingTrees:
-    """The first nodes of the same tree for several sequences, of each so many."""
+    """The first nodes of the same tree for several sequences, of each so many.
+
+    Attributes:
+        growing: the sequences whose levels the head is to be run on.
+        depth: of those levels; 0 of the newest token.
+    """
 
     def __init__(self, tree: DraftTree, nums: Sequence[int]) -> None:
         self._trees = [GrowingTree(tree, num) for num in nums]
-        self.growing = list(range(len(nums)))  # the sequences whose levels the head is to be run on
+        self.growing = list(range(len(nums)))
+        self.depth = 0
 
     @property
     def levels(self) -> list[range]:
@@ -68,8 +74,18 @@ class GrowingTrees:
         """Of each of these nodes, one level after another: whose it is, and how many likeliest tokens it is asked."""
         return [(i, self._trees[i].num_choices) for i in self.growing for _ in self._trees[i].level]
 
-    def grow(self, ranked: Sequence[Sequence[int]]) -> list[int]:
-        """From the tokens of all these nodes to the next levels; their parents' places, [] where all is done."""
+    def grow(self, ranked: Sequence[Sequence[int]], drawn: Sequence[int | None] = ()) -> list[int]:
+        """From the tokens of all these nodes to the next levels; their parents' places, [] where all is done.
+
+        `drawn`: of each node the token that the sampler would draw, where that may be another than the likeliest: it
+        is the best choice then.
+        """
+        if drawn:
+            ranked = [
+                [best, *(token_id for token_id in tokens if token_id != best)] if best is not None else tokens
+                for best, tokens in zip(drawn, ranked, strict=True)
+            ]
+        self.depth += 1
         parents: list[int] = []
         growing, self.growing, first = self.growing, [], 0
         for i in growing:

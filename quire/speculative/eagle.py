@@ -50,7 +50,7 @@ class EagleRunner(ABC):
     def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
         """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
 
-        Most drafts come first. Where drafts are a tree, its first nodes, of the likeliest tokens.
+        Most drafts come first. Where drafts are a tree, its first nodes: the best choice is what would be drawn.
         """
 
 

@@ -123,14 +123,15 @@ class RowEagleRunner(EagleRunner):
         return draft_in_steps(orders, draw)
 
     def _grow(self, shape: DraftTree, orders: Sequence[Order], hidden: Tensor) -> list[list[int]]:
-        """Trees: of each level the likeliest tokens, and then the head on all of its nodes."""
+        """Trees: of each level what the sampler would draw and what is likeliest, then the head on all its nodes."""
         trees = GrowingTrees(shape, [order.num_drafts for order in orders])
         counts = [order.stop - order.start for order in orders]
         hidden = self._run([order.own for order in orders], [order.start for order in orders], counts, hidden)
         while True:
             logits, wanted = self._head.spread(self._head.compute_logits(hidden)), trees.wanted
             states, num_choices = [orders[i].state for i, _ in wanted], [num for _, num in wanted]
-            parents = trees.grow(rank_tokens(self._device, logits, states, num_choices))
+            drawn = () if all(one.greedy for one in states) else self._device.draw_ahead(logits, states, trees.depth)
+            parents = trees.grow(rank_tokens(self._device, logits, states, num_choices), drawn)
             if not parents:
                 return [trees.drafts(i) for i in range(len(orders))]
             for i in trees.growing:

@@ -154,8 +154,8 @@ def test_heads_draft_well(method: str) -> None:
     assert stats.num_accepted_tokens > 0.6 * stats.num_drafts
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_heads_draft_trees_as_well_as_chains_and_better(method: str) -> None:
+@pytest.mark.parametrize(("method", "temperature"), [("eagle", 0), ("eagle", 0.8), ("eagle3", 0)])
+def test_heads_draft_trees_as_well_as_chains_and_better(method: str, temperature: float) -> None:
     """Without branches just what the chain has: the same ancestors are read, and the true hidden states kept."""
     found: list[tuple[Any, int, int]] = []
     for shape in (
@@ -165,7 +165,7 @@ def test_heads_draft_trees_as_well_as_chains_and_better(method: str) -> None:
     ):
         config = {"method": method, "model": f"demo-{method}", "adaptive": False}
         llm = LLM("demo", speculative_config=config | shape, debug=True)
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=100, ignore_eos=True)
         outputs = llm.generate(["Once upon a time", "The captain said", "The old woman"], params, use_tqdm=False)
         stats = llm.get_metrics().speculation
         assert stats is not None

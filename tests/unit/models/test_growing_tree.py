@@ -44,6 +44,13 @@ def test_several_grow_as_far_as_each_shall() -> None:
     assert [trees.drafts(i) for i in range(3)] == [[10, 11, 13, 40], [20, 21], [30, 31, 33, 50, 60, 62, 99]]
 
 
+def test_what_the_sampler_would_draw_is_the_best_choice() -> None:
+    trees = GrowingTrees(TREE, [5, 3, 3])
+    trees.grow([(10, 11, 12, 13), (20, 21, 22, 23), (30, 31, 32, 33)], [12, 99, None])
+    assert [trees.drafts(i) for i in range(3)] == [[12, 10, 13], [99, 20, 22], [30, 31, 33]]
+    assert trees.depth == 1
+
+
 def test_a_path_goes_as_far_as_tokens_and_nodes_agree() -> None:
     drafts = [10, 11, 13, 20, 30, 32, 70]
     assert path_of(TREE, drafts, [11, 32, 70]) == [1, 5, 6]
