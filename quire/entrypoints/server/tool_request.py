@@ -90,7 +90,7 @@ def read_function(name: str, parameters: Any, strict: Any, description: Any, whe
         raise InvalidRequestError(f"{where}: the properties of {name!r} must be an object.", "tools")
     if type(strict) not in (bool, type(None)):
         raise InvalidRequestError(f"{where}: strict of {name!r} must be true, false or null.", "tools")
-    return Function(name, schema, bool(strict), description if isinstance(description, str) else "")
+    return Function(name, schema, bool(strict), description if isinstance(description, str) else "", where)
 
 
 def _named(tool: Any, names: Sequence[str], where: str) -> str:

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from quire.errors import InvalidRequestError
 
 MAX_DEPTH = 100
+MAX_TESTS = 10**6  # of subschemas that refer to each other, whether a finite value satisfies them
 # What grammars don't hold; "$id" and anchors only name places.
 _UNSUPPORTED = frozenset(
     ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames")
@@ -30,7 +31,8 @@ def check_schema(schema: Any) -> None:
     """Check a schema, keyword by keyword.
 
     Raises:
-        InvalidRequestError: an unsupported keyword; a reference to nothing; too deep; or no finite value satisfies it.
+        InvalidRequestError: an unsupported keyword; a reference to nothing; too deep; or no finite value satisfies it,
+            or it takes too long to see whether one does.
     """
     if isinstance(schema, bool):
         return
@@ -69,12 +71,17 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, dict[str, Any]]]:
 
 
 class _Values:
-    """Which subschemas some finite value satisfies, as far as recursion goes: gone round until none is new."""
+    """Which subschemas some finite value satisfies. Each is tested again once one is found that it waits for."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._parts = dict(_parts(schema))
+        self._named = {f"#{p['$anchor']}": p for p in self._parts.values() if isinstance(p.get("$anchor"), str)}
+        self._named |= {part["$id"]: part for part in self._parts.values() if isinstance(part.get("$id"), str)}
         self._finite: set[int] = set()
+        self._waiting: dict[int, list[dict[str, Any]]] = {}  # by the one that it waits for
+        self._tested = schema
+        self._num_tests = 0
 
     def check(self) -> None:
         """Raise unless there is a value for the whole."""
@@ -84,22 +91,25 @@ class _Values:
         for part in parts:
             if isinstance(ref := part.get("$ref"), str):
                 self._target(ref)
-        while True:
-            # From the leaves up: the last ones found lie deepest.
-            new = [p for p in reversed(parts) if id(p) not in self._finite and self._ends(p) and not self._add(p)]
-            if not new:
-                break
+        while parts:  # from the leaves up: the last ones found lie deepest
+            self._tested = part = parts.pop()
+            if id(part) not in self._finite and self._ends(part):
+                self._finite.add(id(part))
+                parts += self._waiting.pop(id(part), ())
         if id(self._root) not in self._finite:
             raise InvalidRequestError(
                 "the JSON schema refers to itself without an end, so that no finite value satisfies it; make one of "
                 "the properties that lead back optional, or allow null there."
             )
 
-    def _add(self, part: Any) -> None:
-        self._finite.add(id(part))
-
     def _ok(self, part: Any) -> bool:
-        return not isinstance(part, dict) or id(part) in self._finite
+        self._num_tests += 1
+        if self._num_tests > MAX_TESTS:
+            raise InvalidRequestError("the JSON schema has too many parts that refer to each other; make it smaller.")
+        if not isinstance(part, dict) or id(part) in self._finite:
+            return True
+        self._waiting.setdefault(id(part), []).append(self._tested)
+        return False
 
     def _ends(self, part: dict[str, Any]) -> bool:
         if isinstance(ref := part.get("$ref"), str) and not self._ok(self._target(ref)):
@@ -110,14 +120,20 @@ class _Values:
             return False
         kinds = part.get("type")
         kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not isinstance(kinds, list) or set(kinds) - {"object", "array"} or "enum" in part or "const" in part:
+        if (
+            not isinstance(kinds, list)
+            or any(kind not in ("object", "array") for kind in kinds)
+            or "enum" in part
+            or "const" in part
+        ):
             return True  # a value of another kind will do
         return ("object" in kinds and self._object_ends(part)) or ("array" in kinds and self._array_ends(part))
 
     def _object_ends(self, part: dict[str, Any]) -> bool:
         properties = part.get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        return all(self._ok(properties.get(name, part.get("additionalProperties"))) for name in _list(part, "required"))
+        names = (name for name in _list(part, "required") if isinstance(name, str))
+        return all(self._ok(properties.get(name, part.get("additionalProperties"))) for name in names)
 
     def _array_ends(self, part: dict[str, Any]) -> bool:
         if not isinstance(least := part.get("minItems"), int) or least < 1:
@@ -129,14 +145,13 @@ class _Values:
     def _target(self, ref: str) -> Any:
         """What a reference within the schema refers to."""
         if not ref.startswith("#"):
-            known = (part for part in self._parts.values() if part.get("$id") == ref)
-            if (found := next(known, None)) is not None:
+            if (found := self._named.get(ref)) is not None:
                 return found
             raise InvalidRequestError(
                 f"$ref {ref!r} is not within the JSON schema; references elsewhere are not followed."
             )
         if ref != "#" and not ref.startswith("#/"):
-            return next((part for part in self._parts.values() if part.get("$anchor") == ref[1:]), None)
+            return self._named.get(ref)
         target: Any = self._root
         for key in ref.split("/")[1:]:
             key = unquote(key).replace("~1", "/").replace("~0", "~")

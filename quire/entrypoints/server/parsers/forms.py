@@ -139,7 +139,8 @@ def _string(lark: Lark, schema: dict[str, Any], end: str) -> str:
 def _arguments(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
     """(name, schema, whether it is needed) of each; definitions go with each schema."""
     schema = function.parameters
-    properties, needed = schema.get("properties") or {}, schema.get("required") or ()
+    properties, needed = schema.get("properties") or {}, schema.get("required")
+    needed = needed if isinstance(needed, list) else ()
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     return [
         (key, {**shared, **(one if isinstance(one, dict) else {})}, key in needed) for key, one in properties.items()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function, Offer
-from quire.entrypoints.server.parsers.forms import Frame
+from quire.entrypoints.server.parsers.forms import Frame, schema_of
 from quire.entrypoints.server.parsers.lark import ANY_TEXT, Lark
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.schema import check_schema
 
 _FIELD = "structured_outputs"
 _NO_JSON = r"/([^\s\[{<](?s:.*))?/"  # text that is no beginning of a call in a format without marks
@@ -50,7 +51,7 @@ def answer_grammar(answer: Answer, tokens: Mapping[str, int]) -> str | None:
     """The grammar, or None where the content's constraint can't be part of one. `tokens`: marks that are tokens.
 
     Raises:
-        InvalidRequestError: the content's schema is no JSON.
+        InvalidRequestError: the content's schema is no JSON, or no grammar can hold it or that of a tool.
     """
     lark = Lark(tokens)
     content = _content(lark, answer.content)
@@ -97,7 +98,11 @@ def _content(lark: Lark, params: StructuredOutputsParams | None) -> str | None:
 
 def _schema(text: str) -> Any:
     try:
-        return json.loads(text)
+        schema = json.loads(text)
+        check_schema(schema)
+        return schema
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{_FIELD} can't be used: {error}", _FIELD) from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{_FIELD} can't be used: it is no JSON: {error}.", _FIELD) from None
 
@@ -130,4 +135,13 @@ def _calls(lark: Lark, offer: Offer, frame: Frame, opened: str = "") -> str:
 
 
 def _one_of(lark: Lark, frame: Frame, functions: list[Function]) -> str:
-    return lark.rule(" | ".join(frame.call(lark, function) for function in functions))
+    return lark.rule(" | ".join(_call(lark, frame, function) for function in functions))
+
+
+def _call(lark: Lark, frame: Frame, function: Function) -> str:
+    try:
+        check_schema(schema_of(function))
+        return frame.call(lark, function)
+    except InvalidRequestError as error:
+        message = f"{function.where}: the parameters of {function.name!r} can't be held by a grammar: {error}"
+        raise InvalidRequestError(message, "tools") from None

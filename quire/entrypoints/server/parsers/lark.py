@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from quire.text.grammars.schema import check_schema
+
 ANY_TEXT = "/(?s:.*)/"
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -55,7 +57,12 @@ class Lark:
         return f"<[^{others}]>{{0,{most}}} {self.text(end)}" if most else self.text(end)
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """JSON that obeys a schema, spaced as chat templates write it."""
+        """JSON that obeys a schema, spaced as chat templates write it.
+
+        Raises:
+            InvalidRequestError: it can't be held; a part of a larger one may refer to what it is without.
+        """
+        check_schema(schema)
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
 
     def series(self, items: Sequence[tuple[str, bool]], separator: str) -> str:

@@ -104,6 +104,15 @@ def test_the_older_structural_tags(compiler: Compiler) -> None:
     assert not accepts(compiler, params, "so <f=a>1</f> it is")
 
 
+def test_many_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(10_000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": chain | {"d10000": {"type": "string"}}}
+    check_schema(schema)  # each is tested once or twice
+    monkeypatch.setattr("quire.text.grammars.schema.MAX_TESTS", 1000)
+    with pytest.raises(InvalidRequestError, match="too many parts"):
+        check_schema(schema)
+
+
 def test_after_a_thought_that_ends_in_a_special_token(compiler: Compiler) -> None:
     params = after(StructuredOutputsParams(choice=["yes", "no"]), "<|end|>\nThus: ")
     assert accepts(compiler, params, "I think so<|end|>\nThus: yes")

@@ -190,6 +190,33 @@ def test_a_schema_after_thoughts_is_refused_as_without_them(client: TestClient) 
     assert refusal(client, guided_json=deep)["param"] == "guided_json"
 
 
+@pytest.mark.parametrize("key", ["not", "uniqueItems", "divisibleBy", "extends", "disallow"])
+def test_what_no_grammar_holds_is_refused_with_its_place(client: TestClient, key: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "array", key: {}}}}
+    tools: list[Any] = [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": schema}}]
+    error = refusal(client, tools=tools, tool_choice="required")
+    assert error["param"] == "tools"
+    assert error["message"].startswith("tools[1]: the parameters of 'f' can't be held by a grammar: ")
+    assert f"{key!r} at #/properties/x;" in error["message"]
+    post(client, tools=tools)  # which is not held
+    format = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    error = refusal(client, tools=None, response_format=format)
+    assert error["param"] == "response_format"
+    assert error["message"].startswith("response_format can't be used: the JSON schema has keywords")
+    assert f"{key!r} at #/properties/x;" in error["message"]
+
+
+def test_a_schema_without_end_is_refused(make_server: Callable[..., Any]) -> None:
+    to_itself = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+    optional = {"type": "object", "properties": {"x": {"$ref": "#"}}}  # where values stand alone, "#" is x itself
+    for form, schema in [("hermes", to_itself), ("qwen3_coder", to_itself), ("qwen3_coder", optional)]:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        with TestClient(make_server(chat_template=TEMPLATE, tool_call_parser=form).app) as client:
+            error = refusal(client, tools=[tool], tool_choice="required")
+        assert error["message"].startswith("tools[0]: the parameters of 'f' ")
+        assert "without an end" in error["message"]
+
+
 def test_a_format_is_learned_from_the_template(make_server: Callable[..., Any]) -> None:
     server = make_server(chat_template=OTHER)
     server.core.texts = ['Well. @@call sub with {"x": 5}@@']
