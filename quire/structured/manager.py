@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from quire.errors import QuireError
+from quire.errors import InvalidRequestError, QuireError
 from quire.structured.matcher import Grammar
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import Compiler, Vocabulary
@@ -26,7 +26,7 @@ _NICENESS = 10  # of the thread: whoever streams comes first
 
 
 class GrammarManager:
-    """Compiles grammars, one after another, and keeps those used last.
+    """Compiles grammars, one after another, and keeps those used last; of what can't be compiled, the reason.
 
     Attributes:
         num_words: 32-bit words of a mask.
@@ -36,11 +36,11 @@ class GrammarManager:
         self.num_words = -(-vocabulary.size // 32)
         self._compiler = Compiler(vocabulary)
         self._end_ids = vocabulary.eos_token_ids
-        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._kept: OrderedDict[bytes, Grammar | str] = OrderedDict()
         self._num_bytes = 0
         self._compiling: set[bytes] = set()
         self._asked: queue.SimpleQueue[tuple[bytes, StructuredOutputsParams]] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[tuple[bytes, Grammar | str]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[bytes, Grammar | str, bool]] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._works = False  # whether the thread is there, and will look at what is asked once more
 
@@ -50,40 +50,41 @@ class GrammarManager:
 
     def get(self, key: bytes) -> Grammar | None:
         """A grammar that was compiled and is still there."""
-        grammar = self._kept.get(key)
-        if grammar is not None:
+        found = self._kept.get(key)
+        if found is not None:
             self._kept.move_to_end(key)
-        return grammar
+        return found if isinstance(found, Grammar) else None
 
     def compile(self, key: bytes, params: StructuredOutputsParams) -> None:
         """Begin to compile a grammar, unless that has begun already; `take` brings it."""
-        if key in self._compiling:
-            return
-        self._compiling.add(key)
-        with self._turn:
-            self._asked.put((key, params))
-            if not self._works:
-                self._works = True
-                threading.Thread(target=self._work, name="quire-grammars", daemon=True).start()
+        if key in self._kept:  # refused before, as a rule
+            self._made.put((key, self._kept[key], True))
+        elif key not in self._compiling:
+            self._compiling.add(key)
+            with self._turn:
+                self._asked.put((key, params))
+                if not self._works:
+                    self._works = True
+                    threading.Thread(target=self._work, name="quire-grammars", daemon=True).start()
 
     def take(self, timeout: float = 0.0) -> list[tuple[bytes, Grammar | str]]:
         """What has been compiled since the last call, or why it could not be; waits for the first so many seconds."""
-        made: list[tuple[bytes, Grammar | str]] = []
+        made: list[tuple[bytes, Grammar | str, bool]] = []
         try:
             made.append(self._made.get(timeout > 0, timeout or None))
             while True:
                 made.append(self._made.get_nowait())
         except queue.Empty:
             pass
-        for key, found in made:
+        for key, found, lasts in made:
             self._compiling.discard(key)
-            if isinstance(found, Grammar):
+            if lasts:
                 self._keep(key, found)
-        return made
+        return [(key, found) for key, found, _ in made]
 
-    def _keep(self, key: bytes, grammar: Grammar) -> None:
-        self._kept[key] = grammar
-        self._num_bytes += len(key)
+    def _keep(self, key: bytes, found: Grammar | str) -> None:
+        self._num_bytes += 0 if key in self._kept else len(key)
+        self._kept[key] = found
         while len(self._kept) > 1 and (len(self._kept) > MAX_GRAMMARS or self._num_bytes > MAX_KEPT_BYTES):
             self._num_bytes -= len(self._kept.popitem(last=False)[0])
 
@@ -97,11 +98,12 @@ class GrammarManager:
                     self._works = False
                     return
                 key, params = self._asked.get()
+            lasts = True  # rather than that it may be otherwise the next time
             try:
                 found: Grammar | str = Grammar(self._compiler.compile(params), self._end_ids)
             except QuireError as error:
-                found = str(error)
+                found, lasts = str(error), isinstance(error, InvalidRequestError)
             except Exception as error:
                 logger.exception("a grammar could not be compiled")
-                found = f"{type(error).__name__} while it was compiled."
-            self._made.put((key, found))
+                found, lasts = f"{type(error).__name__} while it was compiled.", False
+            self._made.put((key, found, lasts))

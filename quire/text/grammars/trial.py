@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, RequestFailedError
 from quire.utils.child import start_child
 
 _FRAME = struct.Struct("<Q")
@@ -28,12 +28,12 @@ class Trial:
         self._child: subprocess.Popen[bytes] | None = None
 
     def check(self, source: str) -> None:
-        """Raise InvalidRequestError if compiling llguidance's `source` takes too much, or can't begin."""
+        """Raise InvalidRequestError if compiling `source` takes too much, or RequestFailedError if it can't begin."""
         if self._child is None:
             try:
                 self._child = start_child("quire.text.grammars.trial", answers=True, keys=False)
             except OSError as error:
-                raise InvalidRequestError(f"the process that tries grammars can't be started: {error}.") from None
+                raise RequestFailedError(f"the process that tries grammars can't be started: {error}.") from None
             weakref.finalize(self, self._child.kill)
         child, data = self._child, source.encode("utf-8", "surrogatepass")
         assert child.stdin is not None

@@ -4,11 +4,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import quire
+from quire.errors import RequestFailedError
 from quire.structured import manager as module
 from quire.structured.manager import GrammarManager
 from quire.structured.matcher import Grammar, MaskBuffer, Matcher
@@ -122,6 +124,37 @@ def test_a_grammar_that_can_not_be_compiled_says_why(grammars: GrammarManager) -
     assert key == b"key"
     assert str(error).startswith("line 2, column ")
     assert grammars.get(b"key") is None
+
+
+def test_a_refusal_is_kept_as_long_as_a_grammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
+    grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
+    tried: list[StructuredOutputsParams] = []
+    compile = grammars._compiler.compile
+    monkeypatch.setattr(grammars._compiler, "compile", lambda params: tried.append(params) or compile(params))
+    bad = StructuredOutputsParams(json={"not": {}})
+    refusals: list[Any] = []
+    for _ in range(3):
+        grammars.compile(b"bad", bad)
+        refusals += wait(grammars)
+    assert refusals == [refusals[0]] * 3
+    assert len(tried) == 1
+    assert grammars.get(b"bad") is None
+    for choice in ("a", "b"):
+        compiled(grammars, choice=[choice])
+    grammars.compile(b"bad", bad)
+    assert wait(grammars) == refusals[:1]
+    assert tried.count(bad) == 2
+
+
+def test_what_may_go_better_the_next_time_is_tried_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
+    for error in (OSError("no memory"), RequestFailedError("no process")):
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars._compiler, "compile", Mock(side_effect=error))
+            grammars.compile(grammars.key(StructuredOutputsParams(choice=["a"])), StructuredOutputsParams(choice=["a"]))
+            assert isinstance(wait(grammars)[0][1], str)
+    compiled(grammars, choice=["a"])
 
 
 @pytest.mark.slow
