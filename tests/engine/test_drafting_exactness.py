@@ -101,7 +101,7 @@ def test_drafting_matrix(model_options, alone, todo, method: str, k: int, option
     check(model_options, alone, todo, method, k, options, way)
 
 
-@pytest.mark.sweep
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("options", FORMATS[:2], ids=lambda o: "-".join(o.values()))
 @pytest.mark.parametrize("method", METHODS)
@@ -112,7 +112,7 @@ def test_drafting_on_two_threads(model_options, alone, todo, method: str, option
         check(model_options, alone, todo, method, 3, options, "prefixes")
 
 
-@pytest.mark.sweep
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_drafting_on_plain_torch(model_options, alone, todo, method: str) -> None:
