@@ -1,9 +1,5 @@
-"""Acceptance by rules: the model's distribution, and answers that repeat whatever the batch.
+"""Acceptance by rules: the model's distribution, and answers that repeat whatever the batch."""
 
-QUIRE_NIGHTLY=1 draws more, in all ways.
-"""
-
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +16,6 @@ from quire.errors import InvalidRequestError
 from quire.sampling.random import DRAFT, random_bits
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
-NIGHTLY = os.environ.get("QUIRE_NIGHTLY") == "1"
 TEXT = " the old man and his good dog in the big house of her little boy and the old cat"
 PROMPT = TEXT * 2 + " and the"
 DEMO = {"model": "demo", "max_num_batched_tokens": 2048, "max_num_seqs": 256, "num_kv_blocks": 4096}
