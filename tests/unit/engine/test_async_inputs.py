@@ -77,8 +77,8 @@ def test_long_conversations_hold_up_no_short_one(monkeypatch: pytest.MonkeyPatch
                 await made.render_chat([{"role": "user", "content": "x" * size}])
                 order.append(name)
 
-            await asyncio.gather(*(render("long", 8_000_000) for _ in range(4)), render("short", 2))
-            assert order.index("short") < 4
+            await asyncio.gather(*(render("long", 4_000_000) for _ in range(8)), render("short", 2))
+            assert order.index("short") < 8
 
     run(main())
 

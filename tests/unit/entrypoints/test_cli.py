@@ -118,8 +118,6 @@ def test_both_ways_to_name_the_model() -> None:
         (["bench", "latncy"], "WHAT: invalid choice: 'latncy'. Did you mean latency?"),
         (["bench"], "required: WHAT"),
         (["serve", "--enable-lora"], "--enable-lora is not supported yet."),
-        (["serve", "--tool-call-parser", "hermes"], "--tool-call-parser is not supported yet."),
-        (["serve", "--reasoning_parser=x"], "--reasoning-parser is not supported yet."),
         (["serve", "--no-enable-lora"], "--no-enable-lora is not supported yet."),
         (["serve", "--override-generation-config", "{}"], "--override-generation-config is not supported yet: "),
         (["serve", "-O3"], "-O3 is not an option here"),
