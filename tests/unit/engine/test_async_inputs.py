@@ -77,6 +77,8 @@ def test_long_conversations_hold_up_no_short_one(monkeypatch: pytest.MonkeyPatch
                 await made.render_chat([{"role": "user", "content": "x" * size}])
                 order.append(name)
 
+            await asyncio.gather(render("short", 2), render("long", 1_000_000))  # starts a process for each
+            order.clear()
             await asyncio.gather(*(render("long", 4_000_000) for _ in range(8)), render("short", 2))
             assert order.index("short") < 8
 
