@@ -162,6 +162,8 @@ def _learned(tokenizer: Tokenizer | None, template: str) -> Form | None:
         return learned_form(render)
     except QuireError:
         return None
+    finally:
+        tokenizer.end_rendering()
 
 
 @lru_cache(maxsize=64)
