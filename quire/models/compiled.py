@@ -5,7 +5,7 @@ runs once, with the builder's values in place of tensors.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from quire.layers.step import Step, Taps
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
-from quire.ops.native.program import Caches
+from quire.ops.native.program import Caches, Program
 from quire.ops.native.rounds import Rounds
 from quire.ops.native.structs import TYPE_OF
 
@@ -24,7 +24,7 @@ class CompiledModel:
     """Token ids -> hidden states -> logits, as `CausalLM`.
 
     Args:
-        tapped: layers whose outputs a step may ask for (`Step.taps`); each run then computes them as outputs.
+        tapped: layers whose outputs a step may ask for (`Step.taps`): another program computes them as outputs.
         target: the level of kernels and the threads that its steps run on; default: `default_target`.
     """
 
@@ -32,13 +32,9 @@ class CompiledModel:
         self.vocab_size = model.vocab_size
         self.cache_layers = model.cache_layers
         self._dtype = model.dtype
-        builder = ProgramBuilder(model.dtype, target)
-        taps = Taps(tapped) if tapped else None
-        hidden: Any = model(recorded(builder.ids), Step(recorded(builder.positions), taps=taps))
-        self._width = hidden.width
-        tapped_values: Any = taps.hidden if taps is not None else []
-        self._tapped, self._tap_widths = tuple(tapped), [value.width for value in tapped_values]
-        self._body = builder.finish([hidden, *(builder.keep(value) for value in tapped_values)])
+        self._untapped, widths = _record(model, target, ())
+        self._width, self._tapped = widths[0], tuple(tapped)
+        self._body, (_, *self._tap_widths) = _record(model, target, tapped) if tapped else (self._untapped, widths)
         builder = ProgramBuilder(model.dtype, target)
         logits: Any = model.compute_logits(recorded(builder.input(self._width)))
         self._head = builder.finish(logits)
@@ -71,11 +67,13 @@ class CompiledModel:
         if caches is None or caches.tensors is not step.caches:
             caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
         steps = [step_data(batch, input_ids, step.positions) for batch in step.attention]
+        if step.taps is None:
+            self._untapped.run([hidden], steps, caches)
+            return hidden
+        assert tuple(step.taps.layers) == self._tapped, "the program was recorded for other taps"
         tapped = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._tap_widths]
         self._body.run([hidden, *tapped], steps, caches)
-        if step.taps is not None:
-            assert tuple(step.taps.layers) == self._tapped, "the program was recorded for other taps"
-            step.taps.hidden.extend(tapped)
+        step.taps.hidden.extend(tapped)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -83,6 +81,15 @@ class CompiledModel:
         logits = torch.empty(hidden.shape[0], self.vocab_size)
         self._head.run([hidden, logits])
         return logits
+
+
+def _record(model: CausalLM, target: Target | None, tapped: Sequence[int]) -> tuple[Program, list[int]]:
+    """What makes hidden states, and the outputs of the layers `tapped`, of token ids; and how wide each is."""
+    builder, taps = ProgramBuilder(model.dtype, target), Taps(tapped)
+    step = Step(recorded(builder.positions), taps=taps if tapped else None)
+    hidden: Any = model(recorded(builder.ids), step)
+    values = [hidden, *(builder.keep(value) for value in cast(list[Any], taps.hidden))]
+    return builder.finish(values), [value.width for value in values]
 
 
 class CompiledHeads:

@@ -20,11 +20,13 @@ class HeldStates:
 
     Attributes:
         num_read: the first position whose token is not read; 1 at least, as nothing stands before the first.
+        first: what `num_read` was when nothing was.
         end: the position after that of the last hidden state held; the first one held is that of num_read - 1.
     """
 
     def __init__(self) -> None:
-        self.num_read, self.end = 1, 0
+        self.num_read = self.first = 1
+        self.end = 0
         self._held: list[Tensor] = []
         self._tree: DraftTree | None = None
         self._drafts: Sequence[int] = ()
@@ -41,8 +43,10 @@ class HeldStates:
     def add(self, start: int, hidden: Tensor) -> None:
         """Hold those of the positions from `start` on."""
         self.cut(start)
-        if self.end < start:  # read by another sequence, or never: go on as if the one before were like this one
-            self.num_read, self._held = start, [hidden[:1]]
+        if not self.end and start:  # read by another sequence: go on as if the one before were like this one
+            self.num_read, self.first, self._held = start, start, [hidden[:1]]
+        elif self.end < start:  # unknown, as drafts did not pay: as if all of them were
+            self._held.append(hidden[:1].expand(start - self.end, -1))
         self._held.append(hidden)
         self.end = start + len(hidden)
 

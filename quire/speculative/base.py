@@ -110,8 +110,7 @@ class Proposer(ABC):
         """
         raise NotImplementedError
 
-    @abstractmethod
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
+    def observe(self, verdicts: Sequence[Verdict]) -> None:  # noqa: B027 - most have nothing to do
         """Take note of what became of earlier drafts."""
 
     def num_behind(self, row: DraftedSequence) -> int:

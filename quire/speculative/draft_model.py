@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.state import SamplingState
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing, Order, drafting_state
 
 
@@ -128,9 +128,6 @@ class DraftModelProposer(Proposer):
             part.append(row)
             budget -= num - reader.num_read
         yield part
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        pass
 
     def num_behind(self, row: DraftedSequence) -> int:
         reader: Reader | None = row.memory

@@ -1,8 +1,8 @@
 """Drafts by an EAGLE head, which reads each token with the model's hidden state before it, and goes on from its own.
 
-All that the model computes of a sequence the head reads, too: a prompt's parts at once, what was decoded when drafts
-are wanted next, drafts that were accepted with their true hidden states. The worker gives it a `EagleRunner`; it knows
-no blocks itself. What a cached prefix has left unknown is taken as its neighbour: that may cost acceptance, no more.
+All that the model computes of a sequence the head reads, too, when drafts are wanted next, or when there is much of it;
+drafts that were accepted with their true hidden states. The worker gives it a `EagleRunner`; it knows no blocks itself.
+What a cached prefix, or a time without drafts, has left unknown is taken as its neighbour: that may cost acceptance.
 """
 
 from abc import ABC, abstractmethod
@@ -15,10 +15,11 @@ from torch import Tensor
 from quire.config.draft_tree import DraftTree
 from quire.models.held_states import HeldStates
 from quire.sampling.state import SamplingState
-from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
+from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing, Order, drafting_state
 
-_MOST_HELD = 48  # hidden states of a sequence that wait for drafts to be wanted
+_MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
+_MOST_HELD_OF_ALL = 16384
 
 
 class EagleRunner(ABC):
@@ -83,6 +84,7 @@ class EagleProposer(Proposer):
         fused = self._runner.fuse(hidden, taps)
         reading: list[_Reading] = []
         stops: list[int] = []
+        most = min(_MOST_HELD, _MOST_HELD_OF_ALL // len(spans))
         for row, start, first, count, num_drafts in spans:
             own: _Reading = row.memory or self._open(row)
             part = fused[first : first + count]
@@ -92,7 +94,7 @@ class EagleProposer(Proposer):
             stop = start + count - num_drafts
             if self._tree is not None:
                 own.expect(self._tree, row.tokens.drafts()[:num_drafts])
-            if count > num_drafts + 1 or stop - own.num_read > _MOST_HELD:
+            if stop - own.num_read > most:
                 reading.append(own)
                 stops.append(stop)
         if reading:
@@ -104,8 +106,10 @@ class EagleProposer(Proposer):
         drafts: list[list[int]] = [[] for _ in rows]
         orders: list[tuple[int, Order]] = []
         for place, row in enumerate(rows):
-            own: _Reading = row.memory
+            own: _Reading | None = row.memory
             num = row.tokens.num
+            if own is None or own.end < num - 1:  # what was computed last was not read
+                continue
             own.settle(row.tokens.ids, num)
             own.cut(num - 1)
             count = min(row.max_drafts, self._runner.num_slots(own.own) - num + 1)
@@ -121,17 +125,14 @@ class EagleProposer(Proposer):
             drafts[place] = found
         return drafts
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        pass
-
     def num_behind(self, row: DraftedSequence) -> int:
         own: _Reading | None = row.memory
         return row.tokens.num - own.num_read if own is not None else 0
 
     def forget(self, row: DraftedSequence) -> None:
-        """Read what was held, as its blocks may serve others."""
+        """Read what was held of one that was drafted for, as its blocks may serve others."""
         own: _Reading | None = row.memory
-        if own is None:
+        if own is None or own.num_read == own.first:
             return
         own.settle(row.tokens.ids, row.tokens.num)
         if (stop := min(own.end, row.tokens.num - 1)) > own.num_read:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.config.draft_tree import DraftTree
 from quire.config.speculative import SpeculativeConfig
 from quire.sampling.state import SamplingState
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing, drafting_state
 
 # Heads know less than the model, and what they spread over many tokens is seldom drawn: at half the temperature half as
@@ -99,6 +99,3 @@ class MedusaProposer(Proposer):
                 nodes.append(found[depth - 1][choice])
             drafts.append(nodes)
         return drafts
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        pass

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 
 _BITS = 20  # of a token id in a key; ids beyond would draft in vain, no more
 
@@ -82,6 +82,3 @@ class NgramProposer(Proposer):
             index.extend(tokens.ids[len(index.token_ids) : tokens.num].tolist())
             drafts.append(index.lookup(row.max_drafts))
         return drafts
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        pass

@@ -10,23 +10,27 @@ from collections.abc import Sequence
 from quire.config.draft_tree import DraftTree
 from quire.speculative.base import DraftedSequence, Proposer
 
-_DECAY = 0.9  # of what is known of a sequence, each time that its drafts are verified
+_DECAY = 0.95  # of what is known of a sequence, each time that its drafts are verified
 _SLOW_DECAY = 0.98  # of what is known of all
-_PRIOR_WEIGHT = 2.0  # trials that the rate of all counts for, of a sequence
+_PRIOR_WEIGHT = 4.0  # trials that the rate of all counts for, of a sequence
 _FIRST_RATE = 0.6
-_GAIN = 1.08  # what drafts must promise: figures are not exact
+_GAIN = 1.1  # what drafts must promise: figures are not exact
 _PATIENCE = 8  # steps without drafts before one is tried again; doubled each time that it fails
 _MOST_PATIENCE = 128
 _LOSS = 0.01  # of the time of plain decoding may be spent in vain
 _MOST_SAVED = 1.5  # steps that the account holds at most
 _MOST_OWED = 4.0  # steps in vain after which nothing is drafted for a while
-_ROW_SECONDS = 6e-6  # of the host: what a row with drafts costs more than one without, outside of what is measured
+_BESIDE = 4e-5  # seconds that drafts cost the host beside making them, at first
+_SHARED = 3  # rows with drafts cost that as many do, besides each itself
 _NEAR = 8  # tokens that a proposer has missed count as read along with the next ones; more are an investment
 _HORIZON = 8  # steps, and as many as a sequence has had, for which an investment may be expected to bear fruit
 _LEVELS = 32  # of acceptance: rows of one level are treated alike
+_HOPE = 28  # the level that drafts may turn out to have
 _REMEMBERED_STEPS = 64  # for which a choice is kept
 _DRIFT = 1.02  # by which measured times move towards a new one: they follow its median
 _SHAPE_STEPS = 8  # of which one changes what is known of its own size alone
+_NUM_KNOWN = 6  # steps before drafts that a proposer which reads all of them must have read
+_MOST_REST = 64  # steps after which a choice of no drafts is made anew
 
 
 class StepCosts:
@@ -34,11 +38,11 @@ class StepCosts:
 
     Args:
         seconds: by number of tokens, of two sizes at least.
-        host: what a step costs besides, whatever is in it.
+        host: what a step costs besides, whatever is in it; an attribute, too.
     """
 
     def __init__(self, seconds: dict[int, float], host: float = 0.0) -> None:
-        self._host = host
+        self.host = host
         self._measured = dict(seconds)
         self._factor = 1.0
         self._num_followed = 0
@@ -54,7 +58,7 @@ class StepCosts:
             slope = (seconds[high] - seconds[low]) / (high - low)
             found = max(seconds[high] + slope * (num_tokens - high), seconds[sizes[0]])
             self._known[num_tokens] = found
-        return self._host + self._factor * found
+        return self.host + self._factor * found
 
     def follow(self, slower: bool) -> None:
         """All steps take more, or less, than is known: that changes by much at first, then it follows the median."""
@@ -64,7 +68,7 @@ class StepCosts:
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step took so long: all sizes follow at once, as machine and context change, and this one now and then."""
-        known = self(num_tokens) - self._host
+        known = self(num_tokens) - self.host
         self.follow(seconds > known)
         if self._num_followed % _SHAPE_STEPS == 0:
             drift = _DRIFT if seconds > known else 1 / _DRIFT
@@ -77,11 +81,11 @@ class StepCosts:
 class Acceptance:
     """How often drafts are accepted, of those whose turn comes; the recent ones count most."""
 
-    __slots__ = ("_accepted", "_trials", "patience", "steps_without")
+    __slots__ = ("_accepted", "_trials", "drafted_at", "patience")
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, now: int) -> None:
         self._accepted = self._trials = 0.0
-        self.steps_without, self.patience = 0, patience
+        self.drafted_at, self.patience = now, patience
 
     def observe(self, num_drafts: int, num_accepted: int, decay: float) -> None:
         self._accepted = self._accepted * decay + num_accepted
@@ -99,6 +103,9 @@ class Pace:
         drafting: of steps of what drafts: of so many rows, each round; what it must read first counts as rows, too.
         has_rounds: drafts of a row are made one after another, each at that price; else all at once.
         tree: the shape of the drafts, where they are no chain: then so many levels of it are chosen.
+
+    Attributes:
+        num_resting: steps to come after which nobody will have drafts, if they are like those before.
     """
 
     def __init__(
@@ -109,24 +116,26 @@ class Pace:
         self.drafting = drafting
         self._has_rounds = has_rounds
         self._patience = _PATIENCE  # of who comes new
-        self._all = {greedy: Acceptance(_PATIENCE) for greedy in (True, False)}  # drafts of these agree more often
+        self._now = 0  # steps
+        self._tries = True  # after that rest
+        self.num_resting = 0
+        self._all = {greedy: Acceptance(_PATIENCE, 0) for greedy in (True, False)}  # drafts of these agree more often
         self._account = costs(1)  # seconds
         self._num_scheduled = 1
         self._token_seconds = costs(1)  # of plain decoding
-        self._choices: dict[tuple[int, ...], dict[int, int]] = {}  # of late, by batch and levels
+        self._choices: dict[tuple[int, ...], tuple[dict[int, int], bool]] = {}  # of late, by batch and levels
         self._num_invested = 0  # tokens to be read before the next drafts, which later ones are to pay for
         self._num_learnt = 0
+        self._drafts_beside = _BESIDE  # seconds of the host, for a row alone
 
     def observe(self, row: DraftedSequence, num_drafts: int, num_accepted: int) -> None:
         """A sequence's drafts were verified."""
         found = row.acceptance
         if found is None:
-            found = row.acceptance = Acceptance(self._patience)
+            found = row.acceptance = Acceptance(self._patience, self._now)
         found.observe(num_drafts, num_accepted, _DECAY)
         self._all[row.greedy].observe(num_drafts, num_accepted, _SLOW_DECAY)
-        if num_accepted:
-            found.patience = self._patience = _PATIENCE
-            self._account += num_accepted * self._token_seconds
+        self._account += num_accepted * self._token_seconds
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, each of them sampled, took so long."""
@@ -135,17 +144,43 @@ class Pace:
         if self._num_learnt % _REMEMBERED_STEPS == 0:
             self._choices.clear()
 
+    def learn_host(self, seconds: float, num_rows: int) -> None:
+        """Beside computing and drafting, a step whose rows got drafts, so many of them, took so long."""
+        if num_rows:
+            more = seconds - self.costs.host > self._beside_drafts(num_rows)
+            self._drafts_beside *= _DRIFT if more else 1 / _DRIFT
+        else:
+            self.costs.host *= _DRIFT if seconds > self.costs.host else 1 / _DRIFT
+
     def drafted(self, counts: Sequence[int], num_read: int, seconds: float) -> None:
         """Rows that were chosen got so many drafts, for which so many tokens were read first, in so much time."""
         depth = max(counts) or 1
         if self._tree is not None:
             depth = self._tree.depths[depth - 1]
-        making = self._making(len(counts), depth, num_read)
-        self.drafting.follow(seconds > making)
+        seconds += self._beside_drafts(len(counts))
+        self.drafting.follow(seconds > self._making(len(counts), depth, num_read))
         num, plain = self._num_scheduled, self._token_seconds * self._num_scheduled
         making = self._making(len(counts), depth, num_read - self._num_invested)
         self._account -= min(making, seconds) + self.costs(num + sum(counts)) - plain
         self._account = max(self._account, -2 * _MOST_OWED * plain)
+
+    def rests(self, num_scheduled: int) -> bool:
+        """Whether nobody is to have drafts after this step of so many sequences, and `choose` need not be asked."""
+        if not self.num_resting or num_scheduled != self._num_scheduled:
+            self.num_resting = 0
+            return False
+        self.num_resting -= 1
+        self._now += 1
+        self._account += _LOSS * self._token_seconds * num_scheduled
+        return True
+
+    def must_know(self, num_scheduled: int) -> bool:
+        """Whether a step of so many sequences is one that drafts may soon have to go on from."""
+        return num_scheduled != self._num_scheduled or (self._tries and self.num_resting < _NUM_KNOWN)
+
+    def wake(self) -> None:
+        """Something is new: the next choice may be another one."""
+        self.num_resting = 0
 
     def choose(
         self, rows: Sequence[DraftedSequence], num_scheduled: int, most: int, proposer: Proposer | None = None
@@ -166,23 +201,32 @@ class Pace:
         levels: list[int] = []
         for row in rows:
             rate = greedy if row.greedy else drawn
-            levels.append(int((rate if row.acceptance is None else row.acceptance.rate(rate)) * _LEVELS + 0.5))
-        best: dict[int, int] = {}
-        if self._account > -_MOST_OWED * plain:
-            key = (num_scheduled, most, *sorted(levels))
-            found = self._choices.get(key)
-            best = self._choices[key] = self._best(levels, num_scheduled, most) if found is None else found
-        any_drafts, self._num_invested = False, 0
+            if row.acceptance is None:
+                row.acceptance = Acceptance(self._patience, self._now)
+            levels.append(int(row.acceptance.rate(rate) * _LEVELS + 0.5))
+        key = (num_scheduled, most, *sorted(levels))
+        found = self._choices.get(key)
+        if found is None:
+            hopes = [max(level, _HOPE) for level in levels]
+            several = [self._best(each, num_scheduled, most) for each in (levels, hopes)]
+            found = self._choices[key] = several[0], bool(several[1])
+        best, pays = found if self._account > -_MOST_OWED * plain else ({}, found[1])
+        self._num_invested, wait, self._now = 0, _MOST_REST, self._now + 1
         for row, level in zip(rows, levels, strict=True):
             count = best.get(level, 0)
             if not count:
-                count = int(self._try_again(row, num_scheduled, proposer))
+                waits = self._waits(row, level, num_scheduled, proposer) if pays else _MOST_REST
+                wait, count = min(wait, waits), int(not waits)
             elif proposer is not None and (missed := proposer.num_behind(row)) > _NEAR:
                 count = count if self._pays_reading(row, level / _LEVELS, count, missed) else 0
                 self._num_invested += missed if count else 0
+            if best.get(level, 0):
+                row.acceptance.patience = self._patience = _PATIENCE
             row.max_drafts = self._num_drafts(count)
-            any_drafts = any_drafts or count > 0
-        return any_drafts
+            if count:
+                row.acceptance.drafted_at, wait = self._now, 0
+        self.num_resting, self._tries = max(0, wait - 1), wait < _MOST_REST
+        return not wait
 
     def _best(self, levels: Sequence[int], num_scheduled: int, most: int) -> dict[int, int]:
         """How many drafts, of a tree levels, the rows of each level of acceptance get."""
@@ -218,7 +262,11 @@ class Pace:
     def _making(self, num_rows: int, depth: int, num_read: int) -> float:
         """What it costs to draft for so many rows, at most `depth` tokens for each."""
         rounds = (depth - 1) * self.drafting(num_rows) if self._has_rounds else 0.0
-        return self.drafting(max(num_rows, num_read)) + rounds + num_rows * _ROW_SECONDS
+        return self.drafting(max(num_rows, num_read)) + rounds + self._beside_drafts(num_rows)
+
+    def _beside_drafts(self, num_rows: int) -> float:
+        """What it costs the host that so many rows have drafts."""
+        return self._drafts_beside * (_SHARED + num_rows) / (_SHARED + 1)
 
     def _pays_reading(self, row: DraftedSequence, rate: float, count: int, missed: int) -> bool:
         """Whether reading what was missed is likely to pay, if there are as many steps to come as there have been."""
@@ -226,18 +274,19 @@ class Pace:
         gain -= self.costs(self._num_scheduled + self._num_drafts(count)) - self.costs(self._num_scheduled)
         return self.drafting(missed) < max(self._account, 0.0) + gain * max(_HORIZON, row.tokens.position)
 
-    def _try_again(self, row: DraftedSequence, num_scheduled: int, proposer: Proposer | None) -> bool:
-        """Whether one that has long gone without is to have a draft, or nothing would ever be learnt of it."""
-        found: Acceptance | None = row.acceptance
-        if found is None:
-            found = row.acceptance = Acceptance(self._patience)
-        found.steps_without += 1
-        if found.steps_without < found.patience:
-            return False
+    def _waits(self, row: DraftedSequence, level: int, num_scheduled: int, proposer: Proposer | None) -> int:
+        """Steps until one that goes without is to have a draft, or nothing would ever be learnt of it; 0: now."""
+        found: Acceptance = row.acceptance
+        if (wait := found.drafted_at + found.patience - self._now) > 0:
+            return wait
         missed = 1 if proposer is None else proposer.num_behind(row)
         verifying = self.costs(num_scheduled + self._num_drafts(1)) - self.costs(num_scheduled)
-        if verifying + self._making(1, 1, missed) > self._account:
-            return False
-        found.steps_without, found.patience = 0, min(2 * found.patience, _MOST_PATIENCE)
+        plain = self._token_seconds * num_scheduled
+        price = verifying + self._making(1, 1, missed)
+        if price > (_MOST_OWED if 2 * level >= _LEVELS else _MOST_SAVED) * plain:
+            return _MOST_REST
+        if (lacking := min(price, _MOST_SAVED * plain) - self._account) > 0:
+            return 1 + int(lacking / (_LOSS * plain))
+        found.patience = min(2 * found.patience, _MOST_PATIENCE)
         self._patience = max(self._patience, found.patience)
-        return True
+        return 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 
 _SEPARATOR = -1
 _LEAST_LENGTH = 2  # of a suffix; what follows a lone token is anyone's guess
@@ -116,9 +116,6 @@ class SuffixProposer(Proposer):
         self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
     ) -> Sequence[Sequence[int]]:
         return [self._drafts(row) for row in rows]
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        pass
 
     def forget(self, row: DraftedSequence) -> None:
         if not self._outputs.maxlen or not row.shares or not (output := row.tokens.output()):

@@ -55,7 +55,11 @@ class _Begun:
     ends: list[int]  # as StepBatch.ends
     hidden: Tensor  # [T, H]
     seconds: float  # that all this took, where it is measured
+    start: float = 0.0  # when it began, likewise
     taps: Sequence[Tensor] = ()  # [T, H] of each layer that the proposer reads
+    resting: bool = False  # nobody is to have drafts after it
+    reads: bool = False  # the proposer is to see all of it
+    reading: float = 0.0  # seconds that this took
 
 
 class ModelRunner:
@@ -92,6 +96,8 @@ class ModelRunner:
         self.pace: Pace | None = None
         self.judge: Judge | None = None
         self._begun: _Begun | None = None
+        self._known_seconds = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
+        self._num_drafted = 0  # rows that got drafts in it
 
     def begin(self, plan: StepPlan) -> None:
         """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
@@ -101,13 +107,23 @@ class ModelRunner:
         if not plan.scheduled:
             self._begun = _Begun(plan, [], [], _NO_HIDDEN, 0.0)
             return
+        if self.pace is not None and self._known_seconds and not (plan.new_sequences or plan.removed_sequence_ids):
+            self.pace.learn_host(start - self._known_seconds, self._num_drafted)
+        self._known_seconds = 0.0
         batch = gather(plan.scheduled, self.table)
         input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
         taps: list[Tensor] = []
-        if self.proposer is not None and self.proposer.taps:
-            step = replace(step, taps=Taps(self.proposer.taps, taps))
+        pace, proposer, num_rows = self.pace, self.proposer, len(batch.rows)
+        resting = pace is not None and pace.rests(num_rows)
+        reads = proposer is not None and proposer.reads_all and num_rows < proposer.max_batch
+        reads = reads and (pace is None or pace.must_know(num_rows))
+        # Reading makes plain steps longer than they need be; at rest one is enough to know of.
+        timed = pace is not None and (pace.num_resting == 8 if resting else not reads or batch.ends[-1] > num_rows)
+        if reads and proposer is not None and proposer.taps:
+            step = replace(step, taps=Taps(proposer.taps, taps))
         hidden = self.model(input_ids, step)
-        self._begun = _Begun(plan, batch.rows, batch.ends, hidden, time.perf_counter() - start if start else 0.0, taps)
+        seconds = time.perf_counter() - start if timed else 0.0
+        self._begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
         """Sample the plan that was begun, under the masks of `guide`."""
@@ -117,8 +133,10 @@ class ModelRunner:
         results = [_NOTHING] * len(rows)
         if self.table.num_with_prompt_logprobs:
             self._prompt_logprobs(begun, results)
-        if self.proposer is not None and self.proposer.reads_all:
+        if begun.reads and self.proposer is not None:
+            start = time.perf_counter()
             self._let_read(self.proposer, begun)
+            begun.reading = time.perf_counter() - start
         for one, row in zip(scheduled, rows, strict=True):
             row.num_computed += one.num_new_tokens
         sampled = [place for place, one in enumerate(scheduled) if one.sampling]
@@ -175,6 +193,8 @@ class ModelRunner:
         if self.proposer is not None and task.params.speculative:
             shares = row.request.cache_salt is None
             row.drafted = DraftedSequence(row.sequence_id, row.tokens, shares, greedy=row.state.greedy)
+            if self.pace is not None:
+                self.pace.wake()
 
     def _make_state(self, row: Row, task: SamplingTask, params: SamplingParams) -> SamplingState:
         return SamplingState(
@@ -223,8 +243,10 @@ class ModelRunner:
             self.device.draw(logits, list(lanes.values()))
         else:
             self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
-        if self.pace is not None and len(token_rows) == begun.ends[-1]:
-            self.pace.learn(len(token_rows), begun.seconds + time.perf_counter() - start)
+        if self.pace is not None and begun.seconds and len(token_rows) == begun.ends[-1]:
+            seconds = begun.seconds + time.perf_counter() - start
+            self.pace.learn(len(token_rows), seconds)
+            self._known_seconds, self._num_drafted = begun.start + seconds + begun.reading, 0
         if self.table.tree is not None:
             self._move_accepted(begun, lanes)
         drafts: dict[int, list[int]] = {}
@@ -283,6 +305,8 @@ class ModelRunner:
         self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane], hidden: Tensor
     ) -> dict[int, list[int]]:
         """Drafts by place in the plan, which the rows then hold; `hidden` are the rows that logits were made of."""
+        if begun.resting:
+            return {}
         self._tell_verdicts(proposer, begun, lanes)
         found: dict[int, list[int]] = {}
         places: list[int] = []
@@ -300,6 +324,8 @@ class ModelRunner:
             return found
         if self.pace is not None:
             if not self.pace.choose(seen, len(begun.rows), proposer.max_drafts, proposer):
+                if found or len(lanes) < len(begun.rows):  # the next step will not be one like this
+                    self.pace.wake()
                 return found
             places = [place for place, drafted in zip(places, seen, strict=True) if drafted.max_drafts]
             seen = [drafted for drafted in seen if drafted.max_drafts]
@@ -311,7 +337,10 @@ class ModelRunner:
             num_read, start = sum([proposer.num_behind(drafted) for drafted in seen]), time.perf_counter()
         proposed = proposer.propose(seen, hidden, [])
         if self.pace is not None:
-            self.pace.drafted([len(drafts) for drafts in proposed], num_read, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.pace.drafted([len(drafts) for drafts in proposed], num_read, seconds)
+            if self._known_seconds:  # what it reads for its drafts, they must pay for
+                self._known_seconds, self._num_drafted = self._known_seconds + seconds - begun.reading, len(seen)
         for place, drafted, drafts in zip(places, seen, proposed, strict=True):
             if drafts:
                 assert len(drafts) <= proposer.max_drafts, (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 
 
 class ReplayProposer(Proposer):
@@ -40,9 +40,6 @@ class ReplayProposer(Proposer):
             position = row.tokens.position
             drafts.append(row.memory[position : position + row.max_drafts])
         return drafts
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        pass
 
     def _spoiled(self, prompt: tuple[int, ...]) -> list[int]:
         """A sequence's drafts, one for each position."""
