@@ -6,6 +6,8 @@ Made by the output processor, read by users. Names and fields are vLLM's. Knows 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from quire.errors import InvalidRequestError
+
 _SHOWN_TOKENS = 16  # repr shows this many of a list of tokens
 
 
@@ -76,6 +78,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # prompt tokens taken from the prefix cache
     lora_request: Any = None
+    error: InvalidRequestError | None = None  # what of its parameters ended it, with finish_reason "error"
 
     def __repr__(self) -> str:
         return _short_repr(self)

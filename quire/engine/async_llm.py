@@ -52,7 +52,6 @@ from quire.protocol.core import (
 )
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
-from quire.protocol.step import Failure, FailureKind
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
@@ -404,10 +403,7 @@ class AsyncLLM:
             self._queued.difference_update(news.scheduled)
             for request_id in news.scheduled:
                 metrics.on_scheduled(request_id, news.start)
-        bad_requests: dict[str, Failure] = {}
         for item in news.outputs:
-            if item.failure is not None and item.failure.kind == FailureKind.BAD_REQUEST:
-                bad_requests[item.request_id] = item.failure
             if item.new_token_ids and self._outputs.awaits(item.request_id, item.sequence_index):
                 metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         processed = self._outputs.process(news.outputs, now)
@@ -418,9 +414,8 @@ class AsyncLLM:
                 reasons = [part.finish_reason or "abort" for part in output.outputs]
                 metrics.on_finished(output.request_id, reasons, output.num_cached_tokens or 0, now)
             stream = self._streams.get(output.request_id)
-            if stream is not None and output.request_id in bad_requests:
-                failure = bad_requests[output.request_id]
-                stream.fail(InvalidRequestError(failure.message, failure.param))
+            if stream is not None and output.error is not None:
+                stream.fail(output.error)
             elif stream is not None:
                 stream.put(output)
 

@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, field
 
 from quire.engine.input_processor import ProcessedInput
+from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.protocol.step import Failure, FailureKind, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -79,6 +80,7 @@ class _RequestRecord:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time) if with_metrics else None
         self.num_cached_tokens = 0
         self.failed = False
+        self.error: InvalidRequestError | None = None
         self._interval = stream_interval
 
     def _detokenizer(self) -> IncrementalDetokenizer:
@@ -130,7 +132,9 @@ class _RequestRecord:
     def _log_failure(self, failure: Failure) -> None:
         """A line for the first of its sequences that fails; at debug level where it is the caller's own fault."""
         if not self.failed:
-            level = logging.DEBUG if failure.kind == FailureKind.BAD_REQUEST else logging.WARNING
+            wrong = failure.kind == FailureKind.BAD_REQUEST
+            self.error = InvalidRequestError(failure.message, failure.param) if wrong else None
+            level = logging.DEBUG if wrong else logging.WARNING
             logger.log(level, "request %s failed: %s", quoted(self.request.request_id), failure.message)
         self.failed = True
 
@@ -168,6 +172,7 @@ class _RequestRecord:
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            error=self.error,
         )
 
     def _is_due(self, sequence: _SequenceRecord) -> bool:

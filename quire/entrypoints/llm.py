@@ -124,7 +124,8 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or its parameters break a rule; nothing has been computed then, and the
-                message says which prompt.
+                message says which prompt. Or a schema, regex or grammar can't be held, which may be found out a moment
+                later: the other prompts are dropped then.
         """
         if lora_request is not None:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
@@ -160,7 +161,7 @@ class LLM:
             chat_template_kwargs: further variables for the template.
 
         Raises:
-            InvalidRequestError: bad messages, no template, or the template's own complaint.
+            InvalidRequestError: bad messages, no template, the template's own complaint, or as `generate`.
             RequestFailedError: the process that templates run in can't be started.
         """
         if not isinstance(messages, Sequence) or not messages:
@@ -334,9 +335,12 @@ class LLM:
                     if not output.finished or output.request_id not in waiting:
                         continue
                     waiting.remove(output.request_id)
+                    error = output.error
+                    if error is not None and error.param == "structured_outputs" and not _num_tokens(output):
+                        raise _of_prompt(error, ids.index(output.request_id), len(ids))
                     done[output.request_id] = output
                     num_input += len(output.prompt_token_ids or ())
-                    num_output += sum(len(o.token_ids) for o in output.outputs)
+                    num_output += _num_tokens(output)
                     elapsed = max(bar.format_dict["elapsed"], 1e-6)
                     bar.set_postfix_str(
                         f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s", False
@@ -361,6 +365,10 @@ def _final_only(params: SamplingParams) -> SamplingParams:
     params = params.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(part.token_ids) for part in output.outputs)
 
 
 def _as_list(prompts: Any) -> list[PromptType]:

@@ -261,12 +261,16 @@ def test_what_can_not_be_held_is_refused_with_the_reason() -> None:
     good = SamplingParams(max_tokens=4, structured_outputs={"choice": ["yes"]})
     for structure, reason in REFUSED:
         params = SamplingParams(max_tokens=4, structured_outputs=structure)
-        bad, fine = llm.generate(["a", "b"], [params, good], use_tqdm=False)
-        assert bad.outputs[0].finish_reason == "error"
-        message = str(bad.outputs[0].stop_reason)
-        assert re.search(reason, message), (structure, message)
-        assert message.startswith("structured_outputs can't be used: ")
-        assert fine.outputs[0].text == "yes"
+        with pytest.raises(InvalidRequestError, match=reason) as caught:
+            llm.generate(["a", "b"], [good, params], use_tqdm=False)
+        assert str(caught.value).startswith("prompts[1] (of 2): structured_outputs can't be used: ")
+        assert caught.value.param == "structured_outputs"
+        assert not llm.llm_engine.has_unfinished_requests()
+        llm.llm_engine.check_integrity()
+        (fine,) = llm.generate("b", good, use_tqdm=False)
+        assert (fine.outputs[0].text, fine.error) == ("yes", None)
+    with pytest.raises(InvalidRequestError, match="^structured_outputs can't be used: "):
+        llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(structured_outputs={"regex": "(a"}))
     without = LLM("demo", skip_tokenizer_init=True)
     with pytest.raises(InvalidRequestError, match="structured_outputs needs a tokenizer"):
         without.generate({"prompt_token_ids": [5]}, good)
