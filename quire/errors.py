@@ -27,6 +27,13 @@ class InvalidRequestError(QuireError, ValueError):
         self.code = code
 
 
+def broken(field: str, value: object, rule: str) -> InvalidRequestError:
+    """The refusal of a field's value; its `param` is the field's name up to a dot."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequestError(f"{field} must be {rule}; it is {shown}.", field.partition(".")[0])
+
+
 class NotYetSupportedError(QuireError, ValueError):
     """A feature that the API names but this version does not have yet."""
 

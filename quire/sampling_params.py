@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import InvalidRequestError
-from quire.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+from quire.errors import broken
+from quire.structured_outputs import CONSTRAINTS, GuidedDecodingParams, StructuredOutputsParams
 from quire.utils.keywords import NamesUnknownKeywords, UnknownParameterError
 
 __all__ = [
@@ -110,9 +110,20 @@ _GENERATION_DEFAULTS = {
 }
 
 
-class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaults=True, repr_omit_defaults=True):
+class _TakesGuided(NamesUnknownKeywords):
+    """Takes the server's older names as well: guided_json=x is guided_decoding={"json": x}."""
+
+    def __call__(cls, *args, **kwargs):
+        old = {name: kwargs.pop(f"guided_{name}", None) for name in CONSTRAINTS}
+        if given := {name: value for name, value in old.items() if value is not None}:
+            kwargs["guided_decoding"] = [given, other] if (other := kwargs.get("guided_decoding")) else given
+        return super().__call__(*args, **kwargs)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True, repr_omit_defaults=True):
     """Parameters of one request. Fields, defaults and names are vLLM's.
 
+    guided_json, guided_regex, guided_choice and guided_grammar are taken, too, for structured_outputs of that kind.
     Values are normalised on the way in: numpy scalars become Python's, ``stop="x"`` becomes ``["x"]``, None becomes
     ``[]`` for the three list fields, ``seed=-1`` becomes None, a greedy temperature (below 1e-5) becomes 0 and
     resets top_p, top_k and min_p, which it ignores; logit_bias and repetition_penalty are clamped.
@@ -147,9 +158,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: the context length
-    logits_processors: list[Callable[..., Any]] | None = (
-        None  # (output_ids, logits) or (prompt_ids, output_ids, logits)
-    )
+    # Called with (output_ids, logits) or (prompt_ids, output_ids, logits).
+    logits_processors: list[Callable[..., Any]] | None = None
     structured_outputs: StructuredOutputsParams | None = None  # what the output must look like; a dict becomes one
     guided_decoding: GuidedDecodingParams | None = None  # vLLM's older name for it; None once built
     speculative: bool = True  # with drafts, where the engine makes any; not a field of vLLM's
@@ -178,7 +188,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
         if self.structured_outputs is not None or self.guided_decoding is not None:
             self._check_structure()
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise _broken("output_kind", self.output_kind, "a RequestOutputKind")
+            raise broken("output_kind", self.output_kind, "a RequestOutputKind")
         self._check_beams()
         self._normalise()
         self._check_together()
@@ -218,15 +228,15 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
             if (vocab_size if wanted == -1 else wanted) > max_logprobs:
                 remedy = "ask for fewer, or raise the engine's max_logprobs"
                 whole = f"-1 is the vocabulary, {vocab_size}"
-                raise _broken(field, wanted, f"at most max_logprobs = {max_logprobs} ({whole}); {remedy}")
+                raise broken(field, wanted, f"at most max_logprobs = {max_logprobs} ({whole}); {remedy}")
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, field) or ():
                 if token_id >= vocab_size:
-                    raise _broken(field, token_id, f"of token ids in [0, {vocab_size - 1}] (the vocabulary)")
+                    raise broken(field, token_id, f"of token ids in [0, {vocab_size - 1}] (the vocabulary)")
         for field in ("truncate_prompt_tokens", "min_tokens"):
             length = getattr(self, field)
             if length is not None and length > max_model_len:
-                raise _broken(field, length, f"at most the context length, {max_model_len}")
+                raise broken(field, length, f"at most the context length, {max_model_len}")
 
     def _check_int(self, field: str) -> None:
         low, high, optional = _INT_RULES[field]
@@ -236,7 +246,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
         value = _int(value)
         if value is None or not low <= value <= high:
             words = f"an integer in [{low}, {high}]" if high != _INT_MAX else f"an integer >= {low}"
-            raise _broken(field, getattr(self, field), words + (" or None" if optional else ""))
+            raise broken(field, getattr(self, field), words + (" or None" if optional else ""))
         setattr(self, field, value)
 
     def _check_float(self, field: str) -> None:
@@ -245,7 +255,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
         value = _float(given)
         # Both comparisons are false for NaN; infinity is refused where `high` is infinite too.
         if value is None or not low <= value <= high or value == _INF or (value == low and not closed):
-            raise _broken(field, given, f"a number {words}")
+            raise broken(field, given, f"a number {words}")
         setattr(self, field, value)
 
     def _check_lists(self) -> None:
@@ -255,41 +265,41 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                raise _broken("allowed_token_ids", [], "a non-empty list of token ids, or None for all tokens")
+                raise broken("allowed_token_ids", [], "a non-empty list of token ids, or None for all tokens")
         if self.logits_processors is not None:
             processors = _items("logits_processors", self.logits_processors, "callables")
             for processor in processors:
                 if not callable(processor):
-                    raise _broken("logits_processors", processor, "a list of callables")
+                    raise broken("logits_processors", processor, "a list of callables")
             self.logits_processors = processors
 
     def _check_structure(self) -> None:
         if self.structured_outputs is not None and self.guided_decoding is not None:
-            raise _broken("guided_decoding", self.guided_decoding, "None where structured_outputs is given")
+            raise broken("guided_decoding", self.guided_decoding, "None where structured_outputs is given")
         field = "structured_outputs" if self.guided_decoding is None else "guided_decoding"
         given: Any = getattr(self, field)
         if isinstance(given, Mapping):
             given = StructuredOutputsParams(**given)
         if not isinstance(given, StructuredOutputsParams):
-            raise _broken(field, given, "StructuredOutputsParams, or a dict of its fields")
+            raise broken(field, given, "StructuredOutputsParams, or a dict of its fields")
         fields = {name: getattr(given, name) for name in StructuredOutputsParams.__struct_fields__}
         self.structured_outputs, self.guided_decoding = StructuredOutputsParams(**fields), None
 
     def _check_beams(self) -> None:
         early, length = self.early_stopping, self.length_penalty
         if early != "never" and type(early) is not bool:
-            raise _broken("early_stopping", early, 'True, False or "never"')
+            raise broken("early_stopping", early, 'True, False or "never"')
         if not self.use_beam_search:
             for field, value, default in (("length_penalty", length, 1.0), ("early_stopping", early, False)):
                 if value != default:
-                    raise _broken(field, value, f"{default} without use_beam_search; set that, or leave this out")
+                    raise broken(field, value, f"{default} without use_beam_search; set that, or leave this out")
             return
         for field, (default, reason) in _OF_BEAMS.items():
             value = getattr(self, field)
             off = value == default or (field in ("top_k", "seed") and value == -1)
             off |= field in ("logit_bias", "logits_processors") and not value
             if not off and not (field == "temperature" and value < GREEDY_TEMPERATURE):
-                raise _broken(field, value, f"{default} with use_beam_search ({reason})")
+                raise broken(field, value, f"{default} with use_beam_search ({reason})")
 
     def _normalise(self) -> None:
         if self.seed == -1:
@@ -301,26 +311,26 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknownKeywords, omit_defaul
         elif self.temperature < MIN_TEMPERATURE:
             warnings.warn(
                 f"temperature {self.temperature} is raised to the lowest, {MIN_TEMPERATURE}; 0 is greedy sampling.",
-                stacklevel=4,
+                stacklevel=5,
             )
             self.temperature = MIN_TEMPERATURE
 
     def _check_together(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
-            raise _broken("best_of", self.best_of, f"at least n = {self.n}")
+            raise broken("best_of", self.best_of, f"at least n = {self.n}")
         num_drawn = self.best_of or self.n
         if num_drawn > 1 and self.temperature == 0.0 and not self.use_beam_search:
             field = "n" if self.n > 1 else "best_of"
-            raise _broken(
+            raise broken(
                 field,
                 num_drawn,
                 "1 for greedy sampling (temperature 0), where every sequence would be the same; raise temperature (or "
                 "set use_beam_search)",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _broken("min_tokens", self.min_tokens, f"in [0, max_tokens = {self.max_tokens}]")
+            raise broken("min_tokens", self.min_tokens, f"in [0, max_tokens = {self.max_tokens}]")
         if self.stop and not self.detokenize:
-            raise _broken("stop", self.stop, "empty when detokenize is False, as there is no text to find it in")
+            raise broken("stop", self.stop, "empty when detokenize is False, as there is no text to find it in")
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
@@ -342,7 +352,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
     def __post_init__(self) -> None:
         width = _int(self.beam_width)
         if width is None or not 1 <= width <= MAX_NUM_SEQUENCES:
-            raise _broken("beam_width", self.beam_width, f"an integer in [1, {MAX_NUM_SEQUENCES}]")
+            raise broken("beam_width", self.beam_width, f"an integer in [1, {MAX_NUM_SEQUENCES}]")
         self.beam_width = width
         self.sampling_params()
 
@@ -350,12 +360,6 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
         """The same as parameters of a request."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "beam_width"}
         return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, **fields)
-
-
-def _broken(field: str, value: object, rule: str) -> InvalidRequestError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequestError(f"{field} must be {rule}; it is {shown}.", field)
 
 
 def _plain(value: Any) -> Any:
@@ -393,7 +397,7 @@ def _float(value: Any) -> float | None:
 def _bool(field: str, value: Any) -> bool:
     value = _plain(value)
     if type(value) is not bool:
-        raise _broken(field, value, "True or False")
+        raise broken(field, value, "True or False")
     return value
 
 
@@ -401,7 +405,7 @@ def _items(field: str, value: Any, what: str) -> list[Any]:
     if value is None:
         return []
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise _broken(field, value, f"a list of {what}")
+        raise broken(field, value, f"a list of {what}")
     return list(value)
 
 
@@ -409,7 +413,7 @@ def _strings(field: str, value: Any) -> list[str]:
     strings = _items(field, value, "strings")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise _broken(field, string, "a list of non-empty strings")
+            raise broken(field, string, "a list of non-empty strings")
     return strings
 
 
@@ -418,21 +422,21 @@ def _token_ids(field: str, value: Any) -> list[int]:
     for item in _items(field, value, "token ids"):
         token_id = _int(item)
         if token_id is None or token_id < 0:
-            raise _broken(field, item, "a list of token ids (integers >= 0)")
+            raise broken(field, item, "a list of token ids (integers >= 0)")
         token_ids.append(token_id)
     return token_ids
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise _broken("logit_bias", value, "a dict of token id -> bias")
+        raise broken("logit_bias", value, "a dict of token id -> bias")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else _int(key)  # JSON has only string keys
         if token_id is None or token_id < 0:
-            raise _broken("logit_bias", key, "keyed by token ids (integers >= 0)")
+            raise broken("logit_bias", key, "keyed by token ids (integers >= 0)")
         number = _float(bias)
         if number is None or math.isnan(number):
-            raise _broken("logit_bias", bias, "of numbers (clamped to [-100, 100])")
+            raise broken("logit_bias", bias, "of numbers (clamped to [-100, 100])")
         biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, number))
     return biases

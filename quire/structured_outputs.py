@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, broken
 from quire.utils.keywords import NamesUnknownKeywords
 
 MAX_GRAMMAR_BYTES = 2**20  # of a schema, a grammar, a regex, or all choices together
@@ -40,8 +40,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
     disable_fallback: bool = False  # of no effect: there is one engine of grammars
 
     def __post_init__(self) -> None:
-        if not self.json_object:
-            self.json_object = None
+        self.json_object = self.json_object or None
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) != 1:
             said = f"{len(given)} are given ({', '.join(given)})" if given else "none is given"
@@ -53,7 +52,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise _broken(name, value, "a non-empty string")
+                raise broken(f"structured_outputs.{name}", value, "a non-empty string")
         if self.choice is not None:
             self.choice = _choices(self.choice)
         size = len(self.constraint.encode("utf-8", "surrogatepass"))
@@ -82,33 +81,27 @@ class GuidedDecodingParams(StructuredOutputsParams):
     backend: str | None = None  # of no effect: there is one
 
 
-def _broken(field: str, value: object, rule: str) -> InvalidRequestError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequestError(f"structured_outputs.{field} must be {rule}; it is {shown}.", "structured_outputs")
-
-
 def _json_text(field: str, value: Any) -> str:
     """An object of JSON as text; a text as it is, once it is one."""
     if isinstance(value, bool | Mapping):
         try:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _broken(field, value, f"JSON ({error})") from None
+            raise broken(f"structured_outputs.{field}", value, f"JSON ({error})") from None
     if not isinstance(value, str):
-        raise _broken(field, value, "a dict, or JSON text")
+        raise broken(f"structured_outputs.{field}", value, "a dict, or JSON text")
     if not value.lstrip().startswith(("{", "true", "false")):  # the rest of it is found out where it is compiled
-        raise _broken(field, value, "a JSON object")
+        raise broken(f"structured_outputs.{field}", value, "a JSON object")
     return value
 
 
 def _choices(value: Any) -> list[str]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _broken("choice", value, "a list of strings")
+        raise broken("structured_outputs.choice", value, "a list of strings")
     choices = list(value)
     if not 1 <= len(choices) <= MAX_CHOICES:
-        raise _broken("choice", f"{len(choices)} strings", f"a list of 1 to {MAX_CHOICES} strings")
+        raise broken("structured_outputs.choice", f"{len(choices)} strings", f"a list of 1 to {MAX_CHOICES} strings")
     for choice in choices:
         if not isinstance(choice, str) or not choice:
-            raise _broken("choice", choice, "a list of non-empty strings")
+            raise broken("structured_outputs.choice", choice, "a list of non-empty strings")
     return choices

@@ -366,3 +366,22 @@ def test_values_at_the_models_limits_are_taken() -> None:
 def test_import_is_light() -> None:
     code = "import sys, quire.sampling_params; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_oldest_names_of_structures() -> None:
+    assert SamplingParams(guided_regex="a+") == SamplingParams(structured_outputs={"regex": "a+"})
+    assert SamplingParams(guided_json={"type": "object"}).structured_outputs == StructuredOutputsParams(
+        json='{"type": "object"}'
+    )
+    assert SamplingParams(guided_choice=["a"], guided_grammar=None).structured_outputs == StructuredOutputsParams(
+        choice=["a"]
+    )
+    assert SamplingParams(guided_json=None) == SamplingParams()
+    with pytest.raises(InvalidRequestError, match=r"2 are given \(json, regex\)"):
+        SamplingParams(guided_json="{}", guided_regex="a")
+    with pytest.raises(InvalidRequestError, match="^guided_decoding must be "):
+        SamplingParams(guided_json="{}", guided_decoding={"regex": "a"})
+    with pytest.raises(InvalidRequestError, match="^guided_decoding must be None where "):
+        SamplingParams(guided_json="{}", structured_outputs={"regex": "a"})
+    with pytest.raises(TypeError, match="guided_jsn"):
+        SamplingParams(guided_jsn="{}")
