@@ -11,18 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.config.families import drafting_method
 from quire.config.kv_events import KVEventsConfig
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
-from quire.config.speculative import (
-    CACHED_METHODS,
-    EAGLE_METHODS,
-    HEAD_METHODS,
-    SpeculativeConfig,
-    check_draft_model,
-)
+from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
@@ -208,7 +203,7 @@ class EngineArgs:
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
-        speculative = None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
+        speculative = self._speculative()
         method = None if speculative is None else speculative.method
         return EngineConfig(
             args=self,
@@ -231,6 +226,15 @@ class EngineArgs:
             heads=self._heads(speculative) if speculative and method in HEAD_METHODS else None,
         )
 
+    def _speculative(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; where no method is named, as suits what the model that drafts is."""
+        if (given := self.speculative_config) is None:
+            return None
+        if (name := (read := SpeculativeConfig.read(given)).model) is None:
+            return read
+        config = read_json(self._heads(read, ("config.json",)), "config.json", name)
+        return SpeculativeConfig.read({**given, "method": drafting_method(given.get("method"), config, name)})
+
     def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
         """The configuration of the model, or the head, that drafts, held against that of the model it drafts for."""
         if speculative.method in EAGLE_METHODS:
@@ -245,10 +249,10 @@ class EngineArgs:
         check_draft_model(draft, model)
         return draft
 
-    def _heads(self, speculative: SpeculativeConfig) -> Path:
-        """Where the heads that draft are."""
+    def _heads(self, speculative: SpeculativeConfig, files: tuple[str, ...] = HEAD_PATTERNS) -> Path:
+        """Where the heads that draft are, or some files of what drafts."""
         name, cache = speculative.model or "", self.download_dir
-        return resolve_model_path(name, speculative.revision, cache_dir=cache, allow_patterns=HEAD_PATTERNS)
+        return resolve_model_path(name, speculative.revision, cache_dir=cache, allow_patterns=files)
 
     def _eagle_head(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
         """The configuration of a head that has layers of its own; the worker holds it against the model's."""

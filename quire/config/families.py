@@ -1,12 +1,15 @@
 """The model families that have an implementation: one line each, and what their config.json leaves unsaid.
 
 `quire.config.model` reads shapes and windows by it, `quire.text.files` the tokenizer's class, `quire.models.registry`
-finds the builder. Knows no torch: the builder is a name, imported when a model is built.
+finds the builder; `quire.config.engine_args` asks which way of drafting a checkpoint is for. Knows no torch: the
+builder is a name, imported when a model is built.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from quire.errors import ConfigError
 
 Get = Callable[..., Any]  # get(key, default=None): a value of config.json, or the family's default
 WindowRule = Callable[[Get, int], bool]
@@ -165,3 +168,39 @@ _UNKNOWN = Family("", "", "")
 def family_of(model_type: Any) -> Family:
     """The family that a model_type stands for; of one that is not known, a family without peculiarities."""
     return BY_MODEL_TYPE.get(str(model_type), _UNKNOWN)
+
+
+_HELD = {"medusa": "Medusa heads", "eagle3": "an EAGLE-3 head", "eagle": "an EAGLE head", "draft_model": "a model"}
+
+
+def drafting_method(method: str | None, config: Mapping[str, Any], name: str) -> str:
+    """The method of `speculative_config` that a checkpoint drafts by.
+
+    Args:
+        method: the one that was asked for; None for the one that fits. EAGLE heads may have a model's config.json: they
+            are known by the name then, as vLLM knows them.
+        config: its config.json.
+        name: as the user gave it.
+
+    Raises:
+        ConfigError: it holds heads, and `method` reads others.
+    """
+    said = f"{config.get('model_type')} {config.get('architectures')}".lower()
+    held = next((kind for kind in _HELD if kind in said), None)
+    if held in (None, "eagle") and "draft_vocab_size" in config:
+        held = "eagle3"
+    if held is None and "medusa_num_heads" in config:
+        held = "medusa"
+    if method is None:
+        return held or next((kind for kind in ("eagle3", "eagle") if kind in name.lower()), "draft_model")
+    check_drafting_method(method, held, name)
+    return method
+
+
+def check_drafting_method(method: str, held: str | None, name: str) -> None:
+    """Refuse a method that reads another kind of checkpoint than `held`, if that is known (ConfigError)."""
+    if held not in (None, method):
+        raise ConfigError(
+            f"speculative_config: {name!r} holds {_HELD[held]}, which the method {method!r} can't use; "
+            f"say 'method': {held!r}."
+        )

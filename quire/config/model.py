@@ -103,10 +103,10 @@ class ModelConfig:
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
-        stated = _read_json(path, "config.json", name)
+        stated = read_json(path, "config.json", name)
         config = _text_part(stated | (hf_overrides or {}))
         _refuse_lost_theta(_text_part(stated), config)
-        generation = _read_json(path, "generation_config.json", name) if _has(path, "generation_config.json") else {}
+        generation = read_json(path, "generation_config.json", name) if _has(path, "generation_config.json") else {}
         if "auto_map" in config:
             logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
         _refuse_quantized(config, name)
@@ -302,7 +302,7 @@ def _has(path: Path, file: str) -> bool:
     return (path / file).is_file()
 
 
-def _read_json(path: Path, file: str, model: str) -> dict[str, Any]:
+def read_json(path: Path, file: str, model: str) -> dict[str, Any]:
     """Parse a JSON object from `path / file`; ModelLoadError says what is wrong with it."""
     try:
         value = json.loads((path / file).read_bytes())

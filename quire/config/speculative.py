@@ -26,18 +26,13 @@ _WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
 
 # The options that some methods alone read.
 _OF_METHODS = {
-    "model": _WITH_MODEL,
-    "revision": _WITH_MODEL,
-    "draft_tensor_parallel_size": _WITH_MODEL,
-    "quantization": _WITH_MODEL,
-    "prompt_lookup_min": ("ngram",),
-    "prompt_lookup_max": ("ngram",),
-    "suffix_decoding_max_spec_factor": ("suffix",),
-    "suffix_decoding_max_cached_requests": ("suffix",),
+    **dict.fromkeys(("model", "revision", "draft_tensor_parallel_size", "quantization"), _WITH_MODEL),
+    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), ("ngram",)),
+    **dict.fromkeys(("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests"), ("suffix",)),
 }
 _OF_TYPICAL = ("posterior_threshold", "posterior_alpha")
-_REQUIRED = ("method",)
-_DRAFT_TREES = ("medusa", "eagle", "eagle3")  # methods that can
+_DRAFT_TREES = (*HEAD_METHODS, *EAGLE_METHODS)  # methods that can
+_LOOKUPS = ("ngram", "[ngram]")  # as vLLM takes them for a model
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,8 @@ class SpeculativeConfig:
         "ngram",
         "'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest "
         "such tokens, in past outputs too where asked, 'draft_model' asks a smaller model, 'medusa' heads that were "
-        "trained for the model, 'eagle' and 'eagle3' a layer that goes on from its hidden states.",
+        "trained for the model, 'eagle' and 'eagle3' a layer that goes on from its hidden states. Left out: what suits "
+        "the files of `model`.",
     )
     model: str | None = option(
         None,
@@ -109,11 +105,14 @@ class SpeculativeConfig:
                 "chains; leave it out."
             )
         if self.tree is not None and self.acceptance == "typical":
-            raise ConfigError("speculative_token_tree is refused with the acceptance 'typical'; leave one of them out.")
+            raise ConfigError(
+                "speculative_token_tree is refused with the acceptance 'typical', which judges chains; leave one of "
+                "them out."
+            )
         if self.acceptance != "typical":
             return
         # What is drafted makes a difference then, and so has to follow from the request alone.
-        if self.method in ("eagle", "eagle3"):
+        if self.method in EAGLE_METHODS:
             raise ConfigError(
                 f"the acceptance 'typical' is refused with the method {self.method!r}, whose drafts depend on what is "
                 "cached; take 'exact' or 'rejection'."
@@ -161,6 +160,9 @@ class SpeculativeConfig:
     def read(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":
         """The options of an object of JSON.
 
+        Where no method is named and `model` is, the options are held against the method 'medusa', which takes all that
+        any of those with a model take: which it is, the model's files say.
+
         Raises:
             ConfigError: an unknown name, or a bad value; the message begins with the option that it came by.
         """
@@ -170,9 +172,11 @@ class SpeculativeConfig:
                 close = nearest(str(name), known)
                 hint = f"Did you mean {close!r}?" if close else f"There are {', '.join(known)}."
                 raise ConfigError(f"{OPTION} has no option {name!r}. {hint}")
-        for name in _REQUIRED:
-            if name not in given:
-                raise ConfigError(f"{OPTION} needs {name!r}, as in {{'method': 'ngram'}}.")
+        if given.get("method") is None:
+            if not (model := given.get("model")):
+                raise ConfigError(f"{OPTION} needs 'method', as in {{'method': 'ngram'}}, or 'model'.")
+            method = "ngram" if model in _LOOKUPS else "medusa"
+            given = {**given, "method": method, "model": None if method == "ngram" else model}
         try:
             config = cls(**given)
         except ConfigError as error:
@@ -188,14 +192,13 @@ class SpeculativeConfig:
                 "what steps cost; leave it out."
             )
         for name, methods in _OF_METHODS.items():
-            if name in given and config.method not in methods:
+            if given.get(name) is not None and config.method not in methods:
                 for_them = f"method{'s' if len(methods) > 1 else ''} {', '.join(map(repr, methods))}"
                 raise ConfigError(f"{OPTION}: {name} is for the {for_them}, not {config.method!r}; leave it out.")
-        num_drafts = given.get("num_speculative_tokens", config.max_drafts)
-        if config.tree is not None and num_drafts != config.max_drafts:
+        if given.get("num_speculative_tokens", config.max_drafts) != config.max_drafts:
             raise ConfigError(
-                f"{OPTION}: num_speculative_tokens={num_drafts} are not the {config.max_drafts} nodes of "
-                "speculative_token_tree; leave it out."
+                f"{OPTION}: num_speculative_tokens={config.num_speculative_tokens} are not the {config.max_drafts} "
+                "nodes of speculative_token_tree; leave it out."
             )
         if config.method in _WITH_MODEL and not config.model:
             raise ConfigError(f"{OPTION}: the method {config.method!r} needs 'model', the name of what drafts.")

@@ -101,9 +101,10 @@ class CausalLM(nn.Module):
             canonical = self._form.canonical(name)
             slot = slots.get(canonical)
             if slot is None:
+                eagle = " An EAGLE head has such a one: it drafts by the method 'eagle'." * (name == "fc.weight")
                 raise ModelLoadError(
                     f"the checkpoint has a tensor {name!r}, for which this model as config.json describes it has no "
-                    "place: config.json and the weights don't belong together."
+                    f"place: config.json and the weights don't belong together.{eagle}"
                 )
             _check(name, tensor, slot)
             if not slot.filled:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.config.families import check_drafting_method
 from quire.errors import ModelLoadError
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
 
@@ -55,6 +56,19 @@ class HeadCheckpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor, by its name in the checkpoint."""
         return {} if self.source is None else {spec.name: spec.shape for spec in self.source.specs}
+
+    def made_for(self, method: str) -> "HeadCheckpoint":
+        """Itself, unless its tensors are another drafting method's (ConfigError)."""
+        names = {name.removeprefix("model.") for name in self.shapes}
+        held: str | None = None
+        if any("midlayer." in name or ".hidden_norm." in name for name in names):
+            held = "eagle3"
+        elif "fc.weight" in names:
+            held = "eagle"
+        elif "norm.weight" in names:
+            held = "draft_model"
+        check_drafting_method(method, held, self.name)
+        return self
 
     def tensor(self, name: str) -> Tensor:
         """One of its tensors."""

@@ -110,8 +110,9 @@ def read_heads(
     """The first heads of a checkpoint, held against the model, and each tensor's name here.
 
     Raises:
-        ModelLoadError: they are another model's, or fewer.
+        ConfigError: they are no Medusa heads. ModelLoadError: they are another model's, or fewer.
     """
+    checkpoint.made_for("medusa")
     hidden_size = checkpoint.number("hidden_size", default=model.hidden_size)
     vocab_size = checkpoint.number("vocab_size", default=model.vocab_size)
     num_layers = checkpoint.number("medusa_num_layers", "num_hidden_layers", default=1)

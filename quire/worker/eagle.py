@@ -46,8 +46,9 @@ class EagleModel(Drafter):
         self._config, self._device, self._model = config, device, model
         draft, speculative = config.draft, config.speculative
         self._max_drafts = speculative.max_drafts
+        found = open_heads(draft.path, draft.model, load_format=config.load_format)
+        self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)
-        self._checkpoint = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._names = {name: our_name(name) for name in self._checkpoint.shapes}
         self.store = WeightStore(None) if device.packs_weights else None
         formats = device.weight_formats(speculative.quantization, self.store)

@@ -103,13 +103,16 @@ def test_drafting_matrix(model_options, alone, todo, method: str, k: int, option
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("options", FORMATS[:2], ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("options", FORMATS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("method", METHODS)
-def test_drafting_on_two_threads(model_options, alone, todo, method: str, options: dict[str, Any], two_threads) -> None:
+def test_drafting_on_two_threads(
+    model_options, alone, todo, method: str, k: int, options: dict[str, Any], two_threads
+) -> None:
     with two_threads(used=False):
         alone(options)
     with two_threads(used=True):
-        check(model_options, alone, todo, method, 3, options, "prefixes")
+        check(model_options, alone, todo, method, k, options, "prefixes")
 
 
 @pytest.mark.nightly

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.config.families import drafting_method
 from quire.config.speculative import SpeculativeConfig
+from quire.entrypoints.cli.main import main
 from quire.errors import ConfigError, QuireError
 from quire.utils.hub import resolve_model_path
 
@@ -74,9 +76,97 @@ def test_bad_values_are_refused_by_name(given: dict[str, Any], message: str) -> 
     assert str(caught.value).startswith("speculative_config")
 
 
-def test_a_text_is_no_object() -> None:
-    with pytest.raises(ConfigError, match="speculative_config must be an object of keys and values, got 'ngram'"):
-        EngineArgs(speculative_config="ngram")  # type: ignore[arg-type]
+@pytest.mark.parametrize("given", ["ngram", '{"method": "ngram"', '{"method": "ngram"}', ["ngram"], 3])
+def test_what_is_no_object_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(speculative_config=given)
+    assert str(caught.value) == f"speculative_config must be an object of keys and values, got {given!r}."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"method": "ngram"', "not valid JSON (Expecting ',' delimiter: line 1 column 19 (char 18)): "),
+        ("ngram", "not valid JSON (Expecting value: line 1 column 1 (char 0)): 'ngram'"),
+        ('["ngram"]', "must be a JSON object such as '{\"key\": 1}', got '[\"ngram\"]'"),
+        ('{"method": "nigram"}', "speculative_config: method must be one of 'ngram', "),
+    ],
+)
+def test_a_flag_that_is_no_object_of_json_is_refused(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["generate", "demo", "--prompt", "x", "--speculative-config", text])
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in said
+    assert len(said.splitlines()) <= 2
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("demo-draft", "draft_model"),
+        ("demo-medusa", "medusa"),
+        ("demo-eagle", "eagle"),
+        ("demo-eagle3", "eagle3"),
+        ("[ngram]", "ngram"),
+        ("ngram", "ngram"),
+    ],
+)
+def test_the_method_follows_from_the_model_where_none_is_named(model: str, method: str) -> None:
+    for given in ({"model": model}, {"model": model, "method": None}):
+        found = EngineArgs(speculative_config={"num_speculative_tokens": 3} | given).resolve()
+        assert found.speculative == SpeculativeConfig.read(
+            {"method": method, "num_speculative_tokens": 3} | ({} if method == "ngram" else {"model": model})
+        )
+        assert (found.draft is None) == (method in ("ngram", "medusa"))
+        assert (found.heads is None) == (method != "medusa")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "method"),
+    [
+        ("a", {"medusa_num_heads": 3, "base_model_name_or_path": "lmsys/vicuna-7b"}, "medusa"),
+        ("a", {"model_type": "medusa", "num_heads": 3}, "medusa"),
+        ("a", {"model_type": "eagle", "architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+        ("a", {"model_type": "eagle", "draft_vocab_size": 32000}, "eagle3"),
+        ("a", {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ("a", {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle3"),
+        ("yuhuili/EAGLE-LLaMA3-Instruct-8B", {"architectures": ["LlamaForCausalLM"]}, "eagle"),
+        ("AngelSlim/Qwen3-8B_eagle3", {"architectures": ["LlamaForCausalLM"]}, "eagle3"),
+        ("Qwen/Qwen3-0.6B", {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "draft_model"),
+        ("a", {"architectures": 5, "model_type": None}, "draft_model"),
+    ],
+)
+def test_published_forms_of_heads_are_known(name: str, config: dict[str, Any], method: str) -> None:
+    assert drafting_method(None, config, name) == method
+    assert drafting_method(method, config, name) == method
+
+
+def test_options_are_held_against_the_method_that_was_found() -> None:
+    tree = {"model": "demo-draft", "speculative_token_tree": "[(0,)]"}
+    with pytest.raises(ConfigError, match="for the methods medusa, eagle, eagle3, and 'draft_model' drafts"):
+        EngineArgs(speculative_config=tree).resolve()
+    with pytest.raises(ConfigError, match="prompt_lookup_max is for the method 'ngram', not 'medusa'"):
+        EngineArgs(speculative_config={"model": "demo-medusa", "prompt_lookup_max": 3}).resolve()
+    with pytest.raises(ConfigError, match="speculative_config: model must be a text, got 3"):
+        EngineArgs(speculative_config={"model": 3})
+    with pytest.raises(QuireError, match="/no/such/heads"):
+        EngineArgs(speculative_config={"model": "/no/such/heads"}).resolve()
+    config = EngineArgs(speculative_config={"method": "ngram", "model": None}).resolve().speculative
+    assert config == SpeculativeConfig.read({"method": "ngram"})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_damaged_config_of_what_drafts_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for method in (None, "medusa", "eagle", "draft_model"):
+        with pytest.raises(QuireError, match=r"config.json of model .* (is not valid JSON|must hold a JSON object)"):
+            EngineArgs(speculative_config={"method": method, "model": str(tmp_path)}).resolve()
 
 
 @pytest.mark.parametrize(

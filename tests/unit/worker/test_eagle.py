@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire import LLM
 from quire.config.draft_tree import DraftTree
 from quire.config.engine_args import EngineArgs
 from quire.config.worker import WorkerConfig
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.models.held_states import HeldStates
 from quire.utils.hub import resolve_model_path
 from quire.worker.worker import Worker
@@ -33,9 +34,11 @@ def start(folder: Path, method: str = "eagle", **others: Any) -> Worker:
     return worker
 
 
-def changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> Path:
+def changed(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor | None], bundled_name: str = "demo-eagle"
+) -> Path:
     """The bundled head with other entries and tensors."""
-    bundled, folder = resolve_model_path("demo-eagle"), tmp_path / "head"
+    bundled, folder = resolve_model_path(bundled_name), tmp_path / "head"
     shutil.copytree(bundled, folder)
     stated = json.loads((bundled / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(stated))
@@ -69,14 +72,40 @@ def test_heads_of_another_model_are_refused_by_name(
     [([1, 2, 6], r"reads the layers \[1, 2, 6\] .* has layers 1 to 5"), ([0, 1, 2], "layers 1 to 5"), ("all", "'all'")],
 )
 def test_layers_that_the_model_lacks_are_refused(tmp_path: Path, layers: Any, message: str) -> None:
-    head = changed(tmp_path, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}, {})
+    head = changed(tmp_path, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}, {}, "demo-eagle3")
     with pytest.raises(QuireError, match=message):
         start(head, "eagle3")
 
 
-def test_a_head_of_the_other_kind_is_refused() -> None:
-    with pytest.raises(QuireError, match=r"fc.weight"):
-        start(resolve_model_path("demo-eagle"), "eagle3")
+@pytest.mark.parametrize(
+    ("method", "bundled", "held", "fitting"),
+    [
+        ("eagle3", "demo-eagle", "an EAGLE head", "eagle"),
+        ("eagle", "demo-eagle3", "an EAGLE-3 head", "eagle3"),
+        ("eagle", "demo-medusa", "Medusa heads", "medusa"),
+        ("eagle3", "demo-draft", "a model", "draft_model"),
+        ("eagle", "demo", "a model", "draft_model"),
+        ("medusa", "demo-eagle", "an EAGLE head", "eagle"),
+        ("medusa", "demo-eagle3", "an EAGLE-3 head", "eagle3"),
+        ("medusa", "demo-draft", "a model", "draft_model"),
+        ("draft_model", "demo-medusa", "Medusa heads", "medusa"),
+        ("draft_model", "demo-eagle3", "an EAGLE-3 head", "eagle3"),
+    ],
+)
+def test_heads_of_another_kind_are_refused_with_the_method_that_fits(
+    method: str, bundled: str, held: str, fitting: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM("demo", speculative_config={"method": method, "model": bundled}, num_kv_blocks=32)
+    assert str(caught.value) == (
+        f"speculative_config: {bundled!r} holds {held}, which the method {method!r} can't use; "
+        f"say 'method': {fitting!r}."
+    )
+
+
+def test_a_head_that_is_read_as_a_model_is_told_of() -> None:
+    with pytest.raises(QuireError, match=r"'fc.weight', for which .* An EAGLE head has such a one: .* 'eagle'"):
+        LLM("demo", speculative_config={"method": "draft_model", "model": "demo-eagle"}, num_kv_blocks=32)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
