@@ -1,15 +1,13 @@
-"""The grammars of an engine: compiled in a thread of their own, kept by content, handed out to sequences.
+"""The grammars of an engine: compiled in threads of their own, kept by content, handed out to sequences.
 
-The scheduler asks for a request's grammar and goes on without waiting; who awaits one is its own to know. The thread
-is there while there is something to compile. It knows no requests, plans or results.
+The scheduler asks for a request's grammar and goes on without waiting; who awaits one is its own to know. The threads
+are there while there is something to compile. It knows no requests, plans or results.
 """
 
 import logging
-import os
 import queue
-import sys
-import threading
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 
@@ -17,16 +15,16 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.structured.matcher import Grammar
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import Compiler, Vocabulary
+from quire.text.grammars.lanes import Lanes
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 256  # kept
 MAX_KEPT_BYTES = 2**24  # of their sources, together
-_NICENESS = 10  # of the thread: whoever streams comes first
 
 
 class GrammarManager:
-    """Compiles grammars, one after another, and keeps those used last; of what can't be compiled, the reason.
+    """Compiles grammars, and keeps those used last; of what can't be compiled, the reason.
 
     Attributes:
         num_words: 32-bit words of a mask.
@@ -39,10 +37,8 @@ class GrammarManager:
         self._kept: OrderedDict[bytes, Grammar | str] = OrderedDict()
         self._num_bytes = 0
         self._compiling: set[bytes] = set()
-        self._asked: queue.SimpleQueue[tuple[bytes, StructuredOutputsParams]] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[tuple[bytes, Grammar | str, bool]] = queue.SimpleQueue()
-        self._turn = threading.Lock()
-        self._works = False  # whether the thread is there, and will look at what is asked once more
+        self._lanes = Lanes(self._compiler, self._put)
 
     def key(self, params: StructuredOutputsParams) -> bytes:
         """What a grammar is kept by."""
@@ -61,11 +57,7 @@ class GrammarManager:
             self._made.put((key, self._kept[key], True))
         elif key not in self._compiling:
             self._compiling.add(key)
-            with self._turn:
-                self._asked.put((key, params))
-                if not self._works:
-                    self._works = True
-                    threading.Thread(target=self._work, name="quire-grammars", daemon=True).start()
+            self._lanes.put(key, params)
 
     def take(self, timeout: float = 0.0) -> list[tuple[bytes, Grammar | str]]:
         """What has been compiled since the last call, or why it could not be; waits for the first so many seconds."""
@@ -88,22 +80,12 @@ class GrammarManager:
         while len(self._kept) > 1 and (len(self._kept) > MAX_GRAMMARS or self._num_bytes > MAX_KEPT_BYTES):
             self._num_bytes -= len(self._kept.popitem(last=False)[0])
 
-    def _work(self) -> None:
-        """The thread."""
-        if sys.platform == "linux":  # where a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        while True:
-            with self._turn:
-                if self._asked.empty():
-                    self._works = False
-                    return
-                key, params = self._asked.get()
-            lasts = True  # rather than that it may be otherwise the next time
-            try:
-                found: Grammar | str = Grammar(self._compiler.compile(params), self._end_ids)
-            except QuireError as error:
-                found, lasts = str(error), isinstance(error, InvalidRequestError)
-            except Exception as error:
-                logger.exception("a grammar could not be compiled")
-                found, lasts = f"{type(error).__name__} while it was compiled.", False
-            self._made.put((key, found, lasts))
+    def _put(self, key: bytes, made: Any) -> None:
+        """A grammar is compiled, or an exception says why not. Called in the threads."""
+        if not isinstance(made, Exception):
+            self._made.put((key, Grammar(made, self._end_ids), True))
+        elif isinstance(made, QuireError):
+            self._made.put((key, str(made), isinstance(made, InvalidRequestError)))  # else the next time may be better
+        else:
+            logger.error("a grammar could not be compiled", exc_info=made)
+            self._made.put((key, f"{type(made).__name__} while it was compiled.", False))

@@ -1,9 +1,10 @@
 """Grammars compiled by llguidance, for one vocabulary.
 
-`quire.structured` calls it, in a thread of its own: it takes milliseconds as a rule, and the first grammar brings the
-tokenizer's table with it. llguidance is imported here and beside, when it is needed.
+`lanes` calls it, in threads of its own: it takes milliseconds as a rule, and the first grammar brings the tokenizer's
+table with it. llguidance is imported here and beside, when it is needed.
 """
 
+import ctypes
 import logging
 import re
 import time
@@ -11,11 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.errors import InvalidRequestError, QuireError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.source import GrammarError, source_of
 from quire.text.grammars.trial import Trial
 
 _RISKY = re.compile(r'"(pattern|patternProperties|allOf)')  # schemas that may take for ever: regexes are intersected
+_LONG = 2**15  # characters of a source: some grammars take time by the square of their length
+_SECONDS = (0.0, 0.25, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here
+NUM_PACES = len(_SECONDS)
 _LONGEST_ERROR = 400  # characters; llguidance quotes whole regexes
 
 logger = logging.getLogger(__name__)
@@ -36,19 +41,24 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
 
 
+class TooLongError(QuireError):
+    """A grammar that is to be compiled at the next pace."""
+
+
 class Compiler:
-    """Makes matchers that stand before the first token."""
+    """Makes matchers that stand before the first token; each pace is for one thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._table: Any = None  # llguidance's tokenizer, once read
         self._special_tokens: Mapping[str, int] = {}
-        self._trial = Trial()
+        self._trials = [Trial() for _ in _SECONDS]
 
-    def compile(self, params: StructuredOutputsParams) -> Any:
-        """llguidance's matcher of a constraint.
+    def compile(self, params: StructuredOutputsParams, pace: int = NUM_PACES - 1) -> Any:
+        """llguidance's matcher of a constraint, which has been through all paces before this.
 
         Raises:
+            TooLongError: it may take longer than this pace allows, and is no worse for the next.
             InvalidRequestError: the constraint can't be held, and why.
         """
         import llguidance
@@ -56,15 +66,21 @@ class Compiler:
         if self._table is None:
             self._read_table()
         source = source_of(params, self._special_tokens)
-        if params.kind not in ("choice", "json_object") and (params.kind != "json" or _RISKY.search(source)):
-            self._trial.check(source)
+        if _may_take_long(params, source) and not self._trials[pace].passes(source, _SECONDS[pace]):
+            if pace < NUM_PACES - 1:
+                raise TooLongError
+            raise InvalidRequestError(
+                f"it takes more than {_SECONDS[pace]:g} s, or too much memory, to compile; use simpler regexes, and "
+                "fewer of them at one place."
+            )
         limits = llguidance.LLParserLimits(verbose_errors=False)
         table: Any = self._table
         matcher = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
         trial = matcher.deep_copy()  # which works out here what is worked out once for all
         if not trial.is_error():
             trial.compute_ff_tokens()
-            trial.compute_bitmask()
+            mask = (ctypes.c_uint32 * -(-self._vocabulary.size // 32))()
+            trial.unsafe_compute_mask_ptr(ctypes.addressof(mask), ctypes.sizeof(mask))  # without the GIL, unlike others
         if trial.is_error():
             raise GrammarError(_shown(trial.get_error()))
         return matcher
@@ -77,6 +93,12 @@ class Compiler:
         text, self._special_tokens = vocabulary.load()
         self._table = llguidance.LLTokenizer(text, n_vocab=vocabulary.size, eos_token=eos_token_ids)
         logger.info("grammars: read the vocabulary in %.2f s", time.perf_counter() - start)
+
+
+def _may_take_long(params: StructuredOutputsParams, source: str) -> bool:
+    if len(source) > _LONG:
+        return True
+    return params.kind not in ("choice", "json_object") and (params.kind != "json" or bool(_RISKY.search(source)))
 
 
 def _shown(error: str) -> str:

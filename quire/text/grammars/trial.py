@@ -4,21 +4,24 @@
 no vocabulary, and the system ends it when that takes too much.
 """
 
-import math
 import os
 import resource
+import select
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
-from quire.errors import InvalidRequestError, RequestFailedError
+from quire.errors import RequestFailedError
 from quire.utils.child import start_child
 
-_FRAME = struct.Struct("<Q")
-_SECONDS, _MEGABYTES = 4, 1500  # of processor time for one grammar, and of address space
+_FRAME = struct.Struct("<dQ")  # seconds, bytes that follow
+_MEGABYTES = 1500  # of address space
+_MAX_WAIT = 10  # times its processor time that a grammar may take, on a machine that is busy with others
+_LOOK = 0.1  # seconds
 
 
 class Trial:
@@ -27,31 +30,43 @@ class Trial:
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, source: str) -> None:
-        """Raise InvalidRequestError if compiling `source` takes too much, or RequestFailedError if it can't begin."""
+    def passes(self, source: str, seconds: float) -> bool:
+        """Whether compiling `source` takes no more than this processor time, nor too much memory.
+
+        Raises:
+            RequestFailedError: it could not be tried here and now.
+        """
+        if not seconds:
+            return False
         if self._child is None:
             try:
                 self._child = start_child("quire.text.grammars.trial", answers=True, keys=False)
             except OSError as error:
                 raise RequestFailedError(f"the process that tries grammars can't be started: {error}.") from None
             weakref.finalize(self, self._child.kill)
-        child, data = self._child, source.encode("utf-8", "surrogatepass")
+        answered = self._ask(self._child, source.encode("utf-8", "surrogatepass"), seconds)
+        if not answered:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+        if answered is None:
+            raise RequestFailedError("the machine is too busy to compile it; try again later.")
+        return answered
+
+    def _ask(self, child: subprocess.Popen[bytes], data: bytes, seconds: float) -> bool | None:
+        """True when the process has compiled it, False when it was ended, None when neither came in time."""
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(_FRAME.pack(len(data)) + data)
+            child.stdin.write(_FRAME.pack(seconds, len(data)) + data)
             child.stdin.flush()
-            answer = child.stdout.read(1)
         except BrokenPipeError:
-            answer = b""
-        if not answer:
-            child.kill()
-            child.wait()
-            self._child = None
-            raise InvalidRequestError(
-                f"it takes more than {_SECONDS} s, or too much memory, to compile; use simpler regexes, and fewer of "
-                "them at one place."
-            )
+            return False
+        end = time.monotonic() + _MAX_WAIT * (1 + seconds)
+        while threading.main_thread().is_alive() and time.monotonic() < end:
+            if select.select([child.stdout], [], [], _LOOK)[0]:
+                return child.stdout.read(1) == b"."
+        return None
 
 
 def main() -> None:
@@ -64,9 +79,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEGABYTES << 20, _MEGABYTES << 20))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while len(header := source.read(_FRAME.size)) == _FRAME.size:
-        end = math.ceil(time.process_time()) + _SECONDS
-        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-        llguidance.LLMatcher.validate_grammar(source.read(*_FRAME.unpack(header)).decode("utf-8", "surrogatepass"))
+        seconds, size = _FRAME.unpack(header)
+        text = source.read(size).decode("utf-8", "surrogatepass")
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        llguidance.LLMatcher.validate_grammar(text)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(b".")
         sink.flush()
 

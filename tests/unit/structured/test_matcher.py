@@ -131,7 +131,9 @@ def test_a_refusal_is_kept_as_long_as_a_grammar(tokenizer: Tokenizer, monkeypatc
     grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
     tried: list[StructuredOutputsParams] = []
     compile = grammars._compiler.compile
-    monkeypatch.setattr(grammars._compiler, "compile", lambda params: tried.append(params) or compile(params))
+    monkeypatch.setattr(
+        grammars._compiler, "compile", lambda params, pace: tried.append(params) or compile(params, pace)
+    )
     bad = StructuredOutputsParams(json={"not": {}})
     refusals: list[Any] = []
     for _ in range(3):

@@ -1,0 +1,79 @@
+"""Threads that compile grammars, each at its own pace: whoever is behind in one holds up nobody in another.
+
+`quire.structured` makes them. All grammars begin in the first lane; one that may take long goes on to the next, where
+it is tried in a process first, and one that took long there to the last. It knows no requests, and keeps nothing.
+"""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.compiler import NUM_PACES, Compiler, TooLongError
+
+_NICENESS = 10  # of the threads, and of the processes that they start: whoever streams comes first
+
+Item = tuple[bytes, StructuredOutputsParams]
+
+
+class Lane:
+    """Items worked on one after another, in a thread that is there while there are any."""
+
+    def __init__(self, work: Callable[[Item], None]) -> None:
+        self._work = work
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._works = False  # whether the thread is there, and will look at the items once more
+
+    def put(self, item: Item) -> None:
+        """To be worked on when all before it are done."""
+        with self._turn:
+            self._items.put(item)
+            if not self._works:
+                self._works = True
+                # No daemon: llguidance does not survive that the interpreter ends while it works.
+                threading.Thread(target=self._run, name="quire-grammars").start()
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while True:
+            with self._turn:
+                if self._items.empty() or not threading.main_thread().is_alive():
+                    self._works = False
+                    return
+                item = self._items.get()
+            self._work(item)
+
+
+class Lanes:
+    """All lanes of an engine.
+
+    Args:
+        compiler: what does the work.
+        done: is told each grammar's key with llguidance's matcher, or why there is none; in whichever thread.
+    """
+
+    def __init__(self, compiler: Compiler, done: Callable[[bytes, Any], None]) -> None:
+        self._compiler = compiler
+        self._done = done
+        self._lanes = [Lane(partial(self._compile, pace)) for pace in range(NUM_PACES)]
+
+    def put(self, key: bytes, params: StructuredOutputsParams) -> None:
+        """Compile it."""
+        self._lanes[0].put((key, params))
+
+    def _compile(self, pace: int, item: Item) -> None:
+        key, params = item
+        try:
+            made = self._compiler.compile(params, pace)
+        except TooLongError:
+            self._lanes[pace + 1].put(item)
+            return
+        except Exception as error:
+            made = error
+        self._done(key, made)
