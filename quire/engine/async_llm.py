@@ -7,10 +7,9 @@ engine core (in its own process, or in a thread) and the output processor, on on
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from quire.config.engine_args import EngineArgs, EngineConfig
@@ -34,22 +33,7 @@ from quire.inputs import PreparedPrompt, PromptType
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
 from quire.protocol.cache import PinnedPrefix
-from quire.protocol.core import (
-    Abort,
-    Add,
-    Call,
-    CoreClient,
-    Dead,
-    Event,
-    Finish,
-    News,
-    Pin,
-    Ready,
-    Refused,
-    Reply,
-    SetLimits,
-    Unpin,
-)
+from quire.protocol.core import Abort, Add, Call, CallName, CoreClient, Dead, Event, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -281,14 +265,14 @@ class AsyncLLM:
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's sequences and blocks at this moment."""
-        snapshot: EngineSnapshot = await self._call(partial(Call, name="snapshot"))
+        snapshot: EngineSnapshot = await self._call("snapshot")
         for sequence in snapshot.sequences:
             sequence.request_id = self._external.get(sequence.request_id, sequence.request_id)
         return snapshot
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
-        return await self._call(partial(Call, name="reset_prefix_cache"))
+        return await self._call("reset_prefix_cache")
 
     async def pin_prefix(
         self, prompt: PromptType, name: str | None = None, add_special_tokens: bool = True
@@ -299,17 +283,15 @@ class AsyncLLM:
         async for _ in self.generate(prepared):
             pass
         name = name or f"prefix-{next(self._ids)}"
-        ids, salt = prepared.token_ids, prepared.cache_salt
-        (prefix,) = await self._call(lambda call_id: Pin(call_id, name, ids, salt))
-        return prefix
+        return await self._call("pin_prefix", name, prepared.token_ids, prepared.cache_salt)
 
     async def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted like all others; False where there is none of this name."""
-        return await self._call(partial(Unpin, name=name))
+        return await self._call("unpin_prefix", name)
 
     async def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        return await self._call(partial(Call, name="pinned_prefixes"))
+        return await self._call("pinned_prefixes")
 
     @property
     def limits(self) -> Limits:
@@ -323,13 +305,13 @@ class AsyncLLM:
 
     async def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on: see `LLMEngine.set_limits`."""
-        self._limits = limits = await self._call(lambda call_id: SetLimits(call_id, changes))
+        self._limits = limits = await self._call("set_limits", changes)
         self._inputs.processor.policy = limits.policy
         return limits
 
     async def check_integrity(self) -> None:
         """Raise RequestFailedError when the engine's state is inconsistent; for tests."""
-        await self._call(partial(Call, name="check_integrity"))
+        await self._call("check_integrity")
 
     def end_requests(self) -> None:
         """End what is running with EngineStoppedError, and take nothing more: the first half of `shutdown`, at once."""
@@ -365,11 +347,11 @@ class AsyncLLM:
             if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
 
-    async def _call(self, make: Callable[[int], Call | SetLimits | Pin | Unpin]) -> Any:
+    async def _call(self, name: CallName, *arguments: Any) -> Any:
         self._monitor.attach()
         call_id = next(self._ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._client.send(make(call_id))
+        self._client.send(Call(call_id, name, list(arguments)))
         try:
             return await future
         finally:

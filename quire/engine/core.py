@@ -15,10 +15,11 @@ from quire.executor.base import Executor
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
-from quire.protocol.stats import Limits
+from quire.protocol.stats import EngineSnapshot, Limits
 from quire.protocol.step import SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.snapshot import take_snapshot
 
 T = TypeVar("T")
 _IDLE_WAIT = 0.002  # seconds
@@ -136,6 +137,14 @@ class EngineCore:
         """Let a pinned prefix be evicted; False where there is none of this name."""
         with self.interrupts:
             return self.scheduler.kv.pins.remove(name)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """The pinned prefixes, in the order in which they were pinned."""
+        return self.scheduler.kv.pins.listed()
+
+    def snapshot(self) -> EngineSnapshot:
+        """The sequences and blocks at this moment."""
+        return take_snapshot(self.scheduler, self._clock())
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""

@@ -171,7 +171,7 @@ class LLMEngine:
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """All of them, in the order in which they were pinned."""
-        return self.core.scheduler.kv.pins.listed()
+        return self.core.pinned_prefixes()
 
     @property
     def limits(self) -> Limits:

@@ -10,27 +10,8 @@ from collections.abc import Callable, Iterable
 
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from quire.protocol.cache import PinnedPrefix
-from quire.protocol.core import (
-    Abort,
-    Add,
-    Call,
-    Command,
-    Dead,
-    Event,
-    Finish,
-    News,
-    Pin,
-    Ready,
-    Refused,
-    Reply,
-    SetLimits,
-    Stop,
-    Unpin,
-)
-from quire.protocol.stats import EngineSnapshot, Limits
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
 from quire.protocol.step import SequenceOutput
-from quire.scheduler.snapshot import take_snapshot
 
 logger = logging.getLogger("quire")
 
@@ -50,7 +31,7 @@ class CoreLoop:
         self.step_start: float | None = None
         self._receive, self._send = receive, send
         self._ended: list[SequenceOutput] = []  # last outputs of aborted requests
-        self._finished = False  # sequences ended, or limits changed since the last step: the stats are others
+        self._finished = False  # sequences ended, or somebody called since the last step: the stats may be others
         self._running = True
 
     def ready(self) -> Ready:
@@ -108,35 +89,17 @@ class CoreLoop:
                 for request_id, index in sequences:
                     self.core.finish_sequence(request_id, index)
                 self._finished = True
-            case Call(call_id, name):
-                try:
-                    self._send(Reply(call_id, self._call(name)))
-                except Exception as error:
-                    logger.exception("%s failed", name)
-                    self._send(Reply(call_id, error=f"{name} failed: {error}"))
-            case SetLimits(call_id, changes):
-                self._answer(call_id, lambda: self.core.set_limits(changes), "limits")
-            case Pin(call_id, name, token_ids, cache_salt):
-                self._answer(call_id, lambda: [self.core.pin_prefix(name, token_ids, cache_salt)], "prompt")
-            case Unpin(call_id, name):
-                self._answer(call_id, lambda: self.core.unpin_prefix(name), "name")
+            case Call():
+                self._send(self._answer(command))
+                self._finished = True
             case Stop():
                 self._running = False
 
-    def _answer(self, call_id: int, change: Callable[[], Limits | list[PinnedPrefix] | bool], param: str) -> None:
-        """Make a change that may be refused, and reply."""
+    def _answer(self, call: Call) -> Reply:
         try:
-            self._send(Reply(call_id, change()))
-            self._finished = True  # there are new stats to tell
+            return Reply(call.call_id, getattr(self.core, call.name)(*call.arguments))
         except InvalidRequestError as error:
-            self._send(Reply(call_id, error=str(error), param=error.param or param))
-
-    def _call(self, name: str) -> EngineSnapshot | list[PinnedPrefix] | bool:
-        if name == "snapshot":
-            return take_snapshot(self.core.scheduler, time.monotonic())
-        if name == "reset_prefix_cache":
-            return self.core.reset_prefix_cache()
-        if name == "pinned_prefixes":
-            return self.core.scheduler.kv.pins.listed()
-        self.core.check_integrity()
-        return True
+            return Reply(call.call_id, error=str(error), param=error.param or call.name)
+        except Exception as error:
+            logger.exception("%s failed", call.name)
+            return Reply(call.call_id, error=f"{call.name} failed: {error}")

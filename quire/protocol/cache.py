@@ -45,7 +45,7 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     copy_bytes_per_second: float = 0.0  # as the worker measured it; 0.0: unknown
 
 
-class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True):
+class PinnedPrefix(msgspec.Struct, frozen=True, tag=True):
     """The beginning of a prompt whose blocks stay in the KV cache until it is unpinned."""
 
     name: str

@@ -14,7 +14,10 @@ from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 
-CallName = Literal["snapshot", "reset_prefix_cache", "pinned_prefixes", "check_integrity"]
+# Methods of `quire.engine.core.EngineCore`.
+CallName = Literal[
+    "snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes", "check_integrity"
+]
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -36,33 +39,11 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Ask the core for something; an event `Reply` of the same id comes back."""
+    """Have the core do something; an event `Reply` of the same id comes back, with what its method returns."""
 
     call_id: int
     name: CallName
-
-
-class SetLimits(msgspec.Struct, frozen=True, tag=True):
-    """Change limits by name, from the next step on; an event `Reply` of the same id comes back."""
-
-    call_id: int
-    changes: dict[str, Any]
-
-
-class Pin(msgspec.Struct, frozen=True, tag=True):
-    """Keep the blocks of a prompt that was computed; a `Reply` of the same id has the one `PinnedPrefix`."""
-
-    call_id: int
-    name: str
-    token_ids: list[int]
-    cache_salt: str | None = None
-
-
-class Unpin(msgspec.Struct, frozen=True, tag=True):
-    """Let a pinned prefix be evicted; a `Reply` of the same id says whether there was one."""
-
-    call_id: int
-    name: str
+    arguments: list[Any] = []
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +92,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a call, or why there is none."""
 
     call_id: int
-    value: EngineSnapshot | Limits | list[PinnedPrefix] | bool | None = None
+    value: EngineSnapshot | Limits | PinnedPrefix | list[PinnedPrefix] | bool | None = None
     error: str | None = None
     param: str | None = None  # what of the call was wrong: then it is an InvalidRequestError
 
@@ -128,7 +109,7 @@ class Dead(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Add | Abort | Finish | Call | SetLimits | Pin | Unpin | Stop
+Command = Add | Abort | Finish | Call | Stop
 Event = Ready | Failed | News | Refused | Reply | Beat | Dead
 
 

@@ -9,7 +9,7 @@ from quire import LLM, EngineArgs, SamplingParams
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.errors import InvalidRequestError
 from quire.protocol.cache import PinnedPrefix
-from quire.protocol.core import Call, Command, Event, Pin, Reply, Unpin
+from quire.protocol.core import Call, Command, Event, Reply
 
 SYSTEM = list(range(100, 150))
 BLOCK = 16
@@ -88,8 +88,9 @@ def test_pins_of_an_engine_in_a_thread() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("command", [Pin(1, "a", [1, 2], "salt"), Unpin(2, "a"), Call(3, "pinned_prefixes")])
+@pytest.mark.parametrize("command", [Call(1, "pin_prefix", ["a", [1, 2], "salt"]), Call(3, "pinned_prefixes")])
 def test_commands_pass_a_border_of_processes(command: Command) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
-    reply = Reply(1, [PinnedPrefix("a", 32, 2)])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=Event) == reply
+    prefix = PinnedPrefix("a", 32, 2)
+    for reply in (Reply(1, prefix), Reply(1, [prefix])):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=Event) == reply
