@@ -142,9 +142,8 @@ class KVManager:
         adapter_digest: bytes = b"",
     ) -> BlockTable:
         """An empty table for a new sequence."""
-        table = BlockTable(sequence_id, prompt_token_ids, output_token_ids, root_hash(cache_salt, adapter_digest))
-        table.clear(len(self._groups))
-        return table
+        root = root_hash(cache_salt, adapter_digest)
+        return BlockTable(sequence_id, prompt_token_ids, output_token_ids, root, len(self._groups))
 
     def match_prefix(self, table: BlockTable) -> PrefixMatch:
         """The longest cached prefix in full blocks, never reaching the last token: that one must be computed.
@@ -231,8 +230,7 @@ class KVManager:
         self, table: BlockTable, sequence_id: int, output_token_ids: list[int], num_computed_tokens: int
     ) -> BlockTable:
         """A table for a sequence that shares the first num_computed_tokens tokens, and their blocks, with another."""
-        child = BlockTable(sequence_id, table.prompt_token_ids, output_token_ids, table.root)
-        child.clear(len(self._groups))
+        child = BlockTable(sequence_id, table.prompt_token_ids, output_token_ids, table.root, len(self._groups))
         num_blocks, num_full = self.num_blocks_for(num_computed_tokens), num_computed_tokens // self.block_size
         for number, group in enumerate(self._groups):
             first = child.first_block[number] = table.first_block[number]

@@ -4,6 +4,7 @@ Made and changed by the scheduler only; everything that leaves it is a frozen me
 knows its tokens and its block table, and nothing of queues or of the other requests.
 """
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -23,6 +24,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class SequenceGroup:
     """A request and the sequences drawn from its prompt.
 
@@ -41,44 +43,32 @@ class SequenceGroup:
         num_prompt_logprobs: prompt positions whose logprobs were delivered, the first (which has none) included.
     """
 
-    __slots__ = (
-        "announced",
-        "continuation",
-        "grammar",
-        "key",
-        "lane",
-        "limit",
-        "min_tokens",
-        "num_cached_tokens",
-        "num_prompt_logprobs",
-        "order",
-        "request",
-        "request_id",
-        "sequences",
-        "stop_token_ids",
-        "task",
-        "unfinished",
-    )
+    request: NewRequest
+    order: int
+    continuation: Continuation
+    max_model_len: InitVar[int]
+    request_id: str = field(init=False)
+    task: SamplingTask = field(init=False)
+    limit: int = field(init=False)
+    min_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    unfinished: set[int] = field(init=False)
+    lane: str | None = None
+    key: tuple[Any, ...] = ()
+    sequences: dict[int, "Sequence"] = field(default_factory=dict)
+    announced: bool = False
+    grammar: Grammar | None = None
+    num_cached_tokens: int | None = None
+    num_prompt_logprobs: int = 1
 
-    def __init__(self, request: NewRequest, order: int, continuation: Continuation, max_model_len: int) -> None:
-        assert isinstance(request.task, SamplingTask), "only sampling requests are taken"
-        self.request = request
-        self.request_id = request.request_id
-        self.task = task = request.task
-        self.order = order
-        self.lane: str | None = None
-        self.key: tuple[Any, ...] = ()
-        self.continuation = continuation
+    def __post_init__(self, max_model_len: int) -> None:
+        request, task = self.request, self.request.task
+        assert isinstance(task, SamplingTask), "only sampling requests are taken"
+        self.request_id, self.task, self.stop_token_ids = request.request_id, task, task.stop_token_ids
         self.limit = min(len(request.prompt_token_ids) + task.max_tokens, max_model_len)
         # A grammar may allow nothing but an end before; it is drawn only then.
         self.min_tokens = 0 if task.has_grammar else task.params.min_tokens
-        self.stop_token_ids = task.stop_token_ids
         self.unfinished = set(range(task.num_sequences))
-        self.sequences: dict[int, Sequence] = {}
-        self.announced = False
-        self.grammar: Grammar | None = None
-        self.num_cached_tokens: int | None = None
-        self.num_prompt_logprobs = 1
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -92,6 +82,7 @@ class SequenceGroup:
         return index in self.unfinished or self.continuation.carries(index, self.unfinished)
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence: its tokens, how many of them have keys and values, and its block table.
 
@@ -121,62 +112,39 @@ class Sequence:
         awaits: while PREPARING, a reason of `Planner.waiting_reasons`.
     """
 
-    __slots__ = (
-        "announced",
-        "awaits",
-        "chosen_token_id",
-        "draft_token_ids",
-        "draws_one",
-        "forces",
-        "group",
-        "index",
-        "kept_drafts",
-        "key",
-        "limit",
-        "matcher",
-        "next_step",
-        "num_computed_tokens",
-        "num_drafts",
-        "num_expected",
-        "num_in_flight",
-        "num_samples",
-        "num_scheduled",
-        "num_tokens",
-        "output_token_ids",
-        "proposes",
-        "sampling",
-        "sequence_id",
-        "sits_out",
-        "status",
-        "table",
-    )
+    sequence_id: int
+    group: SequenceGroup
+    index: int
+    table: BlockTable
+    key: tuple[Any, ...] = field(init=False)
+    next_step: ScheduledSequence = field(init=False)
+    limit: int = field(init=False)
+    output_token_ids: list[int] = field(init=False)
+    num_tokens: int = field(init=False)
+    num_expected: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_scheduled: int = 0
+    num_in_flight: int = 0
+    num_drafts: int = 0
+    matcher: Matcher | None = None
+    draft_token_ids: list[int] = field(default_factory=list)
+    forces: bool = False
+    proposes: bool = False
+    kept_drafts: tuple[int, list[int]] = field(default_factory=lambda: (0, []))
+    sits_out: bool = False
+    chosen_token_id: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    awaits: str = ""
+    announced: bool = False
+    sampling: Sampling = field(init=False)
+    num_samples: int = field(init=False)
+    draws_one: bool = field(init=False)
 
-    def __init__(self, sequence_id: int, group: SequenceGroup, index: int, table: BlockTable) -> None:
-        self.sequence_id = sequence_id
-        self.group = group
-        self.index = index
-        self.key = self.own_key
-        self.next_step = ScheduledSequence(sequence_id, 1, Sampling.DRAW)
-        self.limit = group.limit
-        self.table = table
-        self.output_token_ids = table.output_token_ids
-        self.num_tokens = self.num_expected = table.num_tokens
-        self.num_computed_tokens = self.num_scheduled = 0
-        self.num_in_flight = 0
-        self.num_drafts = 0
-        self.matcher: Matcher | None = None
-        self.draft_token_ids: list[int] = []
-        self.forces = False
-        self.proposes = False
-        self.kept_drafts: tuple[int, list[int]] = 0, []
-        self.sits_out = False
-        self.chosen_token_id = -1
-        self.status = SequenceStatus.WAITING
-        self.awaits = ""
-        self.announced = False
-        self.sampling: Sampling
-        self.num_samples: int
-        self.draws_one: bool
+    def __post_init__(self) -> None:
+        self.key, self.limit = self.own_key, self.group.limit
+        self.next_step = ScheduledSequence(self.sequence_id, 1, Sampling.DRAW)
+        self.output_token_ids = self.table.output_token_ids
+        self.num_tokens = self.num_expected = self.table.num_tokens
         self.ask_continuation()
 
     @property

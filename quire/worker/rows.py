@@ -6,6 +6,7 @@ is left for another. It knows nothing of the scheduler or of tensors.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class TreeShape:
             self.ancestors[node, : len(path)] = path
 
 
+@dataclass(slots=True, eq=False)
 class Row:
     """One live sequence.
 
@@ -48,24 +50,16 @@ class Row:
         drafted: what a proposer knows of it, where one drafts for it.
     """
 
-    __slots__ = (
-        "drafted", "failure", "index", "num_blocks", "num_computed", "request", "sequence_id", "sequence_index",
-        "state", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, index: int, sequence_id: int, request: NewRequest, sequence_index: int, tokens: SequenceTokens
-    ) -> None:
-        self.index = index
-        self.sequence_id = sequence_id
-        self.request = request
-        self.sequence_index = sequence_index
-        self.tokens = tokens
-        self.num_computed = 0
-        self.num_blocks: list[int] = []
-        self.state: SamplingState | None = None
-        self.failure: Failure | None = None
-        self.drafted: DraftedSequence | None = None
+    index: int
+    sequence_id: int
+    request: NewRequest
+    sequence_index: int
+    tokens: SequenceTokens
+    num_blocks: list[int]
+    num_computed: int = 0
+    state: SamplingState | None = None
+    failure: Failure | None = None
+    drafted: DraftedSequence | None = None
 
     @property
     def prompt_logprobs(self) -> int | None:
@@ -204,8 +198,8 @@ class RowTable:
         assert sequence_id not in self._rows, "a live sequence was announced as new"
         index = self._free.pop()
         tokens = SequenceTokens(self.token_ids[index], len(request.prompt_token_ids), num_tokens)
-        row = self._rows[sequence_id] = Row(index, sequence_id, request, sequence_index, tokens)
-        row.num_blocks = [0] * len(self.block_tables)
+        num_blocks = [0] * len(self.block_tables)
+        row = self._rows[sequence_id] = Row(index, sequence_id, request, sequence_index, tokens, num_blocks)
         if row.prompt_logprobs is not None:
             self.num_with_prompt_logprobs += 1
         return row
