@@ -20,8 +20,6 @@ from quire.ops.embedding import embedding as embedding
 from quire.ops.host import host as host
 from quire.ops.host import on_rows as on_rows
 from quire.ops.linear import linear as linear
-from quire.ops.norm import add_layer_norm as add_layer_norm
-from quire.ops.norm import add_rms_norm as add_rms_norm
 from quire.ops.norm import layer_norm as layer_norm
 from quire.ops.norm import rms_norm as rms_norm
 from quire.ops.rope import HeadShape as HeadShape

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, alone or after the addition to the residual stream."""
+"""RMSNorm and LayerNorm over the last dimension."""
 
 from ctypes import Structure
 
@@ -28,27 +28,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> T
 
 
 @op
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The norm of ``x + residual``, and that sum: the residual stream's next value."""
-    total = x + residual
-    return rms_norm.reference(total, weight, eps, plus_one), total
-
-
-@op
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (arXiv:1607.06450)."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-@op
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The norm of ``x + residual``, and that sum."""
-    total = x + residual
-    return layer_norm.reference(total, weight, bias, eps), total
 
 
 @instruction("norm")
@@ -66,19 +48,3 @@ def _build_rms(x: Value, weight: Tensor, eps: float, plus_one: bool = False) -> 
 def _build_layer(x: Value, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
     vectors = {"weight": x.builder.vector(weight, x.width), "bias": x.builder.vector(bias, x.width)}
     return x.builder.append(NormSpec(size=x.width, eps=eps, subtract_mean=True, **vectors), [x], x.width)
-
-
-@add_rms_norm.native
-def _build_add_rms(
-    x: Value, residual: Value, weight: Tensor, eps: float, plus_one: bool = False
-) -> tuple[Value, Value]:
-    total = x + residual
-    return _build_rms(total, weight, eps, plus_one), total
-
-
-@add_layer_norm.native
-def _build_add_layer(
-    x: Value, residual: Value, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Value, Value]:
-    total = x + residual
-    return _build_layer(total, weight, bias, eps), total

@@ -24,16 +24,14 @@ def vector(size: int, dtype: torch.dtype, seed: int = 7) -> Tensor:
 
 SHAPES: dict[str, Arguments] = {
     "add": lambda n, t: (2, []),
-    "add_layer_norm": lambda n, t: (2, [vector(n, t), vector(n, t, 8), 1e-5]),
-    "add_rms_norm": lambda n, t: (2, [vector(n, t), 1e-5, True]),
     "gelu": lambda n, t: (1, []),
     "gelu_and_mul": lambda n, t: (1, []),
     "gelu_tanh": lambda n, t: (1, []),
     "gelu_tanh_and_mul": lambda n, t: (1, []),
-    "layer_norm": lambda n, t: (1, [vector(n, t), None, 1e-5]),
+    "layer_norm": lambda n, t: (1, [vector(n, t), vector(n, t, 8), 1e-5]),
     "linear": lambda n, t: (1, [draw(33, n, dtype=t, seed=9) * n**-0.5, vector(33, t)]),
     "relu": lambda n, t: (1, []),
-    "rms_norm": lambda n, t: (1, [vector(n, t), 1e-5]),
+    "rms_norm": lambda n, t: (1, [vector(n, t), 1e-5, True]),
     "scale": lambda n, t: (1, [-1.7]),
     "silu": lambda n, t: (1, []),
     "silu_and_mul": lambda n, t: (1, []),
