@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,70 +27,30 @@ def _silu(wide: Tensor) -> Tensor:
     return wide / torch.neg(wide).exp_().add_(1.0)
 
 
-def _gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    def activate(rows: Tensor) -> Tensor:
-        gate, up = rows.chunk(2, dim=-1)
-        return function(gate.float()).mul_(up)
-
-    return in_blocks(activate, x.shape[-1] // 2, x)
-
-
-@op
-def silu_and_mul(x: Tensor) -> Tensor:
-    """``silu(gate) * up``: [M, 2 I], gate columns first -> [M, I]; in fp32, rounded once (arXiv:2002.05202)."""
-    return _gated(_silu, x)
-
-
-@op
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """``gelu(gate) * up``: [M, 2 I], gate columns first -> [M, I]; in fp32, rounded once."""
-    return _gated(_gelu, x)
-
-
-@op
-def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """``gelu_tanh(gate) * up``: [M, 2 I], gate columns first -> [M, I]; in fp32, rounded once."""
-    return _gated(_gelu_tanh, x)
-
-
-@op
-def gelu(x: Tensor) -> Tensor:
-    """``x / 2 * (1 + erf(x / sqrt 2))``, in fp32 (arXiv:1606.08415)."""
-    return in_blocks(lambda rows: _gelu(rows.float()), x.shape[-1], x)
-
-
-@op
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh form of GELU, "gelu_new" and "gelu_pytorch_tanh": ``x / 2 * (1 + tanh(√(2/π) (x + 0.044715 x³)))``."""
-    return in_blocks(lambda rows: _gelu_tanh(rows.float()), x.shape[-1], x)
-
-
-@op
-def silu(x: Tensor) -> Tensor:
-    """``x / (1 + exp(-x))``, in fp32 (arXiv:1702.03118)."""
-    return in_blocks(lambda rows: _silu(rows.float()), x.shape[-1], x)
-
-
-@op
-def relu(x: Tensor) -> Tensor:
-    """``max(x, 0)``."""
-    return torch.relu(x)
-
-
-FUNCTIONS: dict[Epilogue, Operation[Any, Tensor]] = {
-    Epilogue.SILU_MUL: silu_and_mul,
-    Epilogue.GELU_MUL: gelu_and_mul,
-    Epilogue.GELU_TANH_MUL: gelu_tanh_and_mul,
-    Epilogue.GELU: gelu,
-    Epilogue.GELU_TANH: gelu_tanh,
-    Epilogue.RELU: relu,
-    Epilogue.SILU: silu,
-}
-
-
 @instruction("activation")
 class ActivationSpec(ctypes.Structure):
     _fields_ = [("size", ctypes.c_int64), ("function", ctypes.c_int32)]
+
+
+FUNCTIONS: dict[Epilogue, Operation[[Tensor], Tensor]] = {}
+
+
+def _activation(name: str, kind: Epilogue, function: Callable[[Tensor], Tensor]) -> Operation[[Tensor], Tensor]:
+    """The operation of this name: `function` in fp32, rounded once; of a gated one, [M, 2 I] -> [M, I], gate first."""
+
+    def gated(rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return function(gate.float()).mul_(up)
+
+    def reference(x: Tensor) -> Tensor:
+        if kind in GATED:
+            return in_blocks(gated, x.shape[-1] // 2, x)
+        return in_blocks(lambda rows: function(rows.float()), x.shape[-1], x)
+
+    reference.__name__ = name
+    FUNCTIONS[kind] = operation = op(reference)
+    operation.native(partial(_build, function=kind))
+    return operation
 
 
 def _build(x: Value, function: Epilogue) -> Value:
@@ -103,5 +63,13 @@ def _build(x: Value, function: Epilogue) -> Value:
     return x.builder.append(ActivationSpec(width, function), [x], width)
 
 
-for _function, _operation in FUNCTIONS.items():
-    _operation.native(lambda x, function=_function: _build(x, function))
+# ``x / (1 + exp(-x))`` (arXiv:1702.03118), and ``silu(gate) * up`` (arXiv:2002.05202).
+silu = _activation("silu", Epilogue.SILU, _silu)
+silu_and_mul = _activation("silu_and_mul", Epilogue.SILU_MUL, _silu)
+# ``x / 2 * (1 + erf(x / sqrt 2))`` (arXiv:1606.08415).
+gelu = _activation("gelu", Epilogue.GELU, _gelu)
+gelu_and_mul = _activation("gelu_and_mul", Epilogue.GELU_MUL, _gelu)
+# The tanh form of GELU, "gelu_new" and "gelu_pytorch_tanh": ``x / 2 * (1 + tanh(√(2/π) (x + 0.044715 x³)))``.
+gelu_tanh = _activation("gelu_tanh", Epilogue.GELU_TANH, _gelu_tanh)
+gelu_tanh_and_mul = _activation("gelu_tanh_and_mul", Epilogue.GELU_TANH_MUL, _gelu_tanh)
+relu = _activation("relu", Epilogue.RELU, torch.relu)
