@@ -3,7 +3,7 @@
 GET /metrics calls `render`. Nothing is kept: the figures are read off the recorder and the engine's stats as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -13,10 +13,12 @@ from prometheus_client.registry import Collector
 from quire.metrics.histogram import Histogram
 from quire.metrics.residency import residency_histograms
 from quire.metrics.serving import ServingMetrics
-from quire.protocol.stats import EngineStats, SpeculationStats
+from quire.protocol.stats import EngineStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
+# Name, help, and value; or a label, and a value for each of its own.
+_Figure = tuple[str, str, float | tuple[str, Mapping[str, float]]]
 # The counters of `TierStats`, as they are called there before "_total".
 _TIERS = {
     "num_swaps": "Preempted sequences whose blocks went to the host.",
@@ -52,34 +54,13 @@ class _Serving(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = (self.model_name, "0")
-        for name, help, value in self._gauges():
-            gauge = GaugeMetricFamily(name, help, labels=_LABELS)
-            gauge.add_metric(labels, value)
-            yield gauge
-        waiting = GaugeMetricFamily(
-            "quire:requests_waiting_by_reason", "Sequences that wait, by why.", labels=(*_LABELS, "reason")
-        )
-        for reason, count in self.stats.waiting_reasons.items():
-            waiting.add_metric((*labels, reason), count)
-        yield waiting
-        if (limits := self.stats.limits) is not None:
-            policy = GaugeMetricFamily(
-                "quire:scheduling_policy_info", "The policy; always 1.", labels=(*_LABELS, "policy")
-            )
-            policy.add_metric((*labels, limits.policy), 1)
-            yield policy
-        for name, help, value in self._counters():
-            counter = CounterMetricFamily(name, help, labels=_LABELS)
-            counter.add_metric(labels, value)
-            yield counter
-        if self.stats.speculation is not None:
-            yield from self._of_drafts(self.stats.speculation, labels)
-        finished = CounterMetricFamily(
-            "vllm:request_success", "Sequences that ended, by why.", labels=(*_LABELS, "finished_reason")
-        )
-        for reason, count in self.metrics.finished.items():
-            finished.add_metric((*labels, reason), count)
-        yield finished
+        for kind, figures in ((GaugeMetricFamily, self._gauges()), (CounterMetricFamily, self._counters())):
+            for name, help, value in figures:
+                label, values = value if isinstance(value, tuple) else ("", {"": value})
+                family = kind(name, help, labels=(*_LABELS, label) if label else _LABELS)
+                for shown, figure in values.items():
+                    family.add_metric((*labels, shown) if label else labels, figure)
+                yield family
         for histogram in [*self.metrics.histograms, *self._residency()]:
             family = HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
             buckets = [(_le(bound), count) for bound, count in histogram.cumulative()]
@@ -92,22 +73,7 @@ class _Serving(Collector):
             histogram.counts, histogram.total = counted.counts, counted.total
         return histograms
 
-    def _of_drafts(self, drafts: SpeculationStats, labels: tuple[str, str]) -> Iterator[Metric]:
-        for name, help, value in (
-            ("num_drafts", "Times that a sequence's drafts were verified.", drafts.num_drafts),
-            ("num_draft_tokens", "Draft tokens verified.", drafts.num_draft_tokens),
-            ("num_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens),
-        ):
-            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", help, labels=_LABELS)
-            counter.add_metric(labels, value)
-            yield counter
-        name, help = "vllm:spec_decode_num_accepted_tokens_per_pos", "Those accepted, by place among the drafts."
-        by_place = CounterMetricFamily(name, help, labels=(*_LABELS, "position"))
-        for place, count in enumerate(drafts.num_accepted_tokens_per_pos):
-            by_place.add_metric((*labels, str(place)), count)
-        yield by_place
-
-    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+    def _gauges(self) -> Iterator[_Figure]:
         stats = self.stats
         yield "vllm:num_requests_running", "Sequences that are being computed.", stats.num_requests_running
         yield "vllm:num_requests_waiting", "Sequences that wait to be computed.", stats.num_requests_waiting
@@ -123,8 +89,12 @@ class _Serving(Collector):
             yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
         stall = self.metrics.event_loop_max_stall
         yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
+        reasons = "reason", stats.waiting_reasons
+        yield "quire:requests_waiting_by_reason", "Sequences that wait, by why.", reasons
+        if stats.limits is not None:
+            yield "quire:scheduling_policy_info", "The policy; always 1.", ("policy", {stats.limits.policy: 1})
 
-    def _counters(self) -> Iterator[tuple[str, str, int]]:
+    def _counters(self) -> Iterator[_Figure]:
         metrics, stats = self.metrics, self.stats
         yield "vllm:prompt_tokens", "Prompt tokens of requests whose first token came.", metrics.num_prompt_tokens
         yield "vllm:prompt_tokens_cached", "Those taken from the prefix cache.", metrics.num_cached_prompt_tokens
@@ -139,6 +109,15 @@ class _Serving(Collector):
         if stats.tiers is not None:
             for name, help in _TIERS.items():
                 yield f"quire:{name}", help, getattr(stats.tiers, f"{name}_total")
+        if (drafts := stats.speculation) is not None:
+            of_drafts = "vllm:spec_decode_num"
+            yield f"{of_drafts}_drafts", "Times that a sequence's drafts were verified.", drafts.num_drafts
+            yield f"{of_drafts}_draft_tokens", "Draft tokens verified.", drafts.num_draft_tokens
+            yield f"{of_drafts}_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens
+            by_place = {str(place): count for place, count in enumerate(drafts.num_accepted_tokens_per_pos)}
+            help = "Those accepted, by place among the drafts."
+            yield f"{of_drafts}_accepted_tokens_per_pos", help, ("position", by_place)
+        yield "vllm:request_success", "Sequences that ended, by why.", ("finished_reason", metrics.finished)
 
 
 def _le(bound: float) -> str:
