@@ -18,7 +18,7 @@ class Branch:
 
     index: int  # of the sequence in its request
     token_id: int  # its next token
-    logprobs: TokenLogprobs | None = None
+    logprobs: list[TokenLogprobs] | None = None  # the one of it
     parent: int = -1  # whose tokens it shares; -1: the sequence that `advance` was asked about
 
 
@@ -92,7 +92,7 @@ class Independent:
     def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch]:
         """The prompt is computed: each sequence gets its own first token."""
         self._forked = True
-        logprobs = result.logprobs or [None] * self._num_sequences
+        logprobs = [[one] for one in result.logprobs] if result.logprobs else [None] * self._num_sequences
         return [Branch(i, token_id, logprobs[i]) for i, token_id in enumerate(result.token_ids)]
 
     def endings(self) -> list[Ending]:

@@ -103,7 +103,7 @@ class Outcomes:
             else:
                 self._settle(sequence, 0)
                 if prompt_logprobs is not None:
-                    outputs.append(_output(sequence, [], prompt_logprobs=prompt_logprobs))
+                    outputs.append(sequence.group.output(sequence.index, [], None, prompt_logprobs))
         if served:
             for output in outputs[num_failed:]:
                 group = served[output.request_id]
@@ -182,18 +182,7 @@ class Outcomes:
         if num_used < len(tokens):
             tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
         if sequence.index in group.unfinished:
-            outputs.append(
-                SequenceOutput(
-                    request_id=group.request_id,
-                    sequence_index=sequence.index,
-                    new_token_ids=tokens,
-                    logprobs=logprobs,
-                    prompt_logprobs=prompt_logprobs,
-                    finish_reason=reason,
-                    stop_reason=stop_reason,
-                    num_cached_tokens=group.num_cached_tokens or 0,
-                )
-            )
+            outputs.append(group.output(sequence.index, tokens, logprobs, prompt_logprobs, (reason, stop_reason)))
         if reason is None:
             drafts = found.draft_token_ids
             if drafts:
@@ -213,7 +202,7 @@ class Outcomes:
         branches = group.continuation.advance(parent.index, len(parent.output_token_ids), found)
         if branches is None:
             self._planner.sit_out(parent)
-            return [] if prompt_logprobs is None else [_output(parent, [], prompt_logprobs=prompt_logprobs)]
+            return [] if prompt_logprobs is None else [group.output(parent.index, [], None, prompt_logprobs)]
         if not group.continuation.tells_tokens:
             return self._choose(group, branches)
         own: Branch | None = None
@@ -222,14 +211,14 @@ class Outcomes:
                 own = branch
             elif branch.index in group.unfinished:
                 child, end = self._begin(parent, branch)
-                outputs.append(_output(child, child.output_token_ids.copy(), branch, None, end))
+                outputs.append(group.output(child.index, child.output_token_ids.copy(), branch.logprobs, None, end))
         if own is not None:
             _, reason, stop_reason = self._extend(parent, [own.token_id])
             if sampling is _RANK and parent.status is _RUNNING:
                 parent.chosen_token_id = own.token_id
             if parent.index in group.unfinished:
-                news = _output(parent, [own.token_id], own, prompt_logprobs, (reason, stop_reason))
-                outputs.insert(0, news)
+                end = reason, stop_reason
+                outputs.insert(0, group.output(parent.index, [own.token_id], own.logprobs, prompt_logprobs, end))
             if reason is not None:
                 group.unfinished.discard(parent.index)
         if own is None or not group.needs(parent.index):
@@ -277,17 +266,8 @@ class Outcomes:
         for index, ending in enumerate(endings):
             if index in group.unfinished:
                 group.unfinished.remove(index)
-                outputs.append(
-                    SequenceOutput(
-                        request_id=group.request_id,
-                        sequence_index=index,
-                        new_token_ids=ending.token_ids,
-                        logprobs=ending.logprobs,
-                        finish_reason=ending.finish_reason,
-                        stop_reason=ending.stop_reason,
-                        num_cached_tokens=group.num_cached_tokens or 0,
-                    )
-                )
+                end = ending.finish_reason, ending.stop_reason
+                outputs.append(group.output(index, ending.token_ids, ending.logprobs, None, end))
         message = (
             f"n = {group.task.num_sequences} outputs were asked for, and the beam search found {len(endings)}, as the "
             "request's parameters leave too few tokens to choose from; lower n, or allow more tokens."
@@ -385,17 +365,8 @@ class Outcomes:
 
     def end_request(self, group: SequenceGroup, reason: str, failure: Failure | None = None) -> list[SequenceOutput]:
         """End all unfinished sequences of a request, each with an output."""
-        outputs = [
-            SequenceOutput(
-                request_id=group.request_id,
-                sequence_index=index,
-                new_token_ids=[],
-                finish_reason=reason,
-                num_cached_tokens=group.num_cached_tokens or 0,
-                failure=failure,
-            )
-            for index in sorted(group.unfinished)
-        ]
+        indices = sorted(group.unfinished)
+        outputs = [group.output(index, [], end=(reason, None), failure=failure) for index in indices]
         group.unfinished.clear()
         self.drop_unneeded(group)
         return outputs
@@ -424,24 +395,3 @@ class Outcomes:
 def _is_decode(sequence: Sequence, item: ScheduledSequence) -> bool:
     """Whether one token is computed and one drawn, as `Sequence.next_step` says it where no block was added."""
     return item.num_new_tokens == 1 and sequence.draws_one and item.sampling is _DRAW
-
-
-def _output(
-    sequence: Sequence,
-    new_token_ids: list[int],
-    branch: Branch | None = None,
-    prompt_logprobs: PromptLogprobs | None = None,
-    end: tuple[str | None, int | None] = (None, None),
-) -> SequenceOutput:
-    """What a sequence brings upstairs; `end` is its finish_reason and stop_reason."""
-    group = sequence.group
-    return SequenceOutput(
-        request_id=group.request_id,
-        sequence_index=sequence.index,
-        new_token_ids=new_token_ids,
-        logprobs=[branch.logprobs] if branch is not None and branch.logprobs is not None else None,
-        prompt_logprobs=prompt_logprobs,
-        finish_reason=end[0],
-        stop_reason=end[1],
-        num_cached_tokens=group.num_cached_tokens or 0,
-    )

@@ -6,7 +6,7 @@ in. It knows nothing of why a sequence was chosen.
 
 from quire.kvcache.table import NOTHING_APPENDED, Appended
 from quire.protocol.requests import NewRequest
-from quire.protocol.step import Fork, Moves, NewSequence, Sampling, ScheduledSequence, StepPlan
+from quire.protocol.step import NewSequence, Sampling, ScheduledSequence
 from quire.scheduler.sequence import Sequence
 
 _DRAW = Sampling.DRAW
@@ -87,26 +87,6 @@ class PlanBuilder:
                 sequence.num_in_flight -= 1
                 del self.scheduled[place], self.sequences[place]
                 break
-
-    def plan(
-        self,
-        step_id: int,
-        removed_sequence_ids: list[int],
-        ended_request_ids: list[str],
-        forks: list[Fork],
-        moves: Moves,
-    ) -> StepPlan:
-        """The finished plan."""
-        return StepPlan(
-            step_id=step_id,
-            removed_sequence_ids=removed_sequence_ids,
-            ended_request_ids=ended_request_ids,
-            new_requests=self.new_requests,
-            new_sequences=self.new_sequences,
-            forks=forks,
-            moves=moves,
-            scheduled=self.scheduled,
-        )
 
     def _announce(self, sequence: Sequence) -> None:
         group = sequence.group

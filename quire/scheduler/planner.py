@@ -89,7 +89,16 @@ class Planner:
         for request in builder.new_requests:  # an id that is used again: the new request takes the old one's place
             self._ended.pop(request.request_id, None)
         self.planned = builder.sequences
-        plan = builder.plan(step_id, self._removed, list(self._ended), list(self._forks.values()), moves)
+        plan = StepPlan(
+            step_id=step_id,
+            removed_sequence_ids=self._removed,
+            ended_request_ids=list(self._ended),
+            new_requests=builder.new_requests,
+            new_sequences=builder.new_sequences,
+            forks=list(self._forks.values()),
+            moves=moves,
+            scheduled=builder.scheduled,
+        )
         self._removed, self._ended, self._forks = [], {}, {}
         return plan
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from quire.kvcache.table import BlockTable
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.step import NewSequence, Sampling, ScheduledSequence
+from quire.protocol.step import (
+    Failure,
+    NewSequence,
+    PromptLogprobs,
+    Sampling,
+    ScheduledSequence,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from quire.scheduler.continuation import Continuation
 from quire.structured.matcher import Grammar, Matcher
 
@@ -75,6 +83,21 @@ class SequenceGroup:
         """Whether prompt logprobs were asked for and are still to come, for which the prompt must be computed."""
         return self.task.params.prompt_logprobs is not None and self.num_prompt_logprobs < len(
             self.request.prompt_token_ids
+        )
+
+    def output(
+        self,
+        index: int,
+        new_token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        end: tuple[str | None, int | None] = (None, None),
+        failure: Failure | None = None,
+    ) -> SequenceOutput:
+        """What the sequence of this index brings upstairs; `end` is its finish_reason and stop_reason."""
+        num_cached = self.num_cached_tokens or 0
+        return SequenceOutput(
+            self.request_id, index, new_token_ids, logprobs, num_cached, prompt_logprobs, *end, failure
         )
 
     def needs(self, index: int) -> bool:

@@ -50,7 +50,7 @@ class Grove:
 
     def _grow(self, index: int, num_output_tokens: int, candidates: list[int], branches: list[Branch]) -> None:
         token_id = candidates[(index + num_output_tokens) % len(candidates)]
-        branches.append(Branch(index, token_id, TokenLogprobs([token_id], [-1.0], [1])))
+        branches.append(Branch(index, token_id, [TokenLogprobs([token_id], [-1.0], [1])]))
         ended = self.ends(token_id, num_output_tokens + 1)
         for child in sorted(self._unborn):
             if self._parent(child) == index and (ended or num_output_tokens >= (self._task.seed + child) % 4):
