@@ -4,12 +4,7 @@ Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as eas
 sampler once per drawn token. Holds no state: no stream to save at preemption, none to share between requests.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-
-Word = Any  # an int, or a uint64 array for many generators at once, below 2**32
+Words = tuple[int, int, int, int]  # each below 2**32
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -18,10 +13,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1: the paper's 
 _ROUNDS = 10
 # What bits are for, where not for the sampler's own draw: added to `attempt`, so that no two draws share any.
 DRAFT, ACCEPT, RECOVER = 1 << 30, 2 << 30, 3 << 30
-_FEW = 12  # keys below which plain ints are faster than arrays
 
 
-def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Four random 32-bit words for a 128-bit counter and a 64-bit key, both as 32-bit words, lowest first."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -44,14 +38,3 @@ def random_bits(seed: int, sequence_index: int, position: int, attempt: int = 0)
     counter = (position, attempt, sequence_index & _MASK32, sequence_index >> 32)
     low, high, _, _ = philox4x32(counter, (seed & _MASK32, seed >> 32))
     return high << 32 | low
-
-
-def random_bits_of(keys: Sequence[tuple[int, int, int]]) -> list[int]:
-    """`random_bits` of each (seed, sequence_index, position), all at once."""
-    if len(keys) < _FEW:
-        return [random_bits(*key) for key in keys]
-    columns = [np.array(column, np.uint64) for column in zip(*((s & _MASK64, i, p) for s, i, p in keys), strict=True)]
-    seeds, sequences, positions = columns
-    counter = (positions, np.zeros_like(positions), sequences & _MASK32, sequences >> 32)
-    low, high, _, _ = philox4x32(counter, (seeds & _MASK32, seeds >> 32))
-    return (high << 32 | low).tolist()

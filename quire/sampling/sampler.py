@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +22,11 @@ from quire.protocol.step import Failure, FailureKind, TokenLogprobs
 from quire.sampling import native
 from quire.sampling.logprobs import listed_logprobs, row_logprobs
 from quire.sampling.processing import Mask, RowError, float32_array, process_logits
-from quire.sampling.random import random_bits, random_bits_of
-from quire.sampling.select import DrawTable, candidates, draw, kept_weights, leading_ids, weigh
+from quire.sampling.random import random_bits
+from quire.sampling.select import candidates, draw, kept_weights, leading_ids
 from quire.sampling.state import Floats, SamplingState
 
 logger = logging.getLogger(__name__)
-
-_SMALL_VOCAB = 8192  # up to here rows are weighed together: one row is too little work for a call of its own
-_GROUP_NUMEL = 2**18  # logits converted at once: 1 MiB, which stays in L2
-_WEIGHED_NUMEL = 2**15  # logits weighed at once
 
 
 @dataclass
@@ -69,17 +64,6 @@ class Draws:
     def special(self) -> list[int]:
         """Sequences of which something is asked that the compiled sampler can't do."""
         return [i for i, state in enumerate(self.states) if state.logits_processors]
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A sequence that waits to be drawn together with others."""
-
-    index: int
-    state: SamplingState
-    num_samples: int
-    logits: Floats  # processed
-    maximum: float
 
 
 def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> SamplerOutput:
@@ -208,39 +192,17 @@ def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOut
 
 
 def _sample_in_numpy(logits: Tensor, draws: Draws, indices: Sequence[int], output: SamplerOutput) -> None:
-    whole = logits.dtype == torch.float32 or logits.numel() <= _GROUP_NUMEL
-    matrix = float32_array(logits) if whole else None
-    simple = all(s.greedy and not s.processes for s in draws.states) and draws.masks is None
-    if matrix is not None and simple and len(indices) == len(draws.states):
-        _choose_greedy(matrix, draws, output)
-        return
-    pending: list[_Pending] = []
     for i in indices:
-        state, row, num_samples = draws.states[i], draws.rows[i], draws.num_samples[i]
+        state, num_samples = draws.states[i], draws.num_samples[i]
         try:
-            raw = float32_array(logits[row]) if matrix is None else matrix[row]
-            processed = _processed(raw, state, None if draws.masks is None else draws.masks[i])
-            if state.greedy:
-                output.token_ids[i] = [_largest(processed)[0]] * num_samples
-            elif state.truncates or len(processed) > _SMALL_VOCAB:
-                output.token_ids[i] = _choose(processed, state, num_samples)
-            else:
-                pending.append(_Pending(i, state, num_samples, processed, _largest(processed)[1]))
+            mask = None if draws.masks is None else draws.masks[i]
+            processed = _processed(float32_array(logits[draws.rows[i]]), state, mask)
+            best, maximum = _largest(processed)
+            output.token_ids[i] = (
+                [best] * num_samples if state.greedy else _choose(processed, maximum, state, num_samples)
+            )
         except RowError as error:
             output.failures[i] = error.failure
-    _draw_pending(pending, output)
-
-
-def _choose_greedy(logits: Floats, draws: Draws, output: SamplerOutput) -> None:
-    """All rows of [N, V] at once. numpy takes the first of equal maxima, and the first NaN if there is one."""
-    chosen = logits.argmax(1)
-    finite = np.isfinite(logits[np.arange(len(chosen)), chosen]).tolist()
-    token_ids: list[int] = chosen.tolist()
-    for i, row in enumerate(draws.rows):
-        if finite[row]:
-            output.token_ids[i] = [token_ids[row]] * draws.num_samples[i]
-        else:
-            output.failures[i] = _unusable(float(logits[row, token_ids[row]])).failure
 
 
 def _processed(logits: Floats, state: SamplingState, mask: Mask | None) -> Floats:
@@ -260,35 +222,14 @@ def _largest(logits: Floats) -> tuple[int, float]:
     return index, value
 
 
-def _choose(logits: Floats, state: SamplingState, num_samples: int) -> list[int]:
+def _choose(logits: Floats, maximum: float, state: SamplingState, num_samples: int) -> list[int]:
     """Tokens drawn from one row, [V]."""
-    maximum = _largest(logits)[1]
-    if state.truncates:
-        table, mass = candidates(logits, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
-    else:
-        table, mass = DrawTable(None, weigh(logits, maximum, state.temperature)), 0
+    table, mass = candidates(logits, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
     tokens: list[int] = []
     for index in range(state.sequence_index, state.sequence_index + num_samples):
         bits = partial(random_bits, state.seed, index, state.position)
         tokens.append(draw(table, mass, logits, bits))
     return tokens
-
-
-def _draw_pending(pending: list[_Pending], output: SamplerOutput) -> None:
-    """Draw by temperature alone, weighing several rows in one call."""
-    size = max(1, _WEIGHED_NUMEL // len(pending[0].logits)) if pending else 1
-    for start in range(0, len(pending), size):
-        group = pending[start : start + size]
-        maxima = np.array([[p.maximum] for p in group], np.float32)
-        temperatures = np.array([[p.state.temperature] for p in group], np.float32)
-        weights = weigh(np.stack([p.logits for p in group]), maxima, temperatures)
-        keys = [
-            (p.state.seed, p.state.sequence_index + j, p.state.position) for p in group for j in range(p.num_samples)
-        ]
-        bits = iter(random_bits_of(keys))
-        for p, row_weights in zip(group, weights, strict=True):
-            table = DrawTable(None, row_weights)
-            output.token_ids[p.index] = [table.pick(b) for b in islice(bits, p.num_samples)]
 
 
 def _unusable(maximum: float) -> RowError:

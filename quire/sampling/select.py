@@ -39,30 +39,26 @@ _HALF, _TWO, _SMALLEST = np.float32(0.5), np.float32(2), np.float32(2**-32)
 Weights = npt.NDArray[np.int64]
 
 
-def weigh(logits: Floats, maxima: Floats | float, temperatures: Floats | float = 1.0) -> Weights:
-    """Integer weights, int64 [..., V], of float32 logits [..., V]; a row's maximum weighs 2**40.
-
-    `maxima`, the rows' largest logits (finite), and `temperatures` are one number for all or [..., 1].
-    """
+def weigh(logits: Floats, maximum: float, temperature: float = 1.0) -> Weights:
+    """Integer weights, int64 [V], of float32 logits [V]; `maximum`, the row's largest (finite), weighs 2**40."""
     # By steps that IEEE 754 gives one result each, as the last bits of numpy's exp depend on the CPU. Not in torch,
     # whose thread pool would wake for a few thousand elements, which costs more than it saves.
-    maxima, scales = np.asarray(maxima, np.float32), power_scales(temperatures)
-    weights = np.empty(logits.shape, np.int64)
-    step = _SLICE if logits.ndim == 1 else len(logits) or 1
-    memory = np.empty((3, *logits[:step].shape), np.float32)
-    for start in range(0, len(logits), step):
-        part = logits[start : start + step]
+    scale = power_scales(temperature)
+    weights = np.empty(len(logits), np.int64)
+    memory = np.empty((3, min(len(logits), _SLICE)), np.float32)
+    for start in range(0, len(logits), _SLICE):
+        part = logits[start : start + _SLICE]
         y, rounded, power = memory[:, : len(part)]
-        np.subtract(part, maxima, out=y)
-        y *= scales
+        np.subtract(part, np.float32(maximum), out=y)
+        y *= scale
         _full_powers(y, rounded, power)
-        weights[start : start + step] = y
+        weights[start : start + _SLICE] = y
     return weights
 
 
-def power_scales(temperatures: Floats | float) -> Any:
+def power_scales(temperature: float) -> Any:
     """log2(e) / temperature, float32: exp(x / temperature) = 2**(x * scale)."""
-    return _LOG2_E / np.asarray(temperatures, np.float32)
+    return _LOG2_E / np.float32(temperature)
 
 
 def _full_powers(y: Floats, rounded: Floats, power: Floats) -> None:

@@ -99,7 +99,6 @@ class SamplingState:
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         self.top_p = params.top_p
         self.min_p = params.min_p
-        self.truncates = not self.greedy and (self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0)
         self.num_logprobs = params.logprobs  # None: not asked for; -1: the vocabulary
 
         def ids(values: Iterable[int] | None) -> Ids | None:
