@@ -75,39 +75,18 @@ _FLOAT_RULES: dict[str, tuple[float, float, bool, str]] = {
     "min_p": (0.0, 1.0, True, "in [0, 1]"),
     "length_penalty": (-10.0, 10.0, True, "in [-10, 10]"),
 }
-_BOOLS = (
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "use_beam_search",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "speculative",
-)
 _NO_DRAWS = "a beam search draws nothing, and ranks by the model's own log-probabilities"
-# field -> (its value when use_beam_search is set, why)
-_OF_BEAMS: dict[str, tuple[Any, str]] = {
-    "temperature": (0.0, _NO_DRAWS),
-    "top_p": (1.0, _NO_DRAWS),
-    "top_k": (0, _NO_DRAWS),
-    "min_p": (0.0, _NO_DRAWS),
-    "seed": (None, _NO_DRAWS),
-    "presence_penalty": (0.0, _NO_DRAWS),
-    "frequency_penalty": (0.0, _NO_DRAWS),
-    "repetition_penalty": (1.0, _NO_DRAWS),
-    "logit_bias": (None, _NO_DRAWS),
-    "logits_processors": (None, _NO_DRAWS),
-    "stop": ([], "beams end by tokens, so use stop_token_ids"),
-    "prompt_logprobs": (None, "send the prompt once more without, to have them"),
+# Why -> fields that are as they are by default (the temperature: 0) where use_beam_search is set.
+_OF_BEAMS = {
+    _NO_DRAWS: (
+        *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "logit_bias", "logits_processors"),
+    ),
+    "beams end by tokens, so use stop_token_ids": ("stop",),
+    "send the prompt once more without, to have them": ("prompt_logprobs",),
 }
-_GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# What is read of a model's generation_config.json, by its names there.
+GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 class _TakesGuided(NamesUnknownKeywords):
@@ -211,7 +190,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         Uses temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens (as max_tokens); None and all
         other keys are skipped.
         """
-        fields = {field: defaults[key] for key, field in _GENERATION_DEFAULTS.items() if defaults.get(key) is not None}
+        found = {key: defaults[key] for key in GENERATION_KEYS if defaults.get(key) is not None}
+        fields = {"max_tokens" if key == "max_new_tokens" else key: value for key, value in found.items()}
         return cls(**{**fields, **given})
 
     def verify_against_model(self, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
@@ -294,8 +274,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
                 if value != default:
                     raise broken(field, value, f"{default} without use_beam_search; set that, or leave this out")
             return
-        for field, (default, reason) in _OF_BEAMS.items():
-            value = getattr(self, field)
+        for reason, field in [(reason, field) for reason, fields in _OF_BEAMS.items() for field in fields]:
+            value, default = getattr(self, field), 0.0 if field == "temperature" else _DEFAULTS[field]
             off = value == default or (field in ("top_k", "seed") and value == -1)
             off |= field in ("logit_bias", "logits_processors") and not value
             if not off and not (field == "temperature" and value < GREEDY_TEMPERATURE):
@@ -331,6 +311,11 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             raise broken("min_tokens", self.min_tokens, f"in [0, max_tokens = {self.max_tokens}]")
         if self.stop and not self.detokenize:
             raise broken("stop", self.stop, "empty when detokenize is False, as there is no text to find it in")
+
+
+_FIELDS = msgspec.structs.fields(SamplingParams)
+_BOOLS = tuple(field.name for field in _FIELDS if field.type is bool)
+_DEFAULTS = {field.name: [] if field.default is msgspec.NODEFAULT else field.default for field in _FIELDS}
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):

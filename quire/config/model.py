@@ -17,6 +17,7 @@ import msgspec
 
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
+from quire.sampling_params import GENERATION_KEYS
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ _DTYPES = {
     "half": "float16",
     "bfloat16": "bfloat16",
 }
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 _INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
 _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
@@ -395,7 +395,7 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
 def _generation_defaults(generation: dict[str, Any], model: str) -> dict[str, Any]:
     """The sampling values that generation_config.json states; a value that is no number is left out, with a warning."""
     defaults: dict[str, Any] = {}
-    for key in _SAMPLING_KEYS:
+    for key in GENERATION_KEYS:
         value = generation.get(key)
         if value is None:
             continue
