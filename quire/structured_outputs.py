@@ -36,6 +36,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False  # JSON without any; else at most a space or an indented line at each place
     disable_additional_properties: bool = False  # objects of a schema have the properties that it names, and no others
+    strict: bool = False  # words in a schema that JSON Schema does not have are refused, whatever they look like
     whitespace_pattern: str | None = None  # a regex: what may stand between the tokens of JSON
     disable_fallback: bool = False  # of no effect: there is one engine of grammars
 
@@ -55,8 +56,7 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=NamesUnknownKeywords, om
                 raise broken(f"structured_outputs.{name}", value, "a non-empty string")
         if self.choice is not None:
             self.choice = _choices(self.choice)
-        size = len(self.constraint.encode("utf-8", "surrogatepass"))
-        if size > MAX_GRAMMAR_BYTES:
+        if (size := len(self.constraint.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
                 f"structured_outputs.{self.kind} has {size} bytes, and {MAX_GRAMMAR_BYTES} is the most; send a smaller "
                 "one.",

@@ -249,7 +249,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"$ref": "https://example.com/x"}}, "not within the JSON schema"),
     ({"regex": "(a"}, "unclosed group"),
     ({"regex": "(?=a)b"}, "look-ahead"),
-    ({"grammar": 'start: "a" nothing'}, "line 1, column 8: unknown name"),
+    ({"grammar": 'start: "a" nothing'}, "line 1, column 12: unknown name"),
     ({"grammar": 'root ::= "a" nothing'}, "GBNF"),
     ({"structural_tag": {"type": "structural_tag", "format": {"type": "song"}}}, "'song'"),
     ({"json": False}, "nsatisfiable"),

@@ -76,7 +76,7 @@ def _of_format(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if type(strict := given.get("strict")) not in (bool, type(None)):
                 raise _broken("response_format.json_schema.strict", "true, false or null", strict)
             # `strict` or not: a schema always holds.
-            return {"json": given["schema"]}
+            return {"json": given["schema"], "strict": bool(strict)}
         case "structural_tag":
             return {"structural_tag": dict(format)}
         case kind:

@@ -14,14 +14,14 @@ from typing import Any
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammars.source import GrammarError, source_of
+from quire.text.grammars.reasons import reason_of
+from quire.text.grammars.source import source_of
 from quire.text.grammars.trial import Trial
 
 _RISKY = re.compile(r'"(pattern|patternProperties|allOf)')  # schemas that may take for ever: regexes are intersected
 _LONG = 2**15  # characters of a source: some grammars take time by the square of their length
 _SECONDS = (0.0, 0.25, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here
 NUM_PACES = len(_SECONDS)
-_LONGEST_ERROR = 400  # characters; llguidance quotes whole regexes
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Compiler:
             mask = (ctypes.c_uint32 * -(-self._vocabulary.size // 32))()
             trial.unsafe_compute_mask_ptr(ctypes.addressof(mask), ctypes.sizeof(mask))  # without the GIL, unlike others
         if trial.is_error():
-            raise GrammarError(_shown(trial.get_error()))
+            raise InvalidRequestError(reason_of(trial.get_error(), params) + ".")
         return matcher
 
     def _read_table(self) -> None:
@@ -99,10 +99,3 @@ def _may_take_long(params: StructuredOutputsParams, source: str) -> bool:
     if len(source) > _LONG:
         return True
     return params.kind not in ("choice", "json_object") and (params.kind != "json" or bool(_RISKY.search(source)))
-
-
-def _shown(error: str) -> str:
-    """llguidance's words in one line; it writes lines and columns as 1(8)."""
-    error = " ".join(error.replace("<non-verbose/>", "").split())
-    error = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", error)
-    return error if len(error) <= _LONGEST_ERROR else error[: _LONGEST_ERROR - 3] + "..."

@@ -4,11 +4,16 @@
 drafts without a word, and makes grammars without end of schemas that no finite value satisfies.
 """
 
+import json
+import re
 from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 from quire.errors import InvalidRequestError
+from quire.structured_outputs import StructuredOutputsParams
 
 MAX_DEPTH = 100
 MAX_TESTS = 10**6  # of subschemas that refer to each other, whether a finite value satisfies them
@@ -23,16 +28,32 @@ _OF_NAMES = (*_OF_PROPERTIES, "$defs", "definitions")
 _OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_ONE = ("items", "additionalProperties", "additionalItems")
 _SOME = 3  # unsupported keywords that are named at most
+# Those that are held, and those that say nothing of a value.
+_HELD = frozenset(
+    (*_OF_NAMES, *_OF_LISTS, *_OF_ONE, "type", "enum", "const", "required", "minProperties", "maxProperties")
+    + ("minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf")
+    + ("exclusiveMinimum", "exclusiveMaximum", "$ref", "$anchor", "$id", "$schema")
+)
+_NOTES = frozenset(
+    ("title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly", "id")
+    + ("contentEncoding", "contentMediaType", "contentSchema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor")
+    + ("nullable", "discriminator", "xml", "externalDocs")
+)
+_KNOWN = _HELD | _UNSUPPORTED | _NOTES
 
 _Place = tuple[str, ...]
 
 
-def check_schema(schema: Any) -> None:
+def check_schema(schema: Any, strict: bool = False) -> None:
     """Check a schema, keyword by keyword.
 
+    Args:
+        strict: no word may be there that is none of JSON Schema's, but for those with x- before them; else only such
+            as look like one that was misspelt.
+
     Raises:
-        InvalidRequestError: an unsupported keyword; a reference to nothing; too deep; or no finite value satisfies it,
-            or it takes too long to see whether one does.
+        InvalidRequestError: a keyword that is unsupported, or unknown; a reference to nothing; too deep; or no finite
+            value satisfies it, or it takes too long to see whether one does.
     """
     if isinstance(schema, bool):
         return
@@ -46,7 +67,32 @@ def check_schema(schema: Any) -> None:
             f"the JSON schema has keywords that structured outputs don't support: {named}{more}; leave them out, and "
             "check the output for them yourself."
         )
+    _check_words(schema, strict)
     _Values(schema).check()
+
+
+def _check_words(schema: dict[str, Any], strict: bool) -> None:
+    for place, part in _parts(schema):
+        for key in part.keys() - _KNOWN:
+            meant = None if key.startswith("x-") else _meant(key)
+            if meant is not None or (strict and not key.startswith("x-")):
+                remedy = f"did you mean {meant!r}?" if meant else "leave it out, or begin it with x-."
+                raise InvalidRequestError(f"JSON Schema has no keyword {key!r}, at {_shown(place)}; {remedy}")
+
+
+@lru_cache(maxsize=1024)
+def _meant(key: str) -> str | None:
+    """The keyword that a word may be a misspelling of."""
+    names = {name.lower().lstrip("$"): name for name in _HELD | _UNSUPPORTED if len(name) > 3}
+    found = get_close_matches(re.sub("[^a-z]", "", key.lower()), names, 1, 0.85)
+    return names[found[0]] if found else None
+
+
+def place_of(params: StructuredOutputsParams, key: str, value: str | None) -> str:
+    """ " at #/..." where a schema has a keyword, of this value if there is one given; "" if there is no such place."""
+    schema = json.loads(params.json) if isinstance(params.json, str) else None
+    parts = _parts(schema) if isinstance(schema, dict) else ()
+    return next((f" at {_shown(at)}" for at, part in parts if key in part and value in (None, part[key])), "")
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, dict[str, Any]]]:

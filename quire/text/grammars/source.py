@@ -10,15 +10,12 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.gbnf import lark_of, place
 from quire.text.grammars.schema import check_schema
 from quire.text.grammars.tags import lark_of_tag
 
 # Between the tokens of JSON, where nothing else is asked for: a weak model would go on with spaces for ever.
 _WHITESPACE = r" |\n[ \t]{0,64}"
-
-
-class GrammarError(InvalidRequestError):
-    """A constraint that can't be compiled, and why."""
 
 
 def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
@@ -38,12 +35,14 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
             schema = {"type": "object"} if params.json_object else _parsed(text)
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema, params)))
         case "regex":
+            if len(text) - len(text.rstrip("\\")) & 1:
+                raise InvalidRequestError(f"{place(text, len(text) - 1)}: nothing comes after the last backslash.")
             return llguidance.LLMatcher.grammar_from_regex(text)
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(params.choice or ()))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")
         case "grammar":
-            return _grammar(text)
+            return llguidance.LLMatcher.grammar_from_lark(lark_of(text))
         case _:
             tag = _parsed(text)
             return lark_of_tag(tag, lambda schema: prepared(schema, params), special_tokens)
@@ -51,7 +50,7 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
 
 def prepared(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
     """A schema that was checked, with the whitespace that may stand in its JSON."""
-    check_schema(schema)
+    check_schema(schema, params.strict)
     if params.disable_additional_properties:
         schema = _closed(schema)
     pattern = params.whitespace_pattern or _WHITESPACE
@@ -65,20 +64,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it is no JSON: {error}.") from None
-
-
-def _grammar(text: str) -> str:
-    """Lark as it is; GBNF, which has `::=`, as Lark."""
-    import llguidance
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if "::=" in text:
-        try:
-            text = gbnf_to_lark(text)
-        except Exception as error:
-            raise GrammarError(f"the GBNF grammar can't be read: {error}") from None
-    return llguidance.LLMatcher.grammar_from_lark(text)
+        raise InvalidRequestError(f"it is no JSON: {error}.") from None
 
 
 def _closed(schema: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import InvalidRequestError
+from quire.text.grammars.gbnf import lark_of
 
 MAX_DEPTH = 30
 _FREE = "/(?s:.*)/"
@@ -69,7 +70,7 @@ class _Writer:
 
                 written = self._rule(f"/{llguidance.regex_to_lark(_of(format, 'pattern', str))}/")
             case "grammar":
-                written = self._grammar(_of(format, "grammar", str))
+                written = self._grammar(lark_of(_of(format, "grammar", str)))
             case "json_schema":
                 written = self._rule(f"%json {json.dumps(self._prepare(format.get('json_schema')))}")
             case "sequence":

@@ -140,7 +140,7 @@ def _one_of(lark: Lark, frame: Frame, functions: list[Function]) -> str:
 
 def _call(lark: Lark, frame: Frame, function: Function) -> str:
     try:
-        check_schema(schema_of(function))
+        check_schema(schema_of(function), function.strict)
         return frame.call(lark, function)
     except InvalidRequestError as error:
         message = f"{function.where}: the parameters of {function.name!r} can't be held by a grammar: {error}"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from quire.text.grammars.reasons import OURS
 from quire.text.grammars.schema import check_schema
 
 ANY_TEXT = "/(?s:.*)/"
@@ -80,7 +81,7 @@ class Lark:
 
     def grammar(self, start: str) -> str:
         """All of it."""
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+        return OURS + "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
     def _token(self, mark: str) -> str:
         return f"<[{self.tokens[mark]}]>"

@@ -12,6 +12,7 @@ from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import Compiler, Vocabulary
 from quire.text.grammars.compose import after
+from quire.text.grammars.reasons import OURS
 from quire.text.grammars.schema import check_schema
 from quire.text.tokenizer import load_tokenizer
 
@@ -22,6 +23,7 @@ GOOD: list[Any] = [
     {"enum": [{"not": 1}]},
     {"$defs": {"n": {"anyOf": [NODE, {"type": "null"}]}}, "$ref": "#/$defs/n"},
     {"type": "array", "items": {"$ref": "#"}},
+    {"tsType": "X", "enumNames": ["a"], "x-minLenght": 3, "propertyOrder": 1, "optional": True},
     {"type": "object", "properties": {"a": {"$ref": "#"}}},
     {"$defs": {"a/b": {"type": "null"}}, "$ref": "#/$defs/a~1b"},
     {"$defs": {"n": {"type": ["object", "null"], "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
@@ -39,6 +41,8 @@ BAD: list[tuple[Any, str]] = [
     ({"allOf": [{"$ref": "#"}, {}]}, "without an end"),
     ({"$ref": "#/definitions/x"}, "refers to nothing"),
     ({"$ref": "other.json"}, "not within"),
+    ({"propertes": {}}, "'propertes', at #; did you mean 'properties'"),
+    ({"items": {"min_length": 3}}, "'min_length', at #/items; did you mean 'minLength'"),
 ]
 
 
@@ -51,6 +55,17 @@ def test_what_can_be_held(schema: Any) -> None:
 def test_what_can_not(schema: Any, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         check_schema(schema)
+
+
+def test_a_strict_schema_has_no_unknown_words() -> None:
+    words = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "x-any")
+    check_schema(
+        {"type": "object", "$schema": "https://json-schema.org/draft/2020-12/schema"} | dict.fromkeys(words), True
+    )
+    with pytest.raises(InvalidRequestError, match="no keyword 'tsType', at #/items; leave it out"):
+        check_schema({"items": {"tsType": "X"}}, True)
+    with pytest.raises(InvalidRequestError, match="did you mean 'maxItems'"):
+        check_schema({"maxitems": 3}, True)
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +157,65 @@ def test_what_would_take_for_ever_is_stopped(compiler: Compiler) -> None:
     with pytest.raises(InvalidRequestError, match="takes more than"):
         compiler.compile(StructuredOutputsParams(json=schema))
     assert accepts(compiler, StructuredOutputsParams(regex="a+"), "aaa"), "and another process is there for the next"
+
+
+REASONS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "a(b"}, "line 1, column 2: unclosed group."),
+    ({"regex": "a/\nb/[z-a]"}, "line 2, column 4: invalid character class range"),
+    ({"regex": "a\\"}, "line 1, column 2: nothing comes after the last backslash."),
+    ({"regex": "a^b"}, "the regex 'a^b' has a word boundary, or an anchor"),
+    ({"regex": "[^\\x00-\\U0010ffff]"}, "no text obeys it"),
+    ({"grammar": 'start: "a"\n | foo'}, 'line 2, column 4: unknown name: "foo".'),
+    ({"grammar": 'start: NAME\nNAME: /[a-/'},
+     "line 2, column 7: unclosed character class, at character 1 of the regex"),
+    ({"grammar": "start: @foo"}, "line 1, column 8: unknown grammar @foo."),
+    ({"grammar": 'start: "a"\n  %json {"type": '},
+     'line 2, column 3: failed to parse "%json": EOF while parsing a value.'),
+    ({"grammar": "start: start"}, "no text obeys it: it contradicts itself, or leads back to itself without an end."),
+    ({"grammar": 'root ::= "foo"\n  bar | foo'}, "line 2, column 7 of the GBNF grammar: expected ::=."),
+    ({"grammar": 'root ::= "foo" # foo\n  | foo'}, "line 2, column 3 of the GBNF grammar: expected name."),
+    ({"grammar": 'root ::= "foo" |\n foo # foo'}, "line 2, column 2 of the GBNF grammar: rule 'foo' not found."),
+    ({"grammar": 'a ::= "a"'}, "line 1, column 1 of the GBNF grammar: no 'root' rule found."),
+    ({"grammar": 'root ::= "a'}, "line 1, column 12 of the GBNF grammar: unexpected end of input."),
+    ({"grammar": 'root ::= "a\\'}, "line 1, column 13 of the GBNF grammar: incomplete escape sequence."),
+    ({"grammar": 'root ::= "a"\nb ::= "b"\nroot ::= b'},
+     "line 3, column 1 of the GBNF grammar: there is a rule 'root'"),
+    ({"grammar": 'root ::= "a"{2,1}'}, "line 1, column 13: range end must be >= start, got (2, 1)."),
+    ({"grammar": 'root ::= "a" | [z-a]'}, "line 1, column 16: invalid character class range"),
+    ({"grammar": "root ::= " + "(" * 10_000}, "the GBNF grammar is nested too deep"),
+    ({"json": {"items": {"type": "foo"}}}, "'foo' at #/items is no type of JSON's."),
+    ({"json": {"items": {"pattern": "a(b", "type": "string"}}},
+     "unclosed group, at character 2 of the regex 'a(b' at #/items."),
+    ({"json": {"items": {"format": "foo"}}},
+     "the format 'foo' at #/items is not supported; leave it out, or use a pattern."),
+    ({"json": {"items": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}}, "the options of 'oneOf' at #/items don't"),
+    ({"json": {"type": "string", "pattern": "^a$", "minLength": 5}},
+     "Unsatisfiable schema: a pattern, a format and lengths"),
+    ({"json": {"$schema": "http://a/b"}}, "$schema 'http://a/b' is not known; leave it out."),
+    ({"json": {"minimum": "x"}}, "Expected a number for 'minimum', got \"x\"."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("structure", "reason"), REASONS, ids=lambda value: str(value)[:50])
+def test_reasons_are_in_the_terms_of_who_wrote_it(compiler: Compiler, structure: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(StructuredOutputsParams(**structure))
+    assert str(caught.value).startswith(reason)
+
+
+def test_places_in_what_is_no_user_s_own_are_not_told(compiler: Compiler) -> None:
+    for structure in (
+        {"grammar": f'{OURS}start: %json {{"type": "foo"}}'},
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"type": "foo"}}}},
+    ):
+        with pytest.raises(InvalidRequestError, match="^failed to compile JSON schema: 'foo' is no type"):
+            compiler.compile(StructuredOutputsParams(**structure))
+    tag = {"format": {"type": "grammar", "grammar": 'start: "a"\n | b'}}
+    with pytest.raises(InvalidRequestError, match='^line 1, column 8 of a grammar in it: unknown name: "b".'):
+        compiler.compile(StructuredOutputsParams(structural_tag=tag))
+
+
+def test_gbnf_within_a_structural_tag(compiler: Compiler) -> None:
+    params = StructuredOutputsParams(structural_tag={"format": {"type": "grammar", "grammar": 'root ::= "a" [b-c]'}})
+    assert accepts(compiler, params, "ac")
+    assert not accepts(compiler, params, "a")

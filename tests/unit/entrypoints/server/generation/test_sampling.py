@@ -88,7 +88,7 @@ STRUCTURES: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-        {"json": SCHEMA},
+        {"json": SCHEMA, "strict": True},
     ),
     (
         {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
