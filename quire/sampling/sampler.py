@@ -235,5 +235,5 @@ def _choose(logits: Floats, maximum: float, state: SamplingState, num_samples: i
 def _unusable(maximum: float) -> RowError:
     """Why a row whose largest logit isn't finite can't be sampled."""
     if maximum == -math.inf:
-        return RowError("no token is left to choose: the request's parameters (or a logits processor) mask them all.")
+        return RowError("no token is left to choose: allowed_token_ids, bad_words, a grammar or a processor mask all.")
     return RowError(f"the logits are not finite (the largest is {maximum}).", FailureKind.INTERNAL)

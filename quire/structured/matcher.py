@@ -89,8 +89,8 @@ class Matcher:
         """Why it allows nothing any more, where that is so: the grammar was too complex to go on."""
         if not self._engine.is_error():
             return None
-        reason = self._engine.stop_reason()
-        return f"the grammar became too complex to follow ({reason}); use a simpler one."
+        reason = self._engine.get_error().partition("\n")[0].removeprefix("Parser Error: ")
+        return f"the grammar became too complex to follow: {reason or 'a limit was met'}. Use a simpler one."
 
     def take(self, token_ids: Sequence[int]) -> bool:
         """Go on by these tokens, each of which was allowed; returns whether only an end may follow."""

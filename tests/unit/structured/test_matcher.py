@@ -186,3 +186,12 @@ def test_every_kind_of_tokenizer(shared_data: Path, name: str) -> None:
         ids.append(token)
         matcher.take([token])
     assert tokenizer.decode(ids) in ('{"n\u00e9e":"\u4e2d\u6587 x"}', '{"n\u00e9e":"two"}')
+
+
+def test_what_became_too_complex_says_which_limit_was_met() -> None:
+    said = "Parser Error: Current row has 2001 items; max is 2000; consider another\n<non-verbose/>"
+    engine = Mock(is_error=Mock(return_value=True), get_error=Mock(return_value=said))
+    assert Matcher(engine, (EOS,), goes_on=False).error == (
+        "the grammar became too complex to follow: Current row has 2001 items; max is 2000; consider another. Use a "
+        "simpler one."
+    )
