@@ -235,8 +235,9 @@ def baseline(model_options):
     return alone
 
 
-def check_variant(model_options, baseline, model: str, dtype: str, variant: Variant, **options: str) -> None:
-    changes: dict[str, Any] = options | {
+def changes_of(variant: Variant, folder: str) -> dict[str, Any]:
+    """The options of a variant's engine; `folder`: for what outlives it."""
+    changes: dict[str, Any] = {
         "max_num_batched_tokens": variant.budget,
         "block_size": variant.block_size,
         "enable_prefix_caching": variant.prefix,
@@ -246,9 +247,12 @@ def check_variant(model_options, baseline, model: str, dtype: str, variant: Vari
     }
     if variant.preempted:
         changes |= {"num_kv_blocks": FEW_BLOCKS[variant.block_size], "max_model_len": 128}
+    return changes | ({"kv_cache_dir": folder} if variant.tier == "disk" else {})
+
+
+def check_variant(model_options, baseline, model: str, dtype: str, variant: Variant, **options: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        if variant.tier == "disk":
-            changes["kv_cache_dir"] = folder
+        changes = options | changes_of(variant, folder)
         check_runs(model_options(model), dtype, variant, changes, baseline(model, dtype, **options))
 
 
