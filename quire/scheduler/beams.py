@@ -63,7 +63,7 @@ class Beams:
         self._max_tokens = task.max_tokens
         self._stop_token_ids = task.stop_token_ids
         self._eos_token_id = task.eos_token_id
-        self._min_tokens = params.min_tokens
+        self._min_tokens = 0 if task.has_grammar else params.min_tokens  # as its group's
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._num_candidates = task.num_candidates

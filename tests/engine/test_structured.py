@@ -233,6 +233,10 @@ def test_the_end() -> None:
     assert set(text) <= {"a", "b"}
     text, reason = ask(structured_outputs={"regex": "[ab]*"}, min_tokens=10, max_tokens=40)
     assert len(text) >= 10
+    beams: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0, "seed": None}
+    assert ask(structured_outputs=yes, min_tokens=10, max_tokens=20, **beams) == ("yes", "stop")
+    text, reason = ask(structured_outputs={"regex": "[ab]*"}, min_tokens=10, max_tokens=20, **beams)
+    assert len(text) >= 10
     text, reason = ask(structured_outputs={"regex": "[ab]{5}"}, stop=["b"], max_tokens=40, logit_bias={70: 5.0})
     assert reason == "stop"
     text, reason = ask(structured_outputs={"json": PERSON}, max_tokens=3)
