@@ -42,6 +42,32 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "0 of " in printed[1]
 
 
+@pytest.mark.slow
+def test_what_is_bundled_with_the_demo_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each method once; heads that are fewer than the drafts are left out, and said to be."""
+    figures, prompts = tmp_path / "f.json", tmp_path / "p.txt"
+    prompts.write_text("Once upon a time\n")
+    small = [*SMALL, "--num-speculative-tokens", "1", "5", "--batch-sizes", "1", "--acceptance-rates"]
+    assert main(["bench", "spec", *small, "--output-json", str(figures), "--dataset", str(prompts)]) == 0
+    found = [(one["num_speculative_tokens"], one["name"]) for one in json.loads(figures.read_text())["figures"]]
+    heads = ["draft_model, demo-draft", "medusa, demo-medusa", "eagle, demo-eagle", "eagle3, demo-eagle3"]
+    assert found == [(k, name) for k in (1, 5) for name in ("ngram", "suffix", *heads) if (k, name) != (5, heads[1])]
+    assert "medusa, demo-medusa: nothing with 5 drafts: The heads 'demo-medusa' are 4" in capsys.readouterr().err
+
+
+def test_trees_and_configurations_that_say_how_many_are_measured_once(tmp_path: Path) -> None:
+    figures, prompts = tmp_path / "f.json", tmp_path / "p.txt"
+    prompts.write_text("Once upon a time\n")
+    small = [*SMALL, "--num-speculative-tokens", "2", "3", "--batch-sizes", "1", "--acceptance-rates"]
+    tried = ['{"model": "demo-eagle", "speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1)]"}']
+    tried += ['{"method": "ngram", "num_speculative_tokens": 8, "adaptive": false}', '{"model": "demo-medusa"}']
+    flags = [flag for config in tried for flag in ("--try", config)]
+    assert main(["bench", "spec", *small, "--output-json", str(figures), "--dataset", str(prompts), *flags]) == 0
+    found = [(one["num_speculative_tokens"], one["name"]) for one in json.loads(figures.read_text())["figures"]]
+    first = [(4, "demo-eagle, tree of 4"), (8, "ngram, adaptive False"), (2, "demo-medusa")]
+    assert found == [*first, (3, "demo-medusa")]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -61,6 +87,11 @@ def test_wrong_usage(flags: list[str], said: str, capsys: pytest.CaptureFixture[
         code = left.code
     assert code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_that_drafts_and_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "spec", *SMALL, "--acceptance-rates", "--try", '{"model": "/no/such/heads"}']) == 1
+    assert "'/no/such/heads' does not exist" in capsys.readouterr().err
 
 
 def test_replayed_drafts_are_right_at_their_rate() -> None:

@@ -7,12 +7,14 @@ any model. Answers are compared with those of plain decoding as they come.
 
 import random
 import statistics
+import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from quire.config.draft_tree import DraftTree
 from quire.config.engine_args import EngineArgs
 from quire.config.speculative import SpeculativeConfig
 from quire.entrypoints.cli.files import read_prompts, write_figures, write_text
@@ -34,8 +36,12 @@ The captain said that the ship would sail at dawn, and the mate said that it wou
 sleep, but for the cook, who sat on the deck"""
 FREE = "Once upon a time, in a small town by the sea,"
 _SYNTHETIC_INPUT_LEN = 64
+_OF_ANY = [{"method": "ngram"}, {"method": "suffix"}]
 _OF_THE_DEMO = [
     {"method": "draft_model", "model": "demo-draft"},
+    {"method": "medusa", "model": "demo-medusa"},
+    {"method": "eagle", "model": "demo-eagle"},
+    {"method": "eagle3", "model": "demo-eagle3"},
 ]
 
 
@@ -85,10 +91,13 @@ class _Run:
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench spec`."""
     parser.usage = "%(prog)s [MODEL] [options]"
-    what = "a speculative_config to measure; repeat (default: ngram and suffix, and what is bundled for the demo)"
+    what = (
+        "a speculative_config to measure; repeat. Default: ngram and suffix, and for the demo what is bundled with it: "
+    )
+    what += "demo-draft, demo-medusa, demo-eagle, demo-eagle3"
     parser.add_argument("--try", action="append", dest="tried", type=json_object, metavar="JSON", help=what)
     lists: list[tuple[str, Any, list[Any], str]] = [
-        ("--num-speculative-tokens", positive_int, [1, 3, 5], "most drafts; each is measured by itself"),
+        ("--num-speculative-tokens", positive_int, [1, 3, 5], "most drafts, where no configuration says how many"),
         ("--batch-sizes", positive_int, [1, 8], "sequences at a time"),
         ("--acceptance-rates", _rate, [0.0, 0.5, 0.8], "of synthetic drafts; give none to leave them out"),
     ]
@@ -114,7 +123,7 @@ def run(namespace: Namespace) -> None:
         if not getattr(namespace, name):
             raise ConfigError(f"--{name.replace('_', '-')} needs a number at least.")
     for config in namespace.tried or []:
-        SpeculativeConfig.read({"num_speculative_tokens": namespace.num_speculative_tokens[0]} | config)
+        SpeculativeConfig.read(_with_drafts(config, namespace.num_speculative_tokens[0]))
     found: list[Figures] = []
     print(f"{'drafts':42} {'text':9} {'k':>2} {'batch':>5} {'us/token':>9} {'speed-up':>8} {'CPU':>5} ", end="")
     print(f"{'tokens/step':>11} {'break-even':>10} {'accepted':>14}")
@@ -140,22 +149,48 @@ def _rate(text: str) -> float:
 
 def _measure(namespace: Namespace, args: EngineArgs) -> Iterator[Figures]:
     plain = _engine(args, None)
-    tried = namespace.tried
-    if tried is None:
-        tried = [{"method": "ngram"}, {"method": "suffix"}, *(_OF_THE_DEMO if args.model == "demo" else [])]
+    tried = namespace.tried or [*_OF_ANY, *(_OF_THE_DEMO if args.model == "demo" else [])]
+    counts = sorted(set(namespace.num_speculative_tokens))
     for batch in namespace.batch_sizes:
         synthetic = _synthetic(plain, batch, namespace.output_len)
         works = list(_workloads(namespace, batch))
-        for num_drafts in namespace.num_speculative_tokens:
+        for num_drafts in counts:
             if namespace.acceptance_rates:
                 yield from _measure_synthetic(namespace, args, plain, synthetic, num_drafts)
             for config in tried:
-                whole = {"num_speculative_tokens": num_drafts} | config
-                llm = _engine(args, whole)
+                if num_drafts > counts[0] and _says_how_many(config):
+                    continue
+                name, whole = _name(config), _with_drafts(config, num_drafts)
+                try:
+                    llm = _engine(args, whole)
+                except QuireError as error:
+                    if num_drafts == counts[0]:
+                        raise
+                    # What drafts so few: heads are as many as there are.
+                    print(f"{name}: nothing with {num_drafts} drafts: {error}", file=sys.stderr)
+                    continue
                 for work in works:
-                    name = ", ".join(str(value) for key, value in config.items() if key != "num_speculative_tokens")
-                    yield _compare(plain, llm, work, name, whole, namespace.rounds)
+                    yield _compare(plain, llm, work, (name, whole), namespace.rounds)
                 llm.llm_engine.shutdown()
+
+
+def _says_how_many(config: Mapping[str, Any]) -> bool:
+    """Whether it is one number of drafts that a configuration is measured with: its own, or its tree's nodes."""
+    return "num_speculative_tokens" in config or "speculative_token_tree" in config
+
+
+def _with_drafts(config: dict[str, Any], num_drafts: int) -> dict[str, Any]:
+    return config if _says_how_many(config) else {"num_speculative_tokens": num_drafts} | config
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """How a configuration is called in table and picture: by its values."""
+    tree = config.get("speculative_token_tree")
+    said = {key: value for key, value in config.items() if key != "num_speculative_tokens"}
+    if tree is not None:
+        said["speculative_token_tree"] = f"tree of {len(DraftTree.read(tree))}"
+    plain = bool | int | float  # by themselves they say nothing
+    return ", ".join(f"{key} {value}" if isinstance(value, plain) else str(value) for key, value in said.items())
 
 
 def _measure_synthetic(
@@ -176,7 +211,7 @@ def _measure_synthetic(
     for rate in namespace.acceptance_rates:
         vocab_size = llm.model_config.vocab_size
         executor.worker.runner.proposer = ReplayProposer(num_drafts, rate, vocab_size, known)
-        yield _compare(plain, llm, work, f"synthetic, {rate:g} accepted", config, namespace.rounds)
+        yield _compare(plain, llm, work, (f"synthetic, {rate:g} accepted", config), namespace.rounds)
     llm.llm_engine.shutdown()
 
 
@@ -187,8 +222,9 @@ def _engine(args: EngineArgs, config: dict[str, Any] | None) -> "LLM":
     return LLM(**options | {"speculative_config": config, "show_progress": False})
 
 
-def _compare(plain: "LLM", llm: "LLM", work: Workload, name: str, config: dict[str, Any], rounds: int) -> Figures:
-    """Run both in turn, after a run of each that is not timed."""
+def _compare(plain: "LLM", llm: "LLM", work: Workload, drafting: tuple[str, dict[str, Any]], rounds: int) -> Figures:
+    """Run both in turn, after a run of each that is not timed; `drafting`: its name and configuration."""
+    name, config = drafting
     expected, first = _Run(plain, work), _Run(llm, work)
     if config.get("acceptance", "exact") == "exact" and first.tokens != expected.tokens:
         raise QuireError(f"{name}: drafts changed an answer, which is a fault of Quire's: please report it.")
@@ -205,7 +241,7 @@ def _compare(plain: "LLM", llm: "LLM", work: Workload, name: str, config: dict[s
     return Figures(
         name=name,
         text=work.text,
-        num_speculative_tokens=config["num_speculative_tokens"],
+        num_speculative_tokens=SpeculativeConfig.read(config).max_drafts,
         batch_size=len(work.prompts),
         seconds_per_token=statistics.median(own.seconds for _, own in pairs) / longest,
         plain_seconds_per_token=statistics.median(other.seconds for other, _ in pairs) / longest,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from quire.entrypoints.cli.speculation.bench_spec import Figures
 from quire.entrypoints.cli.svg import Box, curve, document, round_steps, text
 
-_COLOURS = ["#3a7bd5", "#e8a33d", "#3aa76d", "#d23f57", "#8e5bd0", "#20a4b8", "#9a6a3a", "#d267b5"]
+_COLOURS = ["#3a7bd5", "#e8a33d", "#3aa76d", "#d23f57", "#8e5bd0", "#20a4b8", "#9a6a3a", "#d267b5", "#7d8a2e"]
 _STYLE = ".even { stroke: CanvasText; opacity: 0.6; stroke-dasharray: 4 4 }"
 _WIDTH, _HEIGHT = 260.0, 180.0  # of a panel
 
