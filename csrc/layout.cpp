@@ -33,6 +33,7 @@ constexpr Field kFields[] = {
     FIELD(SampleArgs, num_rows), FIELD(SampleArgs, rows), FIELD(SampleArgs, logits_rows), FIELD(SampleArgs, positions),
     FIELD(SampleArgs, first_sample), FIELD(SampleArgs, errors), FIELD(SampleArgs, token_ids), FIELD(SampleArgs, width),
     FIELD(SampleArgs, listed_ids), FIELD(SampleArgs, logprobs), FIELD(SampleArgs, ranks), FIELD(SampleArgs, masks),
+    FIELD(SampleArgs, drawn),
     WHOLE(RoundsArgs), FIELD(RoundsArgs, body), FIELD(RoundsArgs, head), FIELD(RoundsArgs, kernels), FIELD(RoundsArgs, num_rows),
     FIELD(RoundsArgs, num_rounds), FIELD(RoundsArgs, rows), FIELD(RoundsArgs, records), FIELD(RoundsArgs, token_ids),
     FIELD(RoundsArgs, token_stride), FIELD(RoundsArgs, block_tables), FIELD(RoundsArgs, table_stride),

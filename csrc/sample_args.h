@@ -58,7 +58,7 @@ struct SampleArgs {
     const int64_t* positions;     // [R]: of the token in the output; 32 bits count
     const int64_t* first_sample;  // [R + 1]
     int64_t* errors;              // [R], SampleError
-    int64_t* token_ids;           // [N]; read where the mode is `given`; left alone where the row fails
+    int64_t* token_ids;           // [N]; read where the mode is `given`, or of chains; left alone where the row fails
     // [N, width], null where no row asks for them: the token itself, then the num_logprobs (at most V) most likely.
     int64_t width;
     int64_t* listed_ids;
@@ -66,7 +66,11 @@ struct SampleArgs {
     int64_t* ranks;
     // [R], or null: a grammar's bits, of which bit t % 32 of word t / 32 is set where token t is allowed; null: all are.
     const uint32_t* const* masks;
+    // [R], or null. Where it is there, row r stands for a chain of drafts: sample j is drawn from the j-th row of logits
+    // after its first, for the j-th position, as long as those before came out as token_ids says beforehand; here goes
+    // how many were drawn. Masks are [N] then, one a sample.
+    int64_t* drawn;
 };
-static_assert(sizeof(SampleArgs) == 128);
+static_assert(sizeof(SampleArgs) == 136);
 
 }  // namespace quire

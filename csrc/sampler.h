@@ -403,14 +403,16 @@ bool write_logprobs(const Row<T>& row, const SampleArgs& a, int64_t k, int64_t f
     return true;
 }
 
+// Samples [first, first + num_samples) of row r, all from one row of logits.
 template <class T>
-SampleError sample_row(const SampleArgs& a, int64_t r, Scratch& scratch) {
+SampleError draw_samples(
+    const SampleArgs& a, int64_t r, int64_t ahead, int64_t first, int64_t num_samples, const uint32_t* mask,
+    Scratch& scratch
+) {
     const SampleRow& p = a.rows[r];
-    const uint32_t* mask = a.masks ? a.masks[r] : nullptr;
-    const int64_t first = a.first_sample[r], num_samples = a.first_sample[r + 1] - first;
     Workspace work(scratch, divide_up(a.vocab_size, kBlock));
-    Row<T> raw(static_cast<const T*>(a.logits) + a.logits_rows[r] * a.stride, a.vocab_size, work);
-    const Samples samples = {a.token_ids + first, num_samples, a.positions[r]};
+    Row<T> raw(static_cast<const T*>(a.logits) + (a.logits_rows[r] + ahead) * a.stride, a.vocab_size, work);
+    const Samples samples = {a.token_ids + first, num_samples, a.positions[r] + ahead};
     bool scanned = false;
     if (p.mode != SampleMode::given) {
         SampleError error;
@@ -428,6 +430,21 @@ SampleError sample_row(const SampleArgs& a, int64_t r, Scratch& scratch) {
     if (!scanned) raw.scan();
     const int64_t k = p.num_logprobs < a.vocab_size ? p.num_logprobs : a.vocab_size;
     return write_logprobs(raw, a, k, first, num_samples) ? kSampleOk : kSampleBadId;
+}
+
+template <class T>
+SampleError sample_row(const SampleArgs& a, int64_t r, Scratch& scratch) {
+    const int64_t first = a.first_sample[r], stop = a.first_sample[r + 1];
+    if (!a.drawn) return draw_samples<T>(a, r, 0, first, stop - first, a.masks ? a.masks[r] : nullptr, scratch);
+    for (int64_t n = first; n < stop; n++) {
+        const int64_t draft = a.token_ids[n];
+        a.drawn[r] = n - first;
+        SampleError error = draw_samples<T>(a, r, n - first, n, 1, a.masks ? a.masks[n] : nullptr, scratch);
+        if (error) return error;
+        a.drawn[r]++;
+        if (a.token_ids[n] != draft) break;
+    }
+    return kSampleOk;
 }
 
 // While it lives, denormal numbers are numbers, as numpy has them: the pool's threads take them for 0 (thread_pool.h).

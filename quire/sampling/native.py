@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -134,12 +135,11 @@ def sample_rows(
     states: Sequence[SamplingState],
     num_samples: Sequence[int],
     rows: Sequence[int],
-    ahead: Sequence[int] | None = None,
     masks: Sequence[Mask | None] | None = None,
 ) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
     """Sample rows of [R, V] logits with a state, of which none has a logits processor, and a number of samples each.
 
-    `ahead`: how many positions beyond the next one each is drawn for, where not 0. `masks`: as of `Draws`.
+    `masks`: as of `Draws`.
 
     Returns, by index in `rows`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
     """
@@ -151,8 +151,6 @@ def sample_rows(
         records = b"".join([s.record or _current(s, mask) for s, mask in zip(states, masks, strict=True)])
     first = list(accumulate(num_samples, initial=0))
     positions = [s.position for s in states]
-    if ahead is not None:
-        positions = [position + more for position, more in zip(positions, ahead, strict=True)]
     call = _Call(logits, records, rows, positions, first, width)
     if masks is not None:
         call.mask(masks)
@@ -172,6 +170,43 @@ def sample_rows(
                 of_row = entries[first[i] : first[i + 1]]
                 listed[i] = [TokenLogprobs(ids[:n], logprobs[:n], ranks[:n]) for ids, logprobs, ranks in of_row]
     return token_ids, errors, listed
+
+
+class Chain(NamedTuple):
+    """A sequence's token `ahead` of the next one and those after its drafts, in rows of logits from `first_row` on.
+
+    The state has a `record`, and asks for no logprobs. `masks`, one a position, where there are any.
+    """
+
+    state: SamplingState
+    first_row: int
+    ahead: int
+    drafts: list[int]
+    masks: list[Mask | None] | None = None
+
+
+def draw_chains(target: Target, logits: Tensor, chains: Sequence[Chain]) -> list[tuple[list[int], int]]:
+    """Draw each chain's tokens from [N, V] logits for as long as they are its drafts.
+
+    Returns, for each: what was drawn, and the error that ended it or 0.
+    """
+    token_ids: list[int] = []
+    first = [0]
+    for chain in chains:
+        token_ids += chain.drafts
+        token_ids.append(-1)
+        first.append(len(token_ids))
+    if chains[-1].first_row + len(chains[-1].drafts) >= logits.shape[0]:
+        raise ValueError(f"drafts have more rows than the {logits.shape[0]} of the logits")
+    records, rows = b"".join([fixed_record(chain.state) for chain in chains]), [chain.first_row for chain in chains]
+    call = _Call(logits, records, rows, [chain.state.position + chain.ahead for chain in chains], first, 0)
+    call.give(token_ids)
+    if [chain for chain in chains if chain.masks]:
+        call.mask([mask for chain in chains for mask in chain.masks or [None] * (1 + len(chain.drafts))])
+    nums = (ctypes.c_int64 * len(rows))()
+    call.args.drawn = ctypes.addressof(nums)
+    errors, drawn = call.run(target), call.token_ids
+    return [(drawn[at : at + num], errors.get(i, 0)) for i, (at, num) in enumerate(zip(first, nums, strict=False))]
 
 
 def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -43,23 +43,20 @@ class Draws:
     """What is to be drawn from [N, V] logits: sequence i draws `num_samples[i]` tokens from row `rows[i]`.
 
     Where that is more than one, sample j is drawn as sequence `sequence_index` + j would. `masks`, where there are any,
-    has a grammar's bitmask or None for each sequence. `ahead`, for the compiled sampler alone, says how many positions
-    beyond its next one a sequence's token is drawn for, all of whose states are to have a `record`.
+    has a grammar's bitmask or None for each sequence.
     """
 
     states: Sequence[SamplingState]
     num_samples: Sequence[int]
     rows: Sequence[int]
     masks: Sequence[Mask | None] | None = None
-    ahead: Sequence[int] | None = None
 
     def some(self, indices: Sequence[int]) -> "Draws":
         """Those of some sequences."""
         states, num_samples, rows = self.states, self.num_samples, self.rows
         masks = None if self.masks is None else [self.masks[i] for i in indices]
-        ahead = None if self.ahead is None else [self.ahead[i] for i in indices]
         chosen = [states[i] for i in indices], [num_samples[i] for i in indices], [rows[i] for i in indices]
-        return Draws(*chosen, masks, ahead)
+        return Draws(*chosen, masks)
 
     def special(self) -> list[int]:
         """Sequences of which something is asked that the compiled sampler can't do."""
@@ -86,6 +83,23 @@ def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> Sample
         output.logprobs += one.logprobs
         output.failures.update((i, failure) for failure in one.failures.values())
     return output
+
+
+def draw_chains(
+    logits: Tensor, chains: Sequence[native.Chain], target: Target | None = None
+) -> list[tuple[list[int], Failure | None]]:
+    """Draw each chain's tokens from [N, V] logits for as long as they are its drafts, and say why one ended early.
+
+    By the compiled sampler. Where that breaks, each chain is drawn by itself.
+    """
+    try:
+        found = native.draw_chains(target or default_target(), logits.cpu(), chains)
+    except Exception as error:
+        logger.exception("sampling %d sequences with their drafts broke", len(chains))
+        if len(chains) == 1:
+            return [([], Failure(FailureKind.INTERNAL, f"{type(error).__name__} while its tokens were chosen"))]
+        return [draw_chains(logits, [chain], target)[0] for chain in chains]
+    return [(token_ids, _unusable(native.MAXIMA[code]).failure if code else None) for token_ids, code in found]
 
 
 def weigh_rows(
@@ -181,7 +195,7 @@ def _sample(logits: Tensor, draws: Draws, target: Target | None) -> SamplerOutpu
 
 def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOutput:
     token_ids, errors, listed = native.sample_rows(
-        target, logits, draws.states, draws.num_samples, draws.rows, draws.ahead, draws.masks
+        target, logits, draws.states, draws.num_samples, draws.rows, draws.masks
     )
     output = SamplerOutput(token_ids, [None] * len(token_ids))
     for i, code in errors.items():

@@ -16,7 +16,7 @@ from quire.ops.native.library import Target
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.sampling import native
 from quire.sampling.processing import Mask
-from quire.sampling.sampler import Draws, sample
+from quire.sampling.sampler import Draws, draw_chains, sample
 from quire.sampling.state import SamplingState
 
 
@@ -131,44 +131,28 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
 
 
 def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) -> Sequence[Lane]:
-    """Draw for the lanes whose draws depend on nothing but logits and position; returns the others."""
+    """Draw for the lanes of which nothing but tokens is wanted, and which look back at nothing; returns the others."""
     others: list[Lane] = []
     chosen: list[Lane] = []
-    states: list[SamplingState] = []
-    rows: list[int] = []
-    ahead: list[int] = []
-    masks: list[Mask | None] | None = [] if [lane for lane in lanes if lane.masks] else None
+    chains: list[native.Chain] = []
     for lane in lanes:
-        if lane.state.record is None or lane.num_samples > 1 or lane.tree is not None:
+        state, tokens, count = lane.state, lane.state.tokens, lane.num_drafts
+        if state.record is None or lane.num_samples > 1 or lane.tree is not None or state.num_logprobs is not None:
             others.append(lane)
             continue
         chosen.append(lane)
-        count = lane.num_drafts + 1
-        states += [lane.state] * count
-        rows += range(lane.first_row, lane.first_row + count)
-        ahead += range(count)
-        if masks is not None:
-            masks += [lane.masks.get(position) if lane.masks else None for position in range(count)]
+        drafts = tokens.ids[tokens.num : tokens.num + count].tolist() if count else []
+        masks = [lane.masks.get(position) for position in range(count + 1)] if lane.masks else None
+        chains.append(native.Chain(state, lane.first_row, 0, drafts, masks))
     if not chosen:
         return others
-    output = sample(logits, Draws(states, [1] * len(rows), rows, masks, ahead), target)
-    start = 0
-    for lane in chosen:
-        tokens, stop = lane.state.tokens, start + lane.num_drafts + 1
-        last = start
-        if lane.num_drafts:
-            for draft in tokens.ids[tokens.num : tokens.num + lane.num_drafts].tolist():
-                if output.token_ids[last] != [draft]:
-                    break
-                last += 1
-        lane.token_ids = [token_ids[0] for token_ids in output.token_ids[start : last + 1] if token_ids]
-        if last in output.failures:
-            lane.failure = output.failures[last]
+    found = draw_chains(logits, chains, target)
+    for lane, (token_ids, error) in zip(chosen, found, strict=True):
+        lane.token_ids = token_ids
+        if error:
+            lane.failure = error
         else:
-            tokens.accept(last - start, lane.token_ids[-1])
-            if lane.state.num_logprobs is not None:
-                lane.logprobs = [of_token for found in output.logprobs[start : last + 1] for of_token in found or ()]
-        start = stop
+            lane.state.tokens.accept(len(token_ids) - 1, token_ids[-1])
     return others
 
 
@@ -180,7 +164,9 @@ def sample_ahead(
     `ahead` is one number for all, or each one's. Nothing may look back: no state has penalties, bad words, processors
     or a least number of tokens.
     """
-    num = len(states)
-    each = [ahead] * num if isinstance(ahead, int) else ahead
-    output = sample(logits, Draws(states, [1] * num, range(num), None, each), target)
-    return [token_ids[0] if token_ids else None for token_ids in output.token_ids]
+    each = [ahead] * len(states) if isinstance(ahead, int) else ahead
+    if native.library() is None:
+        output = sample(logits, Draws(states, [1] * len(states), range(len(states))), target)
+        return [token_ids[0] if token_ids else None for token_ids in output.token_ids]
+    chains = [native.Chain(*row, []) for row in zip(states, range(len(states)), each, strict=True)]
+    return [None if error else token_ids[0] for token_ids, error in draw_chains(logits, chains, target)]

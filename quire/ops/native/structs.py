@@ -156,7 +156,7 @@ class PackStruct(ctypes.Structure):
 class SampleStruct(ctypes.Structure):
     _fields_ = declared(
         "ptr logits; i64 type vocab_size stride num_rows; bytes rows; "
-        "ptr logits_rows positions first_sample errors token_ids; i64 width; ptr listed_ids logprobs ranks masks"
+        "ptr logits_rows positions first_sample errors token_ids; i64 width; ptr listed_ids logprobs ranks masks drawn"
     )
 
 

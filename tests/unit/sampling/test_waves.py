@@ -7,6 +7,7 @@ import torch
 
 from quire import SamplingParams
 from quire.config.draft_tree import DraftTree
+from quire.sampling import native
 from quire.sampling.sampler import Draws, sample
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
@@ -85,3 +86,71 @@ def test_masks_are_by_computed_place() -> None:
     lane.masks = {0: only(11), 2: only(14), 5: only(15), 6: only(20)}
     draw_lanes(logits, [lane])
     assert lane.token_ids == [11, 14, 15, 20]
+
+
+@pytest.mark.parametrize(
+    "kind", [{"temperature": 0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.8, "top_k": 7}]
+)
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_chains_are_drawn_as_far_as_their_drafts_are_right(kind: dict[str, Any], num_right: int, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(num_right)
+    logits = torch.randn(12, VOCAB, generator=generator) * 2
+    masks = {2: torch.tensor([0x0F0F0F0F, 0x3], dtype=torch.int32).numpy().view("uint32")} if masked else {}
+    state, other = state_of(kind), state_of(kind)
+    expected: list[int] = []
+    for place in range(5):
+        output = sample(logits, Draws([other], [1], [3 + place], [masks.get(place)]))
+        expected += output.token_ids[0]
+        other.tokens.append(expected[-1])
+    drafts = [*expected[:num_right], *((token_id + 1) % VOCAB for token_id in expected[num_right:4])]
+    state.tokens.set_drafts(drafts)
+    alone = state_of(kind)
+    lane, single = Lane(state, 3, 4), Lane(alone, 9)
+    lane.masks = masks
+    sample(logits, Draws([state, alone], [1, 1], [0, 0]))  # their records are made with the first draw
+    draw_lanes(logits, [lane, single])
+    assert lane.token_ids == expected[: num_right + 1]
+    assert lane.num_refused == 4 - num_right
+    assert state.tokens.output() == [5, *expected[: num_right + 1]]
+    assert not state.tokens.num_drafts
+    assert [single.token_ids] == sample(logits, Draws([state_of(kind)], [1], [9])).token_ids
+
+
+def test_a_row_that_fails_among_drafts_fails_alone() -> None:
+    logits = torch.zeros(6, VOCAB)
+    logits[:, 7] = 1.0
+    logits[2] = float("nan")
+    kind = {"temperature": 0}
+    states = [state_of(kind), state_of(kind)]
+    sample(logits, Draws(states, [1, 1], [0, 0]))
+    for state in states:
+        state.tokens.set_drafts([7, 7])
+    lanes = [Lane(states[0], 0, 2), Lane(states[1], 3, 2)]
+    draw_lanes(logits, lanes)
+    assert lanes[0].failure is not None
+    assert (lanes[1].failure, lanes[1].token_ids) == (None, [7, 7, 7])
+
+
+def test_what_breaks_with_others_is_drawn_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.library() is None:
+        pytest.skip("no compiled sampler")
+    draw, calls = native.draw_chains, []
+
+    def breaks(target: Any, logits: torch.Tensor, chains: Any) -> Any:
+        calls.append(len(chains))
+        if len(chains) > 1 or chains[0].first_row == 3:
+            raise MemoryError
+        return draw(target, logits, chains)
+
+    monkeypatch.setattr(native, "draw_chains", breaks)
+    states = [state_of({"temperature": 0}), state_of({"temperature": 0})]
+    logits = torch.eye(6, VOCAB)
+    sample(logits, Draws(states, [1, 1], [0, 0]))
+    for state in states:
+        state.tokens.set_drafts([0, 2])
+    lanes = [Lane(states[0], 0, 2), Lane(states[1], 3, 2)]
+    draw_lanes(logits, lanes)
+    assert (lanes[0].token_ids, lanes[0].failure) == ([0, 1], None)
+    assert lanes[1].failure is not None
+    assert calls == [2, 1, 1]
