@@ -185,11 +185,8 @@ class Chain(NamedTuple):
     masks: list[Mask | None] | None = None
 
 
-def draw_chains(target: Target, logits: Tensor, chains: Sequence[Chain]) -> list[tuple[list[int], int]]:
-    """Draw each chain's tokens from [N, V] logits for as long as they are its drafts.
-
-    Returns, for each: what was drawn, and the error that ended it or 0.
-    """
+def draw_chains(target: Target, logits: Tensor, chains: Sequence[Chain]) -> list[list[int]]:
+    """Draw each chain's tokens from [N, V] logits for as long as they are its drafts; [] where one can't be drawn."""
     token_ids: list[int] = []
     first = [0]
     for chain in chains:
@@ -206,7 +203,7 @@ def draw_chains(target: Target, logits: Tensor, chains: Sequence[Chain]) -> list
     nums = (ctypes.c_int64 * len(rows))()
     call.args.drawn = ctypes.addressof(nums)
     errors, drawn = call.run(target), call.token_ids
-    return [(drawn[at : at + num], errors.get(i, 0)) for i, (at, num) in enumerate(zip(first, nums, strict=False))]
+    return [[] if i in errors else drawn[at : at + nums[i]] for i, at in enumerate(first[:-1])]
 
 
 def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -85,23 +85,6 @@ def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> Sample
     return output
 
 
-def draw_chains(
-    logits: Tensor, chains: Sequence[native.Chain], target: Target | None = None
-) -> list[tuple[list[int], Failure | None]]:
-    """Draw each chain's tokens from [N, V] logits for as long as they are its drafts, and say why one ended early.
-
-    By the compiled sampler. Where that breaks, each chain is drawn by itself.
-    """
-    try:
-        found = native.draw_chains(target or default_target(), logits.cpu(), chains)
-    except Exception as error:
-        logger.exception("sampling %d sequences with their drafts broke", len(chains))
-        if len(chains) == 1:
-            return [([], Failure(FailureKind.INTERNAL, f"{type(error).__name__} while its tokens were chosen"))]
-        return [draw_chains(logits, [chain], target)[0] for chain in chains]
-    return [(token_ids, _unusable(native.MAXIMA[code]).failure if code else None) for token_ids, code in found]
-
-
 def weigh_rows(
     logits: Tensor, draws: Draws, target: Target | None = None
 ) -> tuple[npt.NDArray[np.int64], dict[int, Failure]]:

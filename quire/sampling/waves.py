@@ -6,18 +6,21 @@ accepted tokens and need no rollback, and each token has the bits of a run witho
 look back are drawn at all their positions at once, and what follows a refused draft is left. The model runner calls it.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from quire.config.draft_tree import DraftTree
-from quire.ops.native.library import Target
+from quire.ops.native.library import Target, default_target
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.sampling import native
 from quire.sampling.processing import Mask
-from quire.sampling.sampler import Draws, draw_chains, sample
+from quire.sampling.sampler import Draws, sample
 from quire.sampling.state import SamplingState
+
+logger = logging.getLogger(__name__)
 
 
 class Lane:
@@ -146,14 +149,22 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
         chains.append(native.Chain(state, lane.first_row, 0, drafts, masks))
     if not chosen:
         return others
-    found = draw_chains(logits, chains, target)
-    for lane, (token_ids, error) in zip(chosen, found, strict=True):
-        lane.token_ids = token_ids
-        if error:
-            lane.failure = error
-        else:
+    for lane, token_ids in zip(chosen, _draw_chains(logits, chains, target), strict=True):
+        if token_ids:
+            lane.token_ids = token_ids
             lane.state.tokens.accept(len(token_ids) - 1, token_ids[-1])
+        else:
+            others.append(lane)
     return others
+
+
+def _draw_chains(logits: Tensor, chains: Sequence[native.Chain], target: Target | None) -> Sequence[list[int]]:
+    """Of each what was drawn; [] where that fails, and who draws it by itself will see why."""
+    try:
+        return native.draw_chains(target or default_target(), logits.cpu(), chains)
+    except Exception:
+        logger.exception("drawing %d sequences with their drafts broke", len(chains))
+        return [[] for _ in chains]
 
 
 def sample_ahead(
@@ -169,4 +180,4 @@ def sample_ahead(
         output = sample(logits, Draws(states, [1] * len(states), range(len(states))), target)
         return [token_ids[0] if token_ids else None for token_ids in output.token_ids]
     chains = [native.Chain(*row, []) for row in zip(states, range(len(states)), each, strict=True)]
-    return [None if error else token_ids[0] for token_ids, error in draw_chains(logits, chains, target)]
+    return [token_ids[0] if token_ids else None for token_ids in _draw_chains(logits, chains, target)]
