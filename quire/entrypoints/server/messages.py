@@ -33,5 +33,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: ConversationRequest, request: Request) -> TokenCount:
     """The tokens of a conversation's prompt."""
     request_id = identify(request.scope).decode("latin-1")
-    turn, _ = await MessagesDialect(get_state(request)).read(body, request_id, client_of(request.scope))
+    turn, _ = await MessagesDialect(get_state(request), prompt_only=True).read(
+        body, request_id, client_of(request.scope)
+    )
     return TokenCount(input_tokens=len(turn.prompts[0].token_ids))

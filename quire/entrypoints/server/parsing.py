@@ -34,6 +34,10 @@ from quire.text.tokenizer import Tokenizer
 _Script = Callable[[Reader], Script[None]]
 
 
+class NoFormatError(InvalidRequestError):
+    """The model may choose to call tools, and could not be understood."""
+
+
 @dataclass(frozen=True)
 class Parsing:
     """What to ask the engine for, and what makes a parser for each choice."""
@@ -59,7 +63,8 @@ def plan_parsing(
         chat_template: the one that the request brought.
 
     Raises:
-        InvalidRequestError: the model has no way to call tools that is known, or no thoughts to bound.
+        NoFormatError: the model has no way to call tools that is known.
+        InvalidRequestError: it has no thoughts to bound, or there can be no grammar for what is asked.
     """
     template = template_of(state, chat_template, offer and offer.functions)
     thoughts = _thoughts(state, template)
@@ -119,10 +124,10 @@ def _form(state: ServerState, template: str, offer: Offer) -> Form:
     """The format of the request's calls.
 
     Raises:
-        InvalidRequestError: none is known, and the model may choose.
+        NoFormatError: none is known, and the model may choose.
     """
     if offer.choice == "auto" and not state.args.enable_auto_tool_choice:
-        raise InvalidRequestError(
+        raise NoFormatError(
             "tools: this server does not let the model choose whether it calls a tool (--no-enable-auto-tool-choice). "
             "Set tool_choice to 'none' or 'required', or name a function.",
             "tool_choice",
@@ -131,7 +136,7 @@ def _form(state: ServerState, template: str, offer: Offer) -> Form:
     if form is not None:
         return form
     if offer.choice == "auto":
-        raise InvalidRequestError(
+        raise NoFormatError(
             "tools: this model's chat template shows no format of tool calls that is known here. Set tool_choice to "
             "'required' or name a function, and a grammar holds the call; or start the server with --tool-call-parser.",
             "tools",
@@ -188,7 +193,8 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
         try:
             return StructuredOutputsParams(grammar=grammar)
         except InvalidRequestError as error:  # too large
-            raise InvalidRequestError(f"the grammar of these tools: {error}", "tools") from None
+            message = str(error).replace("structured_outputs.grammar has", "the grammar of these tools has")
+            raise InvalidRequestError(f"tools: {message}", "tools") from None
     assert content is not None, "any text can be part of a grammar"
     if offer is not None or budget is not None or thought is None:
         other = "tools" if offer is not None else "thinking_token_budget"

@@ -47,7 +47,7 @@ async def render_completion(body: CompletionRequest, request: Request) -> Respon
 async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
     """The prompt of a chat request, with the sampling parameters that it would get."""
     state = get_state(request)
-    turn, _ = await ChatDialect(state).read(body, identify(request.scope).decode("latin-1"))
+    turn, _ = await ChatDialect(state, prompt_only=True).read(body, identify(request.scope).decode("latin-1"))
     return await _response(state, turn, body, True)
 
 

@@ -71,7 +71,7 @@ class ResponsesService:
         """Raises ConfigError where the store can't be opened."""
         args = state.args
         self._state, self._llm = state, state.llm
-        self._dialect, self._note = ResponsesDialect(state), request_log(args)
+        self._note = request_log(args)
         self._store = open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)
         self._jobs: dict[str, _Job] = {}
 
@@ -101,9 +101,9 @@ class ResponsesService:
                 yield part
 
     async def read(
-        self, body: ResponsesRequest, request_id: str, client: str | None
+        self, body: ResponsesRequest, request_id: str, client: str | None, prompt_only: bool = False
     ) -> tuple[TurnRequest, ResponseWriter]:
-        """Check a request, and whatever earlier responses it names.
+        """Check a request, and whatever earlier responses it names; `prompt_only`: as for a chat.
 
         Raises:
             InvalidRequestError, OverloadedError: as `Dialect.read`.
@@ -122,7 +122,8 @@ class ResponsesService:
         async def find(item_id: str) -> dict[str, Any]:
             return await self._find_item(item_id, client)
 
-        return await self._dialect.read(body, request_id, uuid.uuid4().hex, context, find)
+        dialect = ResponsesDialect(self._state, prompt_only)
+        return await dialect.read(body, request_id, uuid.uuid4().hex, context, find)
 
     async def _find_item(self, item_id: str, client: str | None) -> dict[str, Any]:
         """An item of an earlier response, whose id the item's tells."""

@@ -50,7 +50,11 @@ def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams]
     try:
         return name, StructuredOutputsParams(**fields)
     except InvalidRequestError as error:
-        raise InvalidRequestError(re.sub(r"^structured_outputs(\.\w+)?", name, str(error)), name) from None
+        own = r"^structured_outputs(?=\.)" if name == "structured_outputs" else r"^structured_outputs(\.\w+)?"
+        message = re.sub(own, name, str(error)).replace(
+            "StructuredOutputsParams has no argument", f"{name} has no field"
+        )
+        raise InvalidRequestError(message, name) from None
 
 
 def names_of(body: GenerationRequest) -> dict[str, str]:

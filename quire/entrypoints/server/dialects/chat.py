@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from quire.entrypoints.server.parsing import plan_parsing
+from quire.entrypoints.server.parsing import NoFormatError, Parsing, plan_parsing
 from quire.entrypoints.server.prompts import conversation_text, template_of
 from quire.entrypoints.server.responses import (
     CalledFunction,
@@ -49,8 +49,9 @@ _SWITCH = "enable_thinking"  # what other templates have instead of an effort
 class ChatDialect:
     """Reads chat requests."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
+    def __init__(self, state: ServerState, prompt_only: bool = False) -> None:
+        """`prompt_only`: nobody will answer, so it does not matter whether calls could be understood."""
+        self._state, self._prompt_only = state, prompt_only
         self._llm = state.llm
 
     async def read(self, body: ChatCompletionRequest, request_id: str) -> "tuple[TurnRequest, ChatWriter]":
@@ -62,8 +63,13 @@ class ChatDialect:
         params = chat_params(body, self._llm)
         text = await self._render(body)
         budget = body.thinking_token_budget
-        with named(names_of(body)):
-            parsing = plan_parsing(self._state, text, params, offer, budget, body.chat_template)
+        try:
+            with named(names_of(body)):
+                parsing = plan_parsing(self._state, text, params, offer, budget, body.chat_template)
+        except NoFormatError:
+            if not self._prompt_only:
+                raise
+            parsing = Parsing(params)
         params = parsing.params
         prompt = await prepared_prompt(self._llm, text, params, body)
         check_size(body, params, [len(prompt.token_ids)], self._state)

@@ -32,8 +32,8 @@ _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "think
 class MessagesDialect:
     """Reads requests for messages."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state, self._chat = state, ChatDialect(state)
+    def __init__(self, state: ServerState, prompt_only: bool = False) -> None:
+        self._state, self._chat = state, ChatDialect(state, prompt_only)
 
     async def read(
         self, body: ConversationRequest, request_id: str, client: str | None

@@ -57,8 +57,8 @@ Find = Callable[[str], Awaitable[dict[str, Any]]]
 class ResponsesDialect:
     """Reads requests for responses."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state, self._chat = state, ChatDialect(state)
+    def __init__(self, state: ServerState, prompt_only: bool = False) -> None:
+        self._state, self._chat = state, ChatDialect(state, prompt_only)
 
     async def read(
         self, body: ResponsesRequest, request_id: str, stem: str, context: list[dict[str, Any]], find: Find

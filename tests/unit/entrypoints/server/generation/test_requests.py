@@ -365,3 +365,28 @@ def test_the_description_has_every_parameter(client: TestClient) -> None:
 def test_openais_parameters_are_all_known(openai_properties: Callable[[str], set[str]]) -> None:
     assert openai_properties("CreateCompletionRequest") <= set(CompletionRequest.model_fields)
     assert openai_properties("CreateChatCompletionRequest") <= set(ChatCompletionRequest.model_fields)
+
+
+def test_prompts_with_tools_are_counted_for_any_model(client: TestClient) -> None:
+    """The demo's template has no format of calls, which matters to answers only."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    responses, messages = {"type": "function", **F["function"]}, {"name": "f", "input_schema": {"type": "object"}}
+    for path, body in [
+        ("/v1/chat/completions/render", chat | {"tools": [F]}),
+        ("/v1/messages/count_tokens", chat | {"tools": [messages]}),
+        ("/v1/responses/input_tokens", {"input": "Hi", "tools": [responses]}),
+    ]:
+        assert client.post(path, json=body).status_code == 200
+        wrong = client.post(path, json=body | {"tools": body["tools"] * 2})
+        assert (wrong.status_code, "two of them" in wrong.text) == (400, True)
+
+
+def test_structures_are_named_as_they_were_written(client: TestClient) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for field, value, words in [
+        ("structured_outputs", {"choice": []}, "structured_outputs.choice must be"),
+        ("structured_outputs", {"jsn": {}}, "structured_outputs has no field 'jsn'; did you mean 'json'"),
+        ("guided_choice", [""], "guided_choice must be a list of non-empty"),
+    ]:
+        error = client.post("/v1/chat/completions", json=chat | {field: value}).json()["error"]
+        assert (error["param"], error["message"][: len(words)]) == (field, words)
