@@ -106,11 +106,11 @@ class _Call:
 
     def mask(self, masks: Sequence[Mask | None]) -> None:
         """Let rows draw what their bitmasks allow."""
-        num_words, byte, address = -(-self.args.vocab_size // 32), ctypes.c_char.from_buffer, ctypes.addressof
-        if [mask for mask in masks if mask is not None and len(mask) < num_words]:
+        num_words = -(-self.args.vocab_size // 32)
+        if [mask for mask in masks if mask is not None and len(mask.words) < num_words]:
             raise ValueError(f"a mask of a vocabulary of {self.args.vocab_size} has {num_words} words")
-        self.masks = (ctypes.c_int64 * len(masks))(*[0 if mask is None else address(byte(mask.data)) for mask in masks])
-        self.args.masks = address(self.masks)
+        self.masks = (ctypes.c_int64 * len(masks))(*[0 if mask is None else mask.address for mask in masks])
+        self.args.masks = ctypes.addressof(self.masks)
 
     def run(self, target: Target) -> dict[int, int]:
         """Returns the errors, by row; token_ids and the lists are then filled in."""

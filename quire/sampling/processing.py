@@ -43,7 +43,7 @@ def process_logits(logits: Floats, state: SamplingState, mask: Mask | None = Non
         RowError: a logits processor of the user raised or returned something else than logits.
     """
     if mask is not None:
-        allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+        allowed = np.unpackbits(mask.words.view(np.uint8), count=len(logits), bitorder="little")
         logits[allowed == 0] = _NEVER
     if state.allowed_token_ids is not None:
         kept = logits[state.allowed_token_ids]

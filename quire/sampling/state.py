@@ -6,7 +6,7 @@ are worked out here, once, so that the sampler's loop only reads flags. Knows no
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,20 @@ from quire.sampling_params import SamplingParams, SamplingType
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.uint32]  # bit t % 32 of word t // 32 is set where token t is allowed
+Words = npt.NDArray[np.uint32]
+
+
+class Mask(NamedTuple):
+    """A bitmask: bit t % 32 of word t // 32 is set where token t is allowed. `address` is that of the first word."""
+
+    words: Words
+    address: int
+
+
+def masks_of(table: Words) -> list[Mask]:
+    """All rows of [masks, words], which lie one after another."""
+    assert table.flags.c_contiguous, "masks with gaps between their words"
+    return [Mask(words, words.ctypes.data) for words in table]
 
 
 class TokenCounts:
@@ -150,7 +163,7 @@ class SamplingState:
             return False
         if mask is None:
             return True
-        others = mask.copy()
+        others = mask.words.copy()
         for token_id in self.stop_token_ids.tolist():
             others[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
         return bool(others.any())

@@ -9,7 +9,7 @@ from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.structured.manager import GrammarManager
-from quire.structured.matcher import Grammar, MaskBuffer
+from quire.structured.matcher import Grammar, MaskBuffer, Matcher
 
 _PARAM = "structured_outputs"
 _FINISHED = SequenceStatus.FINISHED
@@ -70,18 +70,21 @@ class Guidance:
             masks = self._masks = MaskBuffer(self._grammars.num_words)
         rows: list[tuple[int, int]] = []
         for place, (item, sequence) in enumerate(zip(plan.scheduled, sequences, strict=True)):
-            group, num_drafts, row = sequence.group, item.num_drafts, len(rows)
-            if group.grammar is None or not item.sampling or sequence.status is _FINISHED:
+            is_drawn = item.sampling and sequence.status is not _FINISHED
+            if not is_drawn or (matcher := sequence.matcher or self._begin(sequence)) is None:
                 continue
-            if (matcher := sequence.matcher) is None:
-                ignores_end = group.task.params.ignore_eos
-                matcher = sequence.matcher = group.grammar.matcher(sequence.output_token_ids, ignores_end)
+            row, num_drafts = len(rows), item.num_drafts
             if row + num_drafts >= masks.num_rows:
                 masks.grow(row + num_drafts + 1)
+            matcher.fill(masks, sequence.draft_token_ids[:num_drafts] if num_drafts else (), row)
+            rows.append((place, 0))
             if num_drafts:
-                matcher.fill(masks, sequence.draft_token_ids[:num_drafts], row)
-                rows += [(place, position) for position in range(1 + num_drafts)]
-            else:
-                matcher.fill(masks, (), row)
-                rows.append((place, 0))
+                rows += [(place, 1 + position) for position in range(num_drafts)]
         return SampleGuide(step_id=plan.step_id, masks=masks.first(len(rows)), rows=rows) if rows else None
+
+    def _begin(self, sequence: Sequence) -> Matcher | None:
+        """Where a sequence stands that is drawn under its grammar for the first time; None where it has none."""
+        if (grammar := sequence.group.grammar) is not None:
+            goes_on = sequence.group.task.params.ignore_eos
+            sequence.matcher = grammar.matcher(sequence.output_token_ids, goes_on)
+        return sequence.matcher

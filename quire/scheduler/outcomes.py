@@ -314,8 +314,10 @@ class Outcomes:
                 return num_used, "stop", token_id if token_id != group.task.eos_token_id else None
             if sequence.num_tokens >= group.limit:
                 return num_used, "length", None
-        if sequence.matcher is not None and sequence.matcher.take(token_ids) and group.task.eos_token_id is None:
-            return num_used, "stop", None  # nothing else may follow, and the model has no token to say so
+        if sequence.matcher is not None:
+            sequence.matcher.take(token_ids)
+            if group.task.eos_token_id is None and sequence.matcher.is_stopped:
+                return num_used, "stop", None  # nothing else may follow, and the model has no token to say so
         return num_used, None, None
 
     def _guided_drafts(self, sequence: Sequence, proposed: list[int]) -> int:

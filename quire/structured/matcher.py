@@ -23,14 +23,15 @@ class MaskBuffer:
         array: all of it.
         words: the same in one dimension.
         num_words: of a mask.
+        num_bytes: of a mask.
         num_rows: which there is room for.
         address: of the first.
     """
 
-    __slots__ = ("_bytes", "address", "array", "num_rows", "num_words", "words")
+    __slots__ = ("_bytes", "address", "array", "num_bytes", "num_rows", "num_words", "words")
 
     def __init__(self, num_words: int, num_rows: int = 32) -> None:
-        self.num_words = num_words
+        self.num_words, self.num_bytes = num_words, 4 * num_words
         self._use(np.zeros((num_rows, num_words), np.uint32))
 
     def grow(self, num_rows: int) -> None:
@@ -46,7 +47,7 @@ class MaskBuffer:
 
     def first(self, num_rows: int) -> memoryview:
         """The bytes of so many masks, until they are written anew."""
-        return self._bytes[: num_rows * 4 * self.num_words]
+        return self._bytes[: num_rows * self.num_bytes]
 
 
 class Grammar:
@@ -92,14 +93,19 @@ class Matcher:
         reason = self._engine.get_error().partition("\n")[0].removeprefix("Parser Error: ")
         return f"the grammar became too complex to follow: {reason or 'a limit was met'}. Use a simpler one."
 
-    def take(self, token_ids: Sequence[int]) -> bool:
-        """Go on by these tokens, each of which was allowed; returns whether only an end may follow."""
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Go on by these tokens, each of which was allowed."""
         self._engine.consume_tokens(token_ids)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether only an end may follow."""
         return self._engine.is_stopped()
 
     def forced(self) -> list[int]:
         """The next tokens, at most MAX_FORCED, where the grammar leaves but one text."""
-        return self._engine.compute_ff_tokens()[:MAX_FORCED]
+        forced = self._engine.compute_ff_tokens()
+        return forced[:MAX_FORCED] if forced else forced
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts may come, before the first that may not."""
@@ -111,7 +117,7 @@ class Matcher:
         After a draft that may not come, nothing is allowed: nobody gets there. After the end all is: what is drawn
         there is left, and must not fail.
         """
-        engine, num_bytes = self._engine, 4 * masks.num_words
+        engine, num_bytes = self._engine, masks.num_bytes
         engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
         if engine.is_error():
             masks.array[row : row + 1 + len(drafts)] = 0

@@ -4,6 +4,7 @@ The worker calls `begin` and then `finish`: bring the rows up to date, gather th
 remember the new tokens, draft more. It keeps rows and KV tensors and knows nothing of queues, policies or text.
 """
 
+import ctypes
 import logging
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from quire.protocol.step import (
     TokenLogprobs,
 )
 from quire.sampling.sampler import Draws
-from quire.sampling.state import SamplingState
+from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
@@ -96,6 +97,7 @@ class ModelRunner:
         self.pace: Pace | None = None
         self.judge: Judge | None = None
         self._begun: _Begun | None = None
+        self._masks: list[Mask] = []  # of the last guide: the next one's lie there too, as a rule
         self._known_seconds = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
         self._num_drafted = 0  # rows that got drafts in it
 
@@ -235,7 +237,7 @@ class ModelRunner:
         hidden = self.device.take_rows(begun.hidden, token_rows)
         logits = self.model.compute_logits(hidden)
         if guide is not None:
-            _attach_masks(guide, lanes)
+            self._attach_masks(guide, lanes)
         ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling == Sampling.RANK}
         if ranked:
             self._rank(logits, ranked, results)
@@ -260,6 +262,18 @@ class ModelRunner:
             else:
                 result = SequenceResult(lane.token_ids, lane.logprobs, drafts.get(place, []))
                 results[place] = result if results[place] is _NOTHING else _with_prompt(results[place], result)
+
+    def _attach_masks(self, guide: SampleGuide, lanes: dict[int, Lane]) -> None:
+        """Give each lane its bitmasks, where they lie in the guide's memory."""
+        masks, num = self._masks, len(guide.rows)
+        if len(masks) < num or masks[0].address != ctypes.addressof(ctypes.c_char.from_buffer(guide.masks)):
+            masks = self._masks = masks_of(np.frombuffer(guide.masks, np.uint32).reshape(num, -1))
+        for mask, (place, position) in zip(masks, guide.rows, strict=False):
+            if (lane := lanes.get(place)) is not None:
+                if position and lane.masks:
+                    lane.masks[position] = mask
+                else:
+                    lane.masks = {position: mask}
 
     def _move_accepted(self, begun: _Begun, lanes: dict[int, Lane]) -> None:
         """Let keys and values of the accepted path of each tree lie where a chain's would."""
@@ -403,12 +417,3 @@ _NO_HIDDEN = torch.empty(0, 0)
 def _with_prompt(prompt: SequenceResult, result: SequenceResult) -> SequenceResult:
     """`result`, and the prompt logprobs that were found before it."""
     return structs.replace(result, prompt_logprobs=prompt.prompt_logprobs)
-
-
-def _attach_masks(guide: SampleGuide, lanes: dict[int, Lane]) -> None:
-    """Give each lane its bitmasks; views of the guide's bytes."""
-    words = np.frombuffer(guide.masks, np.uint32).reshape(len(guide.rows), -1)
-    for mask, (place, position) in zip(words, guide.rows, strict=True):
-        if (lane := lanes.get(place)) is not None:
-            lane.masks = masks = lane.masks or {}
-            masks[position] = mask

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.ops.native.library import Target, default_target
 from quire.protocol.step import Failure, FailureKind
 from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, sampler
+from quire.sampling.state import masks_of
 from quire.sampling_params import SamplingParams
 
 pytestmark = [
@@ -146,7 +147,7 @@ def test_masks_are_applied_alike(level, seed, vocab, dtype, num_rows) -> None:
             for token_id in state.stop_token_ids.tolist():
                 mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         masks.append(mask if generator.random() < 0.8 else None)
-    draws = Draws(states, num_samples, range(num_rows), masks)
+    draws = Draws(states, num_samples, range(num_rows), [m if m is None else masks_of(m[None])[0] for m in masks])
     output = sampler.sample(logits, draws, Target(level, 1))
     assert output == in_numpy(sampler.sample, logits, draws)
     for token_ids, mask in zip(output.token_ids, masks, strict=True):
@@ -161,7 +162,7 @@ def test_a_grammar_may_end_before_min_tokens_where_nothing_else_is_left() -> Non
     logits = torch.zeros(1, 64)
     only, others = np.array([1 << 7, 0], np.uint32), np.array([1 << 7, 1 << 3], np.uint32)
     for mask, token_id in ((only, 7), (others, 35), (only, 7)):
-        draws = Draws([state], [1], [0], [mask])
+        draws = Draws([state], [1], [0], masks_of(mask[None]))
         assert (
             sampler.sample(logits, draws).token_ids == in_numpy(sampler.sample, logits, draws).token_ids == [[token_id]]
         )

@@ -9,7 +9,7 @@ from quire import SamplingParams
 from quire.config.draft_tree import DraftTree
 from quire.sampling import native
 from quire.sampling.sampler import Draws, sample
-from quire.sampling.state import SamplingState
+from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling.waves import Lane, draw_lanes, sample_ahead
 
@@ -78,10 +78,10 @@ def test_masks_are_by_computed_place() -> None:
     lane = Lane(state, 0, 6)
     lane.use_tree(TREE)
 
-    def only(token_id: int) -> Any:
+    def only(token_id: int) -> Mask:
         mask = torch.zeros(2, dtype=torch.int32).numpy().view("<u4")
         mask[token_id // 32] = 1 << token_id % 32
-        return mask
+        return masks_of(mask[None])[0]
 
     lane.masks = {0: only(11), 2: only(14), 5: only(15), 6: only(20)}
     draw_lanes(logits, [lane])
