@@ -177,7 +177,16 @@ def sample_ahead(
     """
     each = [ahead] * len(states) if isinstance(ahead, int) else ahead
     if native.library() is None:
-        output = sample(logits, Draws(states, [1] * len(states), range(len(states))), target)
-        return [token_ids[0] if token_ids else None for token_ids in output.token_ids]
+        return [_draw_ahead(logits, *one) for one in zip(range(len(states)), states, each, strict=True)]
     chains = [native.Chain(*row, []) for row in zip(states, range(len(states)), each, strict=True)]
     return [token_ids[0] if token_ids else None for token_ids in _draw_chains(logits, chains, target)]
+
+
+def _draw_ahead(logits: Tensor, row: int, state: SamplingState, ahead: int) -> int | None:
+    """What the compiled sampler would draw; nothing but the position tells it from the next token."""
+    state.tokens.num += ahead
+    try:
+        token_ids = sample(logits, Draws([state], [1], [row])).token_ids[0]
+    finally:
+        state.tokens.num -= ahead
+    return token_ids[0] if token_ids else None

@@ -149,3 +149,18 @@ def test_what_breaks_with_drafts_is_drawn_without_them(monkeypatch: pytest.Monke
     draw_lanes(logits, lanes)
     assert [lane.token_ids for lane in lanes] == [[0, 1], [3]]
     assert sample_ahead(logits, states, 1) == [None, None]
+
+
+def test_what_is_drawn_ahead_has_the_bits_of_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)).repeat(9, 1)
+    expected, ahead = [], list(range(8))
+    state = state_of({"temperature": 1.0})
+    for _ in ahead:
+        (drawn,) = sample(logits, Draws([state], [1], [0])).token_ids[0]
+        expected.append(drawn)
+        state.tokens.append(drawn)
+    state = state_of({"temperature": 1.0})
+    assert sample_ahead(logits, [state] * 8, ahead) == expected
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert sample_ahead(logits, [state] * 8, ahead) == expected
+    assert len(set(expected)) > 1
