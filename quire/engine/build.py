@@ -6,6 +6,8 @@
 
 import logging
 import time
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from quire.config.engine_args import EngineConfig
 from quire.config.worker import WorkerConfig
@@ -14,10 +16,10 @@ from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.executor.select import select_executor
-from quire.kvcache.capacity import CacheRequest, plan_cache
+from quire.kvcache.capacity import CacheRequest, num_bytes, plan_cache
 from quire.kvcache.manager import KVManager
 from quire.models.registry import check_architecture
-from quire.protocol.cache import CacheLayout, CacheReport
+from quire.protocol.cache import CacheLayout
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.worker import WorkerReport
 from quire.scheduler.scheduler import Scheduler
@@ -25,32 +27,18 @@ from quire.structured.manager import GrammarManager
 from quire.text.grammars.compiler import Vocabulary
 
 logger = logging.getLogger("quire")
+T = TypeVar("T", WorkerConfig, CacheRequest)
 
 
 def worker_config(config: EngineConfig) -> WorkerConfig:
     """What a worker has to know of an engine's options."""
-    args = config.args
-    return WorkerConfig(
-        model=config.model,
-        block_size=args.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_num_drafts=config.scheduler.max_num_drafts,
-        draft_tree=config.scheduler.draft_tree,
-        speculative=config.speculative,
-        draft=config.draft,
-        heads=config.heads,
-        quantization=args.quantization,
-        kv_cache_dtype=args.kv_cache_dtype,
-        kernels=args.kernels,
-        load_format=args.load_format,
-        weight_cache=args.weight_cache,
-        weight_cache_size=args.weight_cache_size,
-        swaps=config.swap_bytes > 0,
-        kv_cache_dir=args.kv_cache_dir,
-        kv_cache_dir_size=args.kv_cache_dir_size,
-        debug=args.debug,
-    )
+    return _options(WorkerConfig, config, swaps=config.swap_bytes > 0)
+
+
+def _options(kind: type[T], config: EngineConfig, **facts: Any) -> T:
+    """The options that a room below has under the same names, as they were resolved, and further facts."""
+    values = vars(config.args) | vars(config.scheduler) | vars(config) | facts
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
 def build_core(config: EngineConfig, show_progress: bool, executor: Executor | None = None) -> EngineCore:
@@ -113,15 +101,11 @@ def _grammars(config: EngineConfig) -> GrammarManager | None:
 def _initialize_cache(config: EngineConfig, executor: Executor) -> tuple[CacheLayout, list[list[bytes]] | None]:
     """The KV cache as decided, and the names of the blocks that the disk has for it."""
     args = config.args
-    request = CacheRequest(
-        block_size=args.block_size,
-        max_model_len=config.model.max_model_len,
+    request = _options(
+        CacheRequest,
+        config,
         is_max_model_len_asked=args.max_model_len is not None,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_in_flight=executor.max_in_flight,
-        num_kv_blocks=args.num_kv_blocks,
-        kv_cache_memory=args.kv_cache_memory,
         memory_share=args.gpu_memory_utilization,
         swap_bytes=config.swap_bytes,
     )
@@ -131,14 +115,10 @@ def _initialize_cache(config: EngineConfig, executor: Executor) -> tuple[CacheLa
         executor.initialize_cache(layout)
     except (MemoryError, OSError) as error:
         raise ConfigError(
-            f"there is no memory for a KV cache of {_num_bytes(layout, report) / 2**30:.1f} GiB, "
+            f"there is no memory for a KV cache of {num_bytes(layout.num_blocks, report) / 2**30:.1f} GiB, "
             f"{max(layout.num_blocks)} blocks; lower num_kv_blocks or kv_cache_memory."
         ) from error
     return layout, report.stored
-
-
-def _num_bytes(layout: CacheLayout, report: CacheReport) -> int:
-    return sum(count * size for count, size in zip(layout.num_blocks, report.block_bytes, strict=True))
 
 
 def _describe(loaded: WorkerReport) -> str:

@@ -80,9 +80,9 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
     if num_blocks < needed:
         fits = num_blocks * request.block_size
         if request.is_max_model_len_asked:
-            num_bytes = _num_bytes(sizes.layout(report.groups, needed), report)
+            size = num_bytes(sizes.layout(report.groups, needed), report)
             raise ConfigError(
-                f"max_model_len={max_model_len} needs {num_bytes / MIB:.1f} MiB of KV cache ({needed} blocks of "
+                f"max_model_len={max_model_len} needs {size / MIB:.1f} MiB of KV cache ({needed} blocks of "
                 f"{request.block_size} tokens) but {num_blocks} blocks ({fits} tokens) fit. Lower max_model_len to at "
                 f"most {fits}, or give the KV cache more memory (kv_cache_memory, gpu_memory_utilization, "
                 "num_kv_blocks)."
@@ -100,7 +100,7 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
 
 def _with_host_blocks(layout: CacheLayout, request: CacheRequest, report: CacheReport) -> CacheLayout:
     """The layout with host blocks, divided among the groups as the device's are."""
-    device_bytes = _num_bytes(layout.num_blocks, report)
+    device_bytes = num_bytes(layout.num_blocks, report)
     left = report.host_bytes
     if left is None:
         left = max(0, report.available_bytes - report.activation_bytes - device_bytes)
@@ -167,14 +167,15 @@ def _most_blocks(sizes: _Sizes, report: CacheReport, budget: int) -> int:
     low, high = 0, sizes.of_contexts(sizes.largest(report.groups), Fraction(sizes.max_num_seqs))
     while low < high:
         middle = (low + high + 1) // 2
-        if _num_bytes(sizes.layout(report.groups, middle), report) <= budget:
+        if num_bytes(sizes.layout(report.groups, middle), report) <= budget:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:
+def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:
+    """Of so many blocks in each group."""
     return sum(count * size for count, size in zip(num_blocks, report.block_bytes, strict=True))
 
 

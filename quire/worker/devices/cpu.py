@@ -144,22 +144,14 @@ class CpuDevice(Device):
         return huge_pages((num_blocks, block_bytes), torch.uint8)
 
     def copy_to_host(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        blocks, start = host.numpy(), 0
-        for cache in caches:
-            part = _bytes_of_blocks(cache)
-            stop = start + part.shape[1]
+        for part, rows in _parts(caches, host):
             for source, destination in pairs:
-                blocks[destination, start:stop] = part[source]
-            start = stop
+                rows[destination] = part[source]
 
     def copy_from_host(self, host: Tensor, caches: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        blocks, start = host.numpy(), 0
-        for cache in caches:
-            part = _bytes_of_blocks(cache)
-            stop = start + part.shape[1]
+        for part, rows in _parts(caches, host):
             for source, destination in pairs:
-                part[destination] = blocks[source, start:stop]
-            start = stop
+                part[destination] = rows[source]
 
     def copy_bytes_per_second(self) -> float:
         host, cache = (torch.ones((16, _COPIED_BYTES // 16), dtype=torch.uint8) for _ in range(2))
@@ -227,9 +219,14 @@ class CpuDevice(Device):
         return Target(self.kernels, self.num_threads) if self.packs_weights else None
 
 
-def _bytes_of_blocks(cache: Tensor) -> npt.NDArray[np.uint8]:
-    """[num_blocks, bytes], the cache itself."""
-    return cache.view(torch.uint8).view(len(cache), -1).numpy()
+def _parts(caches: Sequence[Tensor], host: Tensor) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+    """Each cache as bytes by block, and its place in the host's blocks, one after another."""
+    start = 0
+    for cache in caches:
+        part = cache.view(torch.uint8).view(len(cache), -1).numpy()
+        stop = start + part.shape[1]
+        yield part, host.numpy()[:, start:stop]
+        start = stop
 
 
 @contextmanager

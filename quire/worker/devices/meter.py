@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.autograd import (  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from quire.layers.step import Step
+from quire.worker.devices.base import RunnableModel
 from quire.worker.gather import INT, StepArrays
 
 Result = TypeVar("Result")
@@ -30,18 +31,6 @@ Result = TypeVar("Result")
 BLOCK_SIZE = 16  # of the one block that the steps write
 _FEW, _MORE = 4, 12  # tokens, and rows, of the two steps
 _MOST_ROUNDS = 12
-
-
-class Measurable(Protocol):
-    """A model as a device runs it."""
-
-    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        """[T] ids -> hidden states [T, H]."""
-        ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V]."""
-        ...
 
 
 def peak_bytes(function: Callable[[], Result]) -> tuple[Result, int]:
@@ -66,7 +55,7 @@ def peak_bytes(function: Callable[[], Result]) -> tuple[Result, int]:
 
 @torch.inference_mode()
 def measure_activations(
-    model: Measurable,
+    model: RunnableModel,
     upload: Callable[[StepArrays], tuple[Tensor, Step]],
     num_groups: int,
     max_tokens: int,
@@ -89,7 +78,7 @@ def measure_activations(
 
 @torch.inference_mode()
 def measure_steps(
-    model: Measurable,
+    model: RunnableModel,
     upload: Callable[[StepArrays], tuple[Tensor, Step]],
     num_groups: int,
     sizes: Sequence[int],

@@ -145,16 +145,9 @@ def shared_stamps(place: StorePlace, tensors: list[dict[str, Any]]) -> list[Any]
 
     So two copies of a checkpoint, of other times, don't pack each other's anew for ever.
     """
-    stamps: list[Any] = [place.stamp]
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        file = os.open(place.path, os.O_RDONLY)
-        try:
-            manifest, _ = read_manifest(file)
-        finally:
-            os.close(file)
-        if manifest.get("tensors") == tensors:
-            stamps += manifest.get("stamps", [])
-    return stamps[:_MAX_STAMPS]
+    manifest = _manifest_or_empty(place.path)
+    known = manifest.get("stamps", []) if manifest.get("tensors") == tensors else []
+    return [place.stamp, *known][:_MAX_STAMPS]
 
 
 def read_manifest(file: int) -> tuple[dict[str, Any], int]:
