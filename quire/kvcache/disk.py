@@ -7,23 +7,18 @@ so what it says of a file may be out of date: a read that fails is an answer, to
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from quire.protocol.stats import TierStats
 from quire.protocol.step import DiskNews
 
 Request = tuple[int, int, bytes]  # group, block, name of its content
 
 
 class DiskTier:
-    """Names of the files by KV group, and the orders of the plan being made.
+    """Names of the files by KV group, and the orders of the plan being made."""
 
-    Attributes:
-        num_hits, num_misses: blocks that were read, and those that could not be.
-        news: what the worker counted, as of its last word.
-    """
-
-    def __init__(self, stored: Sequence[Sequence[bytes]]) -> None:
-        """`stored` are the names that the worker found at its start."""
-        self.num_hits = self.num_misses = 0
-        self.news = DiskNews()
+    def __init__(self, stored: Sequence[Sequence[bytes]], stats: TierStats) -> None:
+        """`stored` are the names that the worker found at its start; counts are kept in `stats`."""
+        self._stats = stats
         self._known = [set(names) for names in stored]
         self._is_open = True
         self._saves: list[Request] = []  # from the device's blocks
@@ -74,14 +69,16 @@ class DiskTier:
 
     def take(self, news: DiskNews) -> tuple[list[tuple[Request, bool]], list[bytes]]:
         """The worker's answers: which blocks were read or could not be, and names of which no read is under way now."""
-        self.news = news
+        stats = self._stats
+        stats.disk_written_blocks_total, stats.disk_failed_writes_total = news.num_written, news.num_failed
+        stats.disk_damaged_files_total, stats.disk_removed_files_total = news.num_damaged, news.num_removed
         answers: list[tuple[Request, bool]] = []
         settled: list[bytes] = []
         for group, host, was_read in news.fetched:
             name = self._under_way.pop((group, host))
             answers.append(((group, host, name), was_read))
-            self.num_hits += was_read
-            self.num_misses += not was_read
+            stats.disk_hits_total += was_read
+            stats.disk_misses_total += not was_read
             if not was_read:
                 self._known[group].discard(name)
             self._outstanding[name] -= 1

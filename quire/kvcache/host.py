@@ -6,21 +6,13 @@ of what the device's pools evicted. It makes a plan's moves, and must not know o
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from quire.kvcache.copies import BlockCopy
 from quire.kvcache.pool import BlockPool
 from quire.protocol.cache import CacheLayout
+from quire.protocol.stats import TierStats
 
 Named = tuple[int, bytes | None]  # a device's block, and the name of its content where it has one
-
-
-class _Arrival(NamedTuple):
-    """A host block that the plan being made brings back; it is owned until that plan is complete."""
-
-    sequence_id: int
-    group: int
-    host: int
-    device: int
 
 
 class HostTier:
@@ -33,18 +25,15 @@ class HostTier:
     Attributes:
         pools: by group.
         block_bytes: by group.
-        num_out, num_in, num_hits: blocks moved to the host and back, and those of the latter found by their name.
-        num_evicted: blocks of the device's prefix cache that fell into this one.
-        bytes_out, bytes_in: what moved.
+        stats: what has moved since the start; whoever keeps the disk's names counts here, too.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
         self.pools = [BlockPool(count) for count in layout.num_host_blocks]
         self.block_bytes = layout.block_bytes or [0] * len(self.pools)
-        self.num_out = self.num_in = self.num_hits = self.num_evicted = 0
-        self.bytes_out = self.bytes_in = 0
+        self.stats = TierStats()
         self._out: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: list[BlockCopy] = []  # from the host to the device; owned until the plan is complete
         self._unproven: deque[list[tuple[int, int]]] = deque()  # (group, host block), by plan in flight
 
     # A plan is made.
@@ -76,7 +65,7 @@ class HostTier:
         for block, name in evicted:
             if not self.touch(group, name) and pool.num_free:
                 pool.release(self._write(group, block, name))
-                self.num_evicted += 1
+                self.stats.host_evictions_total += 1
 
     def touch(self, group: int, name: bytes) -> bool:
         """Whether a block of that name is here; if so, it was used just now."""
@@ -106,11 +95,11 @@ class HostTier:
     def acquire(self, group: int, block: int, is_hit: bool) -> None:
         """Own a block once more; `is_hit`: it was found by its name."""
         self.pools[group].acquire(block)
-        self.num_hits += is_hit
+        self.stats.host_hits_total += is_hit
 
     def bring_in(self, sequence_id: int, group: int, host: int, device: int) -> None:
         """Copy an owned host block to a sequence's own; its owner gives it up with the plan."""
-        self._arrivals.append(_Arrival(sequence_id, group, host, device))
+        self._arrivals.append(BlockCopy(sequence_id, group, host, device))
 
     def brings(self, sequence_id: int) -> bool:
         """Whether blocks of a sequence are to come with the plan being made."""
@@ -122,7 +111,7 @@ class HostTier:
             return
         for arrival in [arrival for arrival in self._arrivals if arrival.sequence_id == sequence_id]:
             self._arrivals.remove(arrival)
-            self.release(arrival.group, [arrival.host])
+            self.release(arrival.group, [arrival.source])
 
     def release(self, group: int, blocks: Sequence[int]) -> None:
         """Drop an owner of each block, last to first."""
@@ -132,16 +121,16 @@ class HostTier:
     def end_plan(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """The plan is complete: its moves to the host, as (group, device, host), and back, as (group, host, device)."""
         out = [(group, device, host) for (group, host), device in self._out.items()]
-        in_ = [(arrival.group, arrival.host, arrival.device) for arrival in self._arrivals]
+        in_ = [(arrival.group, arrival.source, arrival.destination) for arrival in self._arrivals]
         self._unproven.append(list(self._out))
         self._out = {}
         for arrival in reversed(self._arrivals):
-            self.pools[arrival.group].release(arrival.host)
+            self.pools[arrival.group].release(arrival.source)
         self._arrivals = []
-        self.num_out += len(out)
-        self.num_in += len(in_)
-        self.bytes_out += sum(self.block_bytes[group] for group, _, _ in out)
-        self.bytes_in += sum(self.block_bytes[group] for group, _, _ in in_)
+        self.stats.swapped_out_blocks_total += len(out)
+        self.stats.swapped_in_blocks_total += len(in_)
+        self.stats.swapped_out_bytes_total += sum(self.block_bytes[group] for group, _, _ in out)
+        self.stats.swapped_in_bytes_total += sum(self.block_bytes[group] for group, _, _ in in_)
         return out, in_
 
     # Plans have been carried out, or never will be.
@@ -158,7 +147,7 @@ class HostTier:
         self._unproven.clear()
         self._out = {}
         for arrival in self._arrivals:
-            self.pools[arrival.group].release(arrival.host)
+            self.pools[arrival.group].release(arrival.source)
         self._arrivals = []
 
     def forget_all(self) -> None:

@@ -18,7 +18,6 @@ from quire.kvcache.residency import ResidencyTimes
 from quire.kvcache.swap import SwapSpace, first_from_host
 from quire.kvcache.table import NEVER, NO_MATCH, NOTHING_APPENDED, Appended, BlockTable, PrefixMatch
 from quire.protocol.cache import CacheLayout
-from quire.protocol.stats import TierStats
 from quire.protocol.step import DiskNews, Moves
 
 
@@ -35,6 +34,7 @@ class KVManager:
         windows: by group, in tokens; None: full attention.
         events: what happened to cached blocks, where that is kept; whoever publishes takes it out.
         pins: prefixes that are never evicted.
+        space: the second memory, where there are host blocks; disk: the files below it, where blocks are kept there.
         times: how long contents stay in their blocks; its `now` is to be set once a step.
         settled: blocks that were watched, and were computed or given up since; whoever watches takes them out.
 
@@ -72,11 +72,11 @@ class KVManager:
         longest = min(layout.max_model_len, self.max_tokens_ever())
         self.events = KVEventLog(self._groups) if keeps_events else None
         self.pins = Pins(self._groups, self._hash if enable_prefix_caching else None, longest)
-        self._space: SwapSpace | None = None
+        self.space: SwapSpace | None = None
         if layout.num_host_blocks:
             name_of = self._hash_of if enable_prefix_caching else None
-            self._space = SwapSpace(layout, self._groups, name_of, stored)
-        self._saves = self._space.disk if self._space is not None else None
+            self.space = SwapSpace(layout, self._groups, name_of, stored)
+        self.disk = self.space.disk if self.space is not None else None
 
     # What there is.
 
@@ -156,11 +156,11 @@ class KVManager:
         limit = (table.num_tokens - 1) // self.block_size
         num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
         awaits = self._last_on_its_way(table, num_found, limit)
-        if self._space is not None and awaits is None:
-            num_known = self._space.longest_known(lambda index: self._hash_of(table, index), limit) * self.block_size
+        if self.space is not None and awaits is None:
+            num_known = self.space.longest_known(lambda index: self._hash_of(table, index), limit) * self.block_size
             num_known = max(num_known, table.swapped.num_tokens if table.swapped else 0)
             if num_known > num_found * self.block_size:
-                return self._space.match(table, num_known)
+                return self.space.match(table, num_known)
         num_tokens = num_found * self.block_size
         block_ids: list[list[int]] = []
         for group in self._groups:
@@ -174,20 +174,20 @@ class KVManager:
         if name in self._computing:
             self._watched.add(name)
         else:
-            assert self.has_disk, "nobody brings what is to be watched"
+            assert self.disk is not None, "nobody brings what is to be watched"
 
     def fetch(self, table: BlockTable, match: PrefixMatch) -> bytes | None:
         """Have the disk bring what it has of a prefix after a match; returns a name to `watch`, if there is any."""
-        if self._space is None or match.is_swapped:
+        if self.space is None or match.is_swapped:
             return None
         limit = (table.num_tokens - 1) // self.block_size
-        return self._space.fetch(table, match.num_tokens // self.block_size, limit)
+        return self.space.fetch(table, match.num_tokens // self.block_size, limit)
 
     def match_swapped(self, table: BlockTable) -> PrefixMatch:
         """As `match_prefix`, of what was swapped out of the sequence alone."""
-        if table.swapped is None or self._space is None:
+        if table.swapped is None or self.space is None:
             return NO_MATCH
-        return self._space.match(table, table.swapped.num_tokens)
+        return self.space.match(table, table.swapped.num_tokens)
 
     def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> int:
         """Blocks missing to admit a sequence whose first step computes so many tokens; zero or less when it fits.
@@ -214,8 +214,8 @@ class KVManager:
                 if block >= 0:
                     group.pool.acquire(block)
             num_fresh = group.num_admitted(table.num_tokens, match.num_tokens + num_new_tokens) - len(found)
-            if match.num_from_host and self._space is not None:
-                found = self._space.bring_in(table, number, found, match.is_swapped)
+            if match.num_from_host and self.space is not None:
+                found = self.space.bring_in(table, number, found, match.is_swapped)
             table.block_ids[number] = found + group.pool.allocate(num_fresh)
         table.num_committed = table.num_found = match.num_tokens // self.block_size
         if match.num_from_host:  # those that are brought in can be found when the result of this plan is there
@@ -293,7 +293,7 @@ class KVManager:
                 for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
                     if index >= first:
                         group.pool.register(block_ids[index], block_hash)
-                if self._saves is not None:
+                if self.disk is not None:
                     self._save(table, index, block_hash)
                 self._forget_computing(table, block_hash)
             table.num_committed = max(table.num_committed, num_full)
@@ -311,8 +311,8 @@ class KVManager:
         """
         del self._tables[table.sequence_id]
         self._copies.drop(table.sequence_id)
-        if self._space is not None:
-            self._space.tier.drop(table.sequence_id)
+        if self.space is not None:
+            self.space.tier.drop(table.sequence_id)
         for number, block_ids in enumerate(table.block_ids):
             self._copies.release(number, block_ids[table.first_block[number] :])
         for block_hash in table.hashes[table.num_committed :]:
@@ -321,74 +321,42 @@ class KVManager:
 
     # The second memory.
 
-    @property
-    def has_disk(self) -> bool:
-        """Whether blocks are kept on the disk."""
-        return self._saves is not None
-
-    @property
-    def has_disk_work(self) -> bool:
-        """Whether a plan should be made although nothing can be computed: blocks are to be written, or being read."""
-        return self._saves is not None and self._saves.has_work
-
-    @property
-    def has_saves(self) -> bool:
-        """Whether blocks wait to be written."""
-        return self._saves is not None and self._saves.has_saves
-
-    @property
-    def can_swap(self) -> bool:
-        """Whether there are host blocks."""
-        return self._space is not None
-
-    def swap_seconds(self, table: BlockTable) -> float:
-        """What it takes to copy a table's blocks to the host and back; 0.0: not known."""
-        return self._space.seconds(table) if self._space is not None else 0.0
-
-    def tier_stats(self, num_swaps: int) -> TierStats | None:
-        """The figures of the second memory, where there is one, with the number of sequences swapped out."""
-        return self._space.stats(num_swaps) if self._space is not None else None
-
     def swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """Have the blocks of a table's computed tokens copied to the host, before `free`; False if that can't be.
 
         The copies are part of the plan being made. Blocks with a name that the host knows are not copied again.
         """
-        if self._space is None or self._copies.concern(table.sequence_id):
+        if self.space is None or self._copies.concern(table.sequence_id):
             return False
-        return self._space.swap_out(table, num_computed_tokens)
-
-    def swapped_ids(self) -> set[int]:
-        """The sequences for which the host holds blocks."""
-        return self._space.swapped_ids() if self._space is not None else set()
+        return self.space.swap_out(table, num_computed_tokens)
 
     def drop_swapped(self, table: BlockTable) -> None:
         """Give up what the host holds of a sequence."""
-        if self._space is not None:
-            self._space.drop_swapped(table)
+        if self.space is not None:
+            self.space.drop_swapped(table)
 
     # A plan is made.
 
     def end_plan(self) -> Moves:
         """A plan is complete: returns its moves. Copies' sources may be handed out from the next plan on."""
         copies = self._copies.take()
-        if self._space is None:
+        if self.space is None:
             return Moves(copies=copies)
-        return self._space.end_plan(copies)
+        return self.space.end_plan(copies)
 
     def plan_done(self, disk: DiskNews | None = None) -> None:
         """The result of the oldest plan in flight came, and with it perhaps news of the disk."""
-        if self._space is None:
+        if self.space is None:
             return
-        self._space.tier.plan_done()
+        self.space.tier.plan_done()
         if disk is not None:
-            self.settled += self._space.take(disk)
+            self.settled += self.space.take(disk)
 
     def cancel(self) -> None:
         """Plans in flight will not be carried out, and no table holds blocks; what they were to move is forgotten."""
         self._copies.take()
-        if self._space is not None:
-            self._space.cancel()
+        if self.space is not None:
+            self.space.cancel()
 
     # All at once.
 
@@ -399,8 +367,8 @@ class KVManager:
         self.pins.remove_all()
         for group in self._groups:
             group.pool.forget_all()
-        if self._space is not None:
-            self._space.forget_all()
+        if self.space is not None:
+            self.space.forget_all()
         if self.events is not None:
             self.events.cleared()
         return True
@@ -409,8 +377,8 @@ class KVManager:
         """Raise AssertionError unless every count and hash is what the live tables imply. O(num_blocks + tokens)."""
         self._copies.check_none()
         check_books(self._groups, list(self._tables.values()), self.pins, self._hash)
-        if self._space is not None:
-            self._space.check_integrity()
+        if self.space is not None:
+            self.space.check_integrity()
         computing = {name for table in self._tables.values() for name in table.hashes[table.num_committed :]}
         assert self._computing.keys() <= computing, "nobody computes a block that is waited for"
         assert set(self._computing.values()) <= self._tables.keys(), "nobody computes a block that is waited for"
@@ -468,10 +436,10 @@ class KVManager:
         return name
 
     def _save(self, table: BlockTable, index: int, block_hash: bytes) -> None:
-        assert self._saves is not None
+        assert self.disk is not None
         for number, block_ids in enumerate(table.block_ids):
             if index >= table.first_block[number]:
-                self._saves.save(number, block_ids[index], block_hash)
+                self.disk.save(number, block_ids[index], block_hash)
 
     def _forget_computing(self, table: BlockTable, block_hash: bytes) -> None:
         if self._computing.get(block_hash) == table.sequence_id:

@@ -7,6 +7,8 @@ complete. It turns tables and matches into moves of the `HostTier`; plans and po
 import sys
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.host import HostTier
@@ -43,8 +45,8 @@ class SwapSpace:
 
         `stored`: the names on the disk, by group; None without such a tier.
         """
-        self.disk = DiskTier(stored) if stored is not None and name_of is not None else None
         self.tier = HostTier(layout)
+        self.disk = DiskTier(stored, self.tier.stats) if stored is not None and name_of is not None else None
         self._groups = groups
         self._size = layout.block_size
         self._name_of = name_of
@@ -80,10 +82,11 @@ class SwapSpace:
             return False
         table.swapped = Swapped(num_computed_tokens, firsts, held)
         self._swapped[table.sequence_id] = table
+        self.tier.stats.num_swaps_total += 1
         return True
 
     def swapped_ids(self) -> set[int]:
-        """As `KVManager.swapped_ids`."""
+        """The sequences for which there are blocks here."""
         return set(self._swapped)
 
     def drop_swapped(self, table: BlockTable) -> None:
@@ -185,20 +188,10 @@ class SwapSpace:
             block_ids.append(block)
         return block_ids
 
-    def stats(self, num_swaps: int) -> TierStats:
-        """The figures of this moment; the number of sequences swapped out is the caller's."""
-        tier = self.tier
-        return TierStats(
-            host_cache_usage_perc=max(1.0 - pool.num_free / pool.num_blocks for pool in tier.pools),
-            num_swaps_total=num_swaps,
-            swapped_out_blocks_total=tier.num_out,
-            swapped_in_blocks_total=tier.num_in,
-            swapped_out_bytes_total=tier.bytes_out,
-            swapped_in_bytes_total=tier.bytes_in,
-            host_evictions_total=tier.num_evicted,
-            host_hits_total=tier.num_hits,
-            **({} if self.disk is None else _disk_stats(self.disk)),
-        )
+    def stats(self) -> TierStats:
+        """The figures of this moment."""
+        usage = max(1.0 - pool.num_free / pool.num_blocks for pool in self.tier.pools)
+        return structs.replace(self.tier.stats, host_cache_usage_perc=usage)
 
     # When a plan is complete, or forgotten.
 
@@ -247,15 +240,3 @@ def first_from_host(match: PrefixMatch) -> int:
     return min(
         next((index for index, block in enumerate(found) if block < 0), sys.maxsize) for found in match.block_ids
     )
-
-
-def _disk_stats(disk: DiskTier) -> dict[str, int]:
-    news = disk.news
-    return {
-        "disk_hits_total": disk.num_hits,
-        "disk_misses_total": disk.num_misses,
-        "disk_written_blocks_total": news.num_written,
-        "disk_failed_writes_total": news.num_failed,
-        "disk_damaged_files_total": news.num_damaged,
-        "disk_removed_files_total": news.num_removed,
-    }

@@ -14,17 +14,17 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     total: float  # of the values
 
 
-class TierStats(msgspec.Struct, frozen=True):
+class TierStats(msgspec.Struct):
     """The KV cache's host memory and disk: gauges at a moment, and counters since the start."""
 
-    host_cache_usage_perc: float  # share of the host blocks that swapped sequences own, 0 to 1, of the fullest group
-    num_swaps_total: int  # preemptions whose blocks went to the host
-    swapped_out_blocks_total: int  # blocks copied to the host, evicted prefixes included
-    swapped_in_blocks_total: int  # and back
-    swapped_out_bytes_total: int
-    swapped_in_bytes_total: int
-    host_evictions_total: int  # blocks that the device's prefix cache evicted to the host
-    host_hits_total: int  # blocks of prefixes found on the host
+    host_cache_usage_perc: float = 0.0  # share of the host blocks that sequences own, 0 to 1, of the fullest group
+    num_swaps_total: int = 0  # preemptions whose blocks went to the host
+    swapped_out_blocks_total: int = 0  # blocks copied to the host, evicted prefixes included
+    swapped_in_blocks_total: int = 0  # and back
+    swapped_out_bytes_total: int = 0
+    swapped_in_bytes_total: int = 0
+    host_evictions_total: int = 0  # blocks that the device's prefix cache evicted to the host
+    host_hits_total: int = 0  # blocks of prefixes found on the host
     disk_hits_total: int = 0  # blocks of prefixes read from the disk
     disk_misses_total: int = 0  # blocks that should have been there and were not
     disk_written_blocks_total: int = 0

@@ -80,10 +80,11 @@ class Planner:
                 self._continue_running(builder)
         if not builder.scheduled and may_be_empty and len(self.waiting):
             self._unseat(builder)
-        if not builder.scheduled and not (
-            may_be_empty and (self._removed or self._ended or self._forks or self._kv.has_disk_work)
-        ):
-            return None  # moves to the host wait for the next plan
+        if not builder.scheduled:  # moves to the host wait for the next plan
+            disk = self._kv.disk
+            has_news = self._removed or self._ended or self._forks or (disk is not None and disk.has_work)
+            if not (may_be_empty and has_news):
+                return None
         moves = self._kv.end_plan()
         assert builder.scheduled or not (moves.copies or moves.in_), "blocks are copied for nobody"
         for request in builder.new_requests:  # an id that is used again: the new request takes the old one's place
@@ -340,7 +341,7 @@ class Planner:
         if match.awaits is not None:
             self._await_prefix(sequence, match.awaits, "prefix")
             return None
-        if self._kv.has_disk and not group.owes_prompt_logprobs:
+        if self._kv.disk is not None and not group.owes_prompt_logprobs:
             name = self._kv.fetch(table, match)
             if name is not None:
                 self._await_prefix(sequence, name, "disk")
@@ -434,7 +435,7 @@ class Planner:
 
         Otherwise all its tokens, outputs included, will be computed again.
         """
-        if self._kv.can_swap and may_swap:
+        if may_swap:
             self.swapping.try_swap(sequence)
         builder.drop(sequence)
         self._withdraw(sequence)

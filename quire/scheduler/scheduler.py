@@ -113,7 +113,7 @@ class Scheduler:
 
         Or computed blocks are still to be written to the disk.
         """
-        return bool(self._outcomes.groups) or self.kv.has_saves
+        return bool(self._outcomes.groups) or (self.kv.disk is not None and self.kv.disk.has_saves)
 
     @property
     def limits(self) -> Limits:
@@ -184,7 +184,7 @@ class Scheduler:
         seconds = now - max(planned_at, self._last_update)
         if self._planner.watches_steps and plan.scheduled:
             self._planner.policy.on_step(plan.num_tokens, seconds)
-        if self.kv.can_swap:
+        if self.kv.space is not None:
             self._planner.swapping.learn(plan, seconds)
         self._last_update = self.kv.times.now = now
         self.kv.plan_done(result.disk)
@@ -227,7 +227,7 @@ class Scheduler:
             kv_blocks_shared=self.kv.num_shared,
             kv_blocks_pinned=sum(self.kv.pins.num_blocks),
             kv_block_residency=self.kv.times.counts(),
-            tiers=self.kv.tier_stats(planner.swapping.num_swaps),
+            tiers=self.kv.space and self.kv.space.stats(),
             speculation=self._outcomes.drafts.stats(),
             limits=self.limits,
         )

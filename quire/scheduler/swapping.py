@@ -16,12 +16,10 @@ class Swapping:
 
     Attributes:
         seconds_per_token: what it takes to compute a token of a prompt; 0.0: not measured yet.
-        num_swaps: sequences that went to the host.
     """
 
     def __init__(self, kv: KVManager) -> None:
         self.seconds_per_token = 0.0
-        self.num_swaps = 0
         self._kv = kv
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
@@ -36,7 +34,7 @@ class Swapping:
 
         Where one of the prices is not known, copying is taken for the cheaper.
         """
-        num_computed = sequence.num_computed_tokens
+        space, num_computed = self._kv.space, sequence.num_computed_tokens
         seconds = num_computed * self.seconds_per_token
-        if not seconds or self._kv.swap_seconds(sequence.table) < seconds:
-            self.num_swaps += self._kv.swap_out(sequence.table, num_computed)
+        if space is not None and (not seconds or space.seconds(sequence.table) < seconds):
+            self._kv.swap_out(sequence.table, num_computed)

@@ -25,9 +25,8 @@ def make(num_blocks: int = 6, num_host: int = 6, caching: bool = True, speed: fl
 
 
 def stats(kv: KVManager) -> TierStats:
-    found = kv.tier_stats(1)
-    assert found is not None
-    return found
+    assert kv.space is not None
+    return kv.space.stats()
 
 
 def computed(kv: KVManager, tokens: list[int]) -> BlockTable:
@@ -174,8 +173,7 @@ def test_a_source_is_not_overwritten_in_the_plan_that_reads_it() -> None:
 def test_the_price_is_that_of_both_ways() -> None:
     kv = make(speed=1000.0)
     table = computed(kv, list(range(10)))
-    assert kv.swap_seconds(table) == 2 * 3 * 0.1
-    assert make().swap_seconds(table) == 0.0
+    assert [one.space and one.space.seconds(table) for one in (kv, make())] == [2 * 3 * 0.1, 0.0]
 
 
 def test_a_reset_forgets_the_hosts_prefixes_too() -> None:
