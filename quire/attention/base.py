@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from quire.ops.rope import AttentionSpec as AttentionSpec
+
 Metadata = TypeVar("Metadata")
 
 
@@ -72,49 +74,6 @@ class SlotMoves:
     destinations: Tensor
     block_size: int
     dtype: torch.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionSpec:
-    """What one layer's attention computes, whatever the step.
-
-    Attributes:
-        num_heads, num_kv_heads: Hq and Hkv; query head h reads KV head h // (Hq / Hkv).
-        head_dim: D, features of a head.
-        scale: factor on the scores.
-        window: position p sees the positions p - window + 1 .. p (.. p + window - 1 where not causal); None: all.
-        start: the first position that is seen (no token before it is given to the layer); not with a window.
-        softcap: scores s become ``softcap * tanh(s / softcap)``.
-        sinks: [Hq], scores of one more key for each head, whose value is zero.
-        causal: whether a position sees those after it; where not, it sees all that the sequence has so far.
-        q_norm, k_norm: weights [D] of an RMSNorm over each head of queries and keys, before the rotation.
-        norm_plus_one: these norms multiply by 1 + weight.
-        rope: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines, by which queries and keys are rotated.
-        group: the KV group that the layer's blocks belong to: which of the step's metadata is meant.
-        layer: which of the step's caches is meant.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    start: int = 0
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    causal: bool = True
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    norm_eps: float = 0.0
-    norm_plus_one: bool = False
-    rope: Tensor | None = None
-    group: int = 0
-    layer: int = 0
-
-    @property
-    def qkv_size(self) -> int:
-        """Columns of queries, keys and values together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 class AttentionStep(Protocol):

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep, SlotMoves
 from quire.errors import ModelLoadError
-from quire.ops.attention import Scoring, attend
+from quire.ops.attention import attend
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.library import Target, choose_level, loaded_library
 from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import TYPE_OF, MoveStruct
-from quire.ops.rope import HeadShape, Preparation, prepare
+from quire.ops.rope import prepare
 
 DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
 _SCALE_BYTES = 4  # of a token and head in an int8 cache
@@ -103,8 +103,4 @@ def _record(qkv: Value, spec: AttentionSpec) -> Value:
         raise ModelLoadError(
             "the compiled kernels have no attention to what comes later; kernels='torch' serves this model."
         )
-    heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    preparation = Preparation(spec.q_norm, spec.k_norm, spec.norm_eps, spec.rope, spec.norm_plus_one)
-    scoring = Scoring(spec.scale, spec.window, spec.start, spec.softcap, spec.sinks)
-    prepared = prepare(qkv, heads, preparation, layer=spec.layer, group=spec.group)
-    return attend(prepared, heads, scoring, layer=spec.layer, group=spec.group)
+    return attend(prepare(qkv, spec), spec)

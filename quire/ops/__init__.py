@@ -13,7 +13,6 @@ from quire.ops.activation import relu as relu
 from quire.ops.activation import silu as silu
 from quire.ops.activation import silu_and_mul as silu_and_mul
 from quire.ops.add import add as add
-from quire.ops.attention import Scoring as Scoring
 from quire.ops.attention import attend as attend
 from quire.ops.attention import paged_attention as paged_attention
 from quire.ops.embedding import embedding as embedding
@@ -22,8 +21,7 @@ from quire.ops.host import on_rows as on_rows
 from quire.ops.linear import linear as linear
 from quire.ops.norm import layer_norm as layer_norm
 from quire.ops.norm import rms_norm as rms_norm
-from quire.ops.rope import HeadShape as HeadShape
-from quire.ops.rope import Preparation as Preparation
+from quire.ops.rope import AttentionSpec as AttentionSpec
 from quire.ops.rope import prepare as prepare
 from quire.ops.rope import rotary as rotary
 from quire.ops.rope import write_kv as write_kv

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.ops.native.builder import Value
 from quire.ops.native.structs import HeadSpec, declared, instruction
-from quire.ops.rope import HeadShape
+from quire.ops.rope import AttentionSpec
 from quire.ops.table import op
 
 QUERY_ROWS = 16  # rows of a query tile (more when one KV head serves more query heads); a multiple of 16 keeps
@@ -178,46 +178,25 @@ def _tile_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """From the product of a query and a key to its weight.
-
-    Attributes:
-        scale: factor on the products.
-        window: tokens that a query sees, its own included; None: all.
-        start: the first position that is seen; there is no window then.
-        softcap: scores s become ``softcap * tanh(s / softcap)``.
-        sinks: [Hq], scores of one more key for each head, whose value is zero.
-    """
-
-    scale: float
-    window: int | None = None
-    start: int = 0
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
 @instruction("attention", wants_step=True)
-class AttentionSpec(Structure):
+class AttendSpec(Structure):
     _fields_ = [("heads", HeadSpec), *declared("ptr sinks; i64 window; f32 scale softcap")]
 
 
-def attend(query: Value, heads: HeadShape, scoring: Scoring, *, layer: int, group: int = 0) -> Value:
+def attend(query: Value, spec: AttentionSpec) -> Value:
     """Record causal attention to a layer's cache: query [T, Hq D], or wider (what follows is not read), -> [T, Hq D].
-
-    layer, group: which of the run's caches, and which of its steps says where tokens lie in it.
 
     Raises:
         ValueError: heads or sinks that don't fit.
     """
-    builder, sinks = query.builder, scoring.sinks
-    if sinks is not None and sinks.shape != (heads.num_heads,):
-        raise ValueError(f"sinks must be [{heads.num_heads}], got {tuple(sinks.shape)}")
-    spec = AttentionSpec(
-        heads=heads.spec(layer, group),
+    builder, sinks = query.builder, spec.sinks
+    if sinks is not None and sinks.shape != (spec.num_heads,):
+        raise ValueError(f"sinks must be [{spec.num_heads}], got {tuple(sinks.shape)}")
+    struct = AttendSpec(
+        heads=spec.heads(),
         sinks=None if sinks is None else builder.address(sinks.float().contiguous()),
-        window=scoring.window or -scoring.start,
-        scale=scoring.scale,
-        softcap=scoring.softcap or 0.0,
+        window=spec.window or -spec.start,
+        scale=spec.scale,
+        softcap=spec.softcap or 0.0,
     )
-    return builder.append(spec, [query], heads.num_heads * heads.head_dim)
+    return builder.append(struct, [query], spec.num_heads * spec.head_dim)

@@ -1,6 +1,7 @@
 """Between a merged projection and attention: norms of heads, rotation by position, the write to the cache.
 
-The references do one of these each. Natively they are one instruction, `prepare`, that the attention backend records.
+The references do one of these each. Natively they are one instruction, `prepare`, that the attention backend records,
+as is `quire.ops.attention.attend` after it; both follow one description of a layer's attention, `AttentionSpec`.
 """
 
 from ctypes import Structure
@@ -53,42 +54,60 @@ def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> Non
     kv_cache.view(-1, *kv_cache.shape[2:]).index_copy_(0, slots.long(), torch.stack((key, value), dim=1))
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """How the columns of a merged projection fall into heads."""
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What one layer's attention computes, whatever the step.
+
+    Attributes:
+        num_heads, num_kv_heads: Hq and Hkv; query head h reads KV head h // (Hq / Hkv).
+        head_dim: D, features of a head.
+        scale: factor on the scores.
+        window: position p sees the positions p - window + 1 .. p (.. p + window - 1 where not causal); None: all.
+        start: the first position that is seen (no token before it is given to the layer); not with a window.
+        softcap: scores s become ``softcap * tanh(s / softcap)``.
+        sinks: [Hq], scores of one more key for each head, whose value is zero.
+        causal: whether a position sees those after it; where not, it sees all that the sequence has so far.
+        q_norm, k_norm: weights [D] of an RMSNorm over each head of queries and keys, before the rotation.
+        norm_plus_one: these norms multiply by 1 + weight.
+        rope: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines, by which queries and keys are rotated.
+        group: the KV group that the layer's blocks belong to: which of the step's metadata is meant.
+        layer: which of the step's caches is meant.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float
+    window: int | None = None
+    start: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    causal: bool = True
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm_eps: float = 0.0
+    norm_plus_one: bool = False
+    rope: Tensor | None = None
+    group: int = 0
+    layer: int = 0
 
-    def spec(self, layer: int, group: int) -> HeadSpec:
-        """For an instruction on the cache of `layer`, of the KV group `group`.
+    @property
+    def qkv_size(self) -> int:
+        """Columns of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def heads(self) -> HeadSpec:
+        """What instructions are told of the heads.
 
         Raises:
             ValueError: heads that the kernels don't know.
         """
         if self.head_dim > MAX_HEAD_DIM or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self} can't be attended to: head_dim is at most {MAX_HEAD_DIM}, heads come in whole groups"
+                f"{self.num_heads} heads of {self.head_dim} features over {self.num_kv_heads} KV heads can't be "
+                f"attended to: head_dim is at most {MAX_HEAD_DIM}, heads come in whole groups"
             )
-        return HeadSpec(self.num_heads, self.num_kv_heads, self.head_dim, layer, group)
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What happens to queries and keys before attention, besides the write to the cache.
-
-    Attributes:
-        q_norm, k_norm: weights of an RMSNorm over each head, [D]; None for none.
-        cos_sin: float32 [positions, rotary_dim], cosines then sines; None for no rotation.
-        plus_one: the norms multiply with ``1 + weight``.
-    """
-
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-    cos_sin: Tensor | None = None
-    plus_one: bool = False
+        return HeadSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.layer, self.group)
 
 
 @instruction("prepare", wants_step=True)
@@ -99,27 +118,25 @@ class PrepareSpec(Structure):
     ]
 
 
-def prepare(qkv: Value, heads: HeadShape, preparation: Preparation, *, layer: int, group: int = 0) -> Value:
+def prepare(qkv: Value, spec: AttentionSpec) -> Value:
     """Record: norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) D], in place; write keys and values.
-
-    layer, group: which of the run's caches, and which of its steps says where tokens lie in it.
 
     Raises:
         ValueError: a shape or type that doesn't fit.
     """
-    if qkv.width != (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim:
-        raise ValueError(f"{qkv.width} columns are not {heads}")
+    if qkv.width != spec.qkv_size:
+        raise ValueError(f"{qkv.width} columns are not the {spec.qkv_size} of queries, keys and values")
     builder = qkv.builder
-    spec = PrepareSpec(
-        heads=heads.spec(layer, group),
-        q_norm=builder.vector(preparation.q_norm, heads.head_dim),
-        k_norm=builder.vector(preparation.k_norm, heads.head_dim),
-        eps=preparation.eps,
-        plus_one=preparation.plus_one,
+    struct = PrepareSpec(
+        heads=spec.heads(),
+        q_norm=builder.vector(spec.q_norm, spec.head_dim),
+        k_norm=builder.vector(spec.k_norm, spec.head_dim),
+        eps=spec.norm_eps,
+        plus_one=spec.norm_plus_one,
     )
-    if preparation.cos_sin is not None:
-        spec.cos_sin, spec.rotary_dim = _rotation(builder, preparation.cos_sin, heads.head_dim)
-    return builder.append_in_place(spec, qkv)
+    if spec.rope is not None:
+        struct.cos_sin, struct.rotary_dim = _rotation(builder, spec.rope, spec.head_dim)
+    return builder.append_in_place(struct, qkv)
 
 
 def _rotation(builder: ProgramBuilder, table: Tensor, head_dim: int) -> tuple[int, int]:

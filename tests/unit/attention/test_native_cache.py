@@ -23,7 +23,6 @@ from quire.attention.base import AttentionBatch, AttentionSpec
 from quire.attention.native import NativeBackend
 from quire.attention.registry import select_backend
 from quire.layers.step import Step
-from quire.ops.attention import Scoring
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import TORCH, Target, levels, loaded_library
 from quire.ops.native.program import Caches, StepData
@@ -205,10 +204,10 @@ def native_level() -> None:
 def test_what_many_threads_and_long_contexts_take_is_bounded(native_level: None) -> None:
     """A partial result for each task and span would be 41 MB; all sequences share one block."""
     length, count, threads = 160_000, 62, 16
-    target, heads = Target(levels()[0], threads), ops.HeadShape(8, 1, 64)
+    target = Target(levels()[0], threads)
     builder = ProgramBuilder(torch.float32, target)
     query = builder.input(8 * 64)
-    program = builder.finish(ops.attend(query, heads, Scoring(1.0), layer=0))
+    program = builder.finish(ops.attend(query, AttentionSpec(8, 1, 64, 1.0)))
     cache = torch.zeros(NativeBackend().kv_cache_shape(1, 1024, 1, 64))
     step = StepData(
         ids=torch.zeros(count, dtype=torch.int32),

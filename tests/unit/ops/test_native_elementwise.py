@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.attention.native import NativeBackend
-from quire.ops import HeadShape, Preparation, activation
-from quire.ops.attention import Scoring
+from quire.ops import AttentionSpec, activation
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.program import Caches, Program, StepData
 from quire.ops.native.structs import GATED, TYPE_OF, Epilogue, Type
@@ -206,15 +205,15 @@ def test_queries_are_normed_and_rotated_in_place(
     level: str, dtype: torch.dtype, norms: bool, head_dim: int, rotary_dim: int
 ) -> None:
     """Keys and values go to the cache, see tests/unit/attention; their columns of qkv stay as they were."""
-    heads, num_tokens = HeadShape(3, 1, head_dim), 19
+    num_tokens = 19
     angles = torch.randn(60, rotary_dim // 2).repeat(1, 2)
     cos_sin = at_page_end(torch.cat((angles[:, : rotary_dim // 2].cos(), angles[:, rotary_dim // 2 :].sin()), 1))
     weight = draw(head_dim, dtype=dtype, seed=1)
     q_norm, k_norm = (weight, weight * 2) if norms else (None, None)
     builder = ProgramBuilder(dtype)
     qkv = builder.input(5 * head_dim)
-    prepared = ops.prepare(qkv, heads, Preparation(q_norm, k_norm, 1e-5, cos_sin), layer=0)
-    program = builder.finish(ops.attend(prepared, heads, Scoring(1.0), layer=0))
+    spec = AttentionSpec(3, 1, head_dim, 1.0, q_norm=q_norm, k_norm=k_norm, norm_eps=1e-5, rope=cos_sin)
+    program = builder.finish(ops.attend(ops.prepare(qkv, spec), spec))
     positions = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:num_tokens]
     x = draw(num_tokens, 5 * head_dim, dtype=dtype)
     found = prepare(program, x, positions, head_dim)

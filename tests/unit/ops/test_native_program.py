@@ -16,8 +16,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.attention.native import NativeBackend
-from quire.ops import HeadShape, Preparation, activation
-from quire.ops.attention import Scoring
+from quire.ops import AttentionSpec, activation
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.library import Target, library
 from quire.ops.native.matrix import PackedMatrix
@@ -234,11 +233,12 @@ def step(**changes: Any) -> StepData:
 
 def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, Tensor, Tensor, list[Tensor]]:
     """A program of as many layers, the tensors to run it with, and caches."""
-    builder, heads = ProgramBuilder(dtype), HeadShape(4, 2, 8)
+    builder = ProgramBuilder(dtype)
     x = qkv = builder.input(64)
     for layer in range(num_layers):
-        qkv = ops.prepare(qkv, heads, Preparation(), layer=layer)
-        attended = ops.attend(qkv, heads, Scoring(1.0), layer=layer)
+        spec = AttentionSpec(4, 2, 8, 1.0, layer=layer)
+        qkv = ops.prepare(qkv, spec)
+        attended = ops.attend(qkv, spec)
     shape = NativeBackend().kv_cache_shape(4, 16, 2, 8)
     caches = [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]
     assert x is qkv
@@ -296,14 +296,14 @@ def test_no_rows_no_step(level: str) -> None:
     [
         (lambda x: ops.rms_norm(x, torch.ones(63), 1e-5), "expected 64 contiguous"),
         (lambda x: ops.layer_norm(x, torch.ones(64), torch.ones(64).double(), 1e-5), "expected 64"),
-        (lambda x: ops.prepare(x, HeadShape(4, 4, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
-        (lambda x: ops.prepare(x, HeadShape(4, 3, 8), Preparation(), layer=0), "64 columns are not HeadShape"),
-        (lambda x: ops.attend(x, HeadShape(4, 3, 8), Scoring(1.0), layer=0), "whole groups"),
-        (lambda x: ops.attend(x, HeadShape(1, 1, 513), Scoring(1.0), layer=0), "head_dim is at most 512"),
-        (lambda x: ops.attend(x, HeadShape(4, 2, 8), Scoring(1.0, sinks=torch.ones(2)), layer=0), r"sinks must be \[4"),
-        (lambda x: ops.prepare(x, HeadShape(4, 2, 8), Preparation(q_norm=torch.ones(4)), layer=0), "expected 8"),
+        (lambda x: ops.prepare(x, AttentionSpec(4, 4, 8, 1.0)), "64 columns are not the"),
+        (lambda x: ops.prepare(x, AttentionSpec(4, 3, 8, 1.0)), "64 columns are not the"),
+        (lambda x: ops.attend(x, AttentionSpec(4, 3, 8, 1.0)), "whole groups"),
+        (lambda x: ops.attend(x, AttentionSpec(1, 1, 513, 1.0)), "head_dim is at most 512"),
+        (lambda x: ops.attend(x, AttentionSpec(4, 2, 8, 1.0, sinks=torch.ones(2))), r"sinks must be \[4"),
+        (lambda x: ops.prepare(x, AttentionSpec(4, 2, 8, 1.0, q_norm=torch.ones(4))), "expected 8"),
         *(
-            (lambda x, t=table: ops.prepare(x, HeadShape(4, 2, 8), Preparation(cos_sin=t), layer=0), "cos_sin must be")
+            (lambda x, t=table: ops.prepare(x, AttentionSpec(4, 2, 8, 1.0, rope=t)), "cos_sin must be")
             for table in (torch.ones(9, 10), torch.ones(9, 8).double(), torch.ones(8, 9).t())
         ),
     ],
@@ -412,7 +412,7 @@ def test_a_tap_is_not_fused_away(level: str) -> None:
 
 def test_kv_groups_have_steps_of_their_own(level: str) -> None:
     """Two layers whose tokens lie in other blocks, of another size, equal two programs of one layer each."""
-    heads, rows = HeadShape(4, 2, 8), draw(4, 64)
+    rows = draw(4, 64)
     other = step(slots=torch.tensor([40, 41, 42, 15]), block_tables=torch.tensor([[5, 0], [0, 1]]), block_size=8)
     caches = [torch.zeros(NativeBackend().kv_cache_shape(8, size, 2, 8)) for size in (16, 8)]
 
@@ -420,8 +420,8 @@ def test_kv_groups_have_steps_of_their_own(level: str) -> None:
         builder = ProgramBuilder(F32)
         outputs = []
         for layer, group in layers:
-            qkv = ops.prepare(builder.input(64), heads, Preparation(), layer=layer, group=group)
-            outputs.append(ops.attend(qkv, heads, Scoring(1.0), layer=layer, group=group))
+            spec = AttentionSpec(4, 2, 8, 1.0, layer=layer, group=group)
+            outputs.append(ops.attend(ops.prepare(builder.input(64), spec), spec))
         return builder.finish(outputs)
 
     both = [torch.empty(4, 32) for _ in range(2)]
