@@ -16,13 +16,14 @@ from quire.attention.base import AttentionBackend
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
 from quire.models.eagle import EagleHead, RunnableHead
+from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats
-from quire.sampling.accept import Probs, Rule
-from quire.sampling.sampler import Draws
+from quire.sampling import Draws, prompt_logprobs, rank
+from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
 from quire.sampling.state import SamplingState
-from quire.sampling.waves import Lane
+from quire.sampling.waves import Lane, draw_lanes, sample_ahead
 from quire.worker.gather import StepArrays
 from quire.worker.weights.store import WeightStore
 
@@ -50,6 +51,7 @@ class Device(ABC):
         backend: the attention backend to build models with.
         packs_weights: weights lie packed in a store, of which a later start may map a file.
         num_threads: host threads that compute.
+        target: what compiled kernels run on; None where the sampler's alone are used, on what there is.
         is_small_model: one thread computes although there are more, as the model is small.
     """
 
@@ -59,6 +61,7 @@ class Device(ABC):
     packs_weights: bool
     num_threads: int
     is_small_model: bool
+    target: Target | None
 
     @abstractmethod
     def weight_formats(self, quantization: str | None, store: WeightStore | None) -> WeightFormats:
@@ -149,15 +152,16 @@ class Device(ABC):
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows [R], ascending, of hidden states [T, H]; where they are all of them, as they are."""
 
-    @abstractmethod
+    # Sampling, in the main memory.
+
     def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
         """Sample [N, V] logits into lanes, as `quire.sampling.waves.draw_lanes`."""
+        draw_lanes(logits, lanes, self.target)
 
-    @abstractmethod
     def judge(self, logits: Tensor, lanes: Sequence[Lane], rule: Rule) -> None:
         """Sample [N, V] logits into lanes, as `quire.sampling.accept.judge_lanes`."""
+        judge_lanes(logits, lanes, rule, self.target)
 
-    @abstractmethod
     def draw_ahead(
         self, logits: Tensor, states: Sequence[SamplingState], ahead: int | Sequence[int]
     ) -> list[int | None]:
@@ -165,17 +169,18 @@ class Device(ABC):
 
         The states are of parameters that don't look back. Nothing is appended.
         """
+        return sample_ahead(logits, states, ahead, self.target)
 
-    @abstractmethod
     def draw_drafts(
         self, logits: Tensor, states: Sequence[SamplingState], ahead: int
     ) -> tuple[list[int | None], list[Probs | None]]:
         """Draw as `draw_ahead`, but with bits of their own, as `quire.sampling.accept.draw_drafts`."""
+        return draw_drafts(logits, states, ahead, self.target)
 
-    @abstractmethod
     def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:
         """The best tokens of some rows, as `quire.sampling.rank`."""
+        return rank(logits, draws, self.target)
 
-    @abstractmethod
     def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Of given tokens, as `quire.sampling.prompt_logprobs`."""
+        return prompt_logprobs(logits, token_ids, k, self.target)

@@ -26,12 +26,7 @@ from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, prefault
 from quire.protocol.cache import LayerCache, group_layers
-from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats, select_formats
-from quire.sampling import Draws, prompt_logprobs, rank
-from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
-from quire.sampling.state import SamplingState
-from quire.sampling.waves import Lane, draw_lanes, sample_ahead
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device, RunnableModel
 from quire.worker.devices.meter import BLOCK_SIZE, measure_activations, measure_steps
@@ -74,7 +69,7 @@ class CpuDevice(Device):
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
         self.num_threads = torch.get_num_threads()
         self.is_small_model = False
-        self._target = self._make_target()
+        self.target = self._make_target()
         self._no_gradients = torch.inference_mode()
         keep_freed_memory()
 
@@ -87,20 +82,20 @@ class CpuDevice(Device):
         if num_parameters < SMALL_MODEL:
             self.is_small_model = self.num_threads > 1
             self.num_threads = 1
-        self._target = self._make_target()
+        self.target = self._make_target()
 
     def available_bytes(self) -> int:
         return available_memory_bytes()
 
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
-        return CompiledModel(model, self._target, tapped) if self.packs_weights else model
+        return CompiledModel(model, self.target, tapped) if self.packs_weights else model
 
     def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
-        return CompiledEagle(head, widths, self._target) if self.packs_weights else head
+        return CompiledEagle(head, widths, self.target) if self.packs_weights else head
 
     def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
         if self.packs_weights:
-            return CompiledHeads(heads, width, self._dtype, self._target)
+            return CompiledHeads(heads, width, self._dtype, self.target)
         return lambda hidden: torch.stack(list(heads(hidden)), 1)
 
     def activation_bytes(
@@ -191,28 +186,6 @@ class CpuDevice(Device):
         # Not by torch's indexing: it wakes OpenMP threads, which then spin on the cores that the kernels' own need.
         bits = hidden.view(torch.int32 if hidden.dtype.itemsize == 4 else torch.int16)
         return torch.from_numpy(bits.numpy()[rows]).view(hidden.dtype)
-
-    def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
-        draw_lanes(logits, lanes, self._target)
-
-    def judge(self, logits: Tensor, lanes: Sequence[Lane], rule: Rule) -> None:
-        judge_lanes(logits, lanes, rule, self._target)
-
-    def draw_ahead(
-        self, logits: Tensor, states: Sequence[SamplingState], ahead: int | Sequence[int]
-    ) -> list[int | None]:
-        return sample_ahead(logits, states, ahead, self._target)
-
-    def draw_drafts(
-        self, logits: Tensor, states: Sequence[SamplingState], ahead: int
-    ) -> tuple[list[int | None], list[Probs | None]]:
-        return draw_drafts(logits, states, ahead, self._target)
-
-    def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:
-        return rank(logits, draws, self._target)
-
-    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-        return prompt_logprobs(logits, token_ids, k, self._target)
 
     def _make_target(self) -> Target | None:
         """What compiled kernels run on; None where the sampler's alone are used, on what there is."""
