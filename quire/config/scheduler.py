@@ -95,15 +95,9 @@ class SchedulerConfig:
     drafts_forced: bool = True
 
     def __post_init__(self) -> None:
-        minima = {
-            "max_model_len": 1,
-            "max_num_batched_tokens": 1,
-            "max_num_seqs": 1,
-            "long_prefill_token_threshold": 0,
-            "max_num_drafts": 0,
-        }
-        for name, minimum in minima.items():
-            check_number(name, getattr(self, name), int, minimum)
+        for field in fields(self):
+            if field.type is int:  # those that are 0 by default may be 0
+                check_number(field.name, getattr(self, field.name), int, 0 if field.default == 0 else 1)
         check_policy_options(self.policy, self.policy_options)
         if self.enable_chunked_prefill:
             return

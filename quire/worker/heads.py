@@ -4,7 +4,6 @@ What drafts with heads (Medusa, EAGLE) opens and fills them here: a safetensors 
 there is none a pickle's tensors. Must not know what heads compute.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quire.config.model import parse_json
 from quire.errors import ModelLoadError
 from quire.models.heads import HeadCheckpoint, fill, slot_shapes
 from quire.worker.weights.dummy import DummySource
@@ -27,15 +27,9 @@ def open_heads(path: Path, name: str, *, load_format: str = "auto") -> HeadCheck
         ModelLoadError: a file is missing, or damaged; the message names it.
     """
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        config = parse_json(path / "config.json", f"the heads {name!r}")
     except FileNotFoundError as error:
         raise ModelLoadError(f"The heads {name!r} have no config.json; fetch it.") from error
-    except OSError as error:
-        raise ModelLoadError(f"config.json of the heads {name!r} can't be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(
-            f"config.json of the heads {name!r} is not valid JSON ({error}); fetch it again."
-        ) from error
     if not isinstance(config, dict):
         raise ModelLoadError(f"config.json of the heads {name!r} is no JSON object; fetch it again.")
     return HeadCheckpoint(name, config, _source(path, name, load_format))

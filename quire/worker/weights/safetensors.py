@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quire.config.model import parse_json
 from quire.errors import ModelLoadError
 from quire.utils.hub import describe_unsupported_files
 from quire.worker.weights.source import TensorSpec
@@ -188,13 +189,9 @@ def _read_index(directory: Path, model: str) -> dict[str, str] | None:
     path = directory / _INDEX_FILE
     complaint = f"{_INDEX_FILE} of {model!r}"
     try:
-        index = json.loads(path.read_bytes())
+        index = parse_json(path, repr(model))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ModelLoadError(f"{complaint} can't be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{complaint} is not valid JSON ({error}); fetch it again.") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{complaint} has no 'weight_map' from tensors to files; fetch it again.")
