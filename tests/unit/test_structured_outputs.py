@@ -72,7 +72,7 @@ def test_after_a_thought() -> None:
     params = after(StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True), "</think>")
     assert params.kind == "structural_tag"
     assert params.disable_any_whitespace
-    thought, then = json.loads(params.constraint)["format"]["elements"]
+    thought, _, then = json.loads(params.constraint)["format"]["elements"]
     assert thought["end"] == "</think>"
     assert then == {"type": "json_schema", "json_schema": {"type": "object"}}
     assert GuidedDecodingParams(regex="a", backend="auto").regex == "a"

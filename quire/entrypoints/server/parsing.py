@@ -203,7 +203,7 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
             "the constraint as a JSON schema.",
             other,
         )
-    return after(content, thought.closing + thought.answer, thought.opening)
+    return after(content, thought.closing, thought.opening, thought.answer, thought.optional)
 
 
 def _thought(

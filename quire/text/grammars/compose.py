@@ -12,16 +12,26 @@ from quire.errors import InvalidRequestError
 from quire.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 
-def after(params: StructuredOutputsParams, end: str, begin: str = "") -> StructuredOutputsParams:
+def after(
+    params: StructuredOutputsParams, end: str, begin: str = "", then: str = "", optional: bool = False
+) -> StructuredOutputsParams:
     """The same constraint, which holds once free text has come to `end`: a thought, say; the text may be empty.
 
-    `begin`: what the free text must begin with. Special tokens are named as they are written.
+    Args:
+        end, begin: special tokens are named in them as they are written. The free text must begin with `begin`.
+        then: what comes before the constrained text, free text or not; without it up to two line ends may come.
+        optional: there may be no free text at all.
 
     Raises:
         InvalidRequestError: as `format_of`.
     """
-    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
-    whole = {"type": "sequence", "elements": [thought, format_of(params)]}
+    parts: list[dict[str, Any]] = [{"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}]
+    parts += [] if then else [{"type": "regex", "pattern": "\\n{0,2}"}]
+    if optional:
+        free = {"type": "sequence", "elements": parts}
+        parts = [{"type": "or", "elements": [free, {"type": "const_string", "value": ""}]}]
+    parts += [{"type": "const_string", "value": then}] if then else []
+    whole = {"type": "sequence", "elements": [*parts, format_of(params)]}
     tag = {"type": "structural_tag", "format": whole}
     return msgspec.structs.replace(params, **(dict.fromkeys(CONSTRAINTS) | {"structural_tag": tag}))
 

@@ -15,6 +15,7 @@ from quire.entrypoints.server.parsers.lark import ANY_TEXT, Lark
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.schema import check_schema
+from quire.text.grammars.source import prepared
 
 _FIELD = "structured_outputs"
 _NO_JSON = r"/([^\s\[{<](?s:.*))?/"  # text that is no beginning of a call in a format without marks
@@ -87,20 +88,17 @@ def _content(lark: Lark, params: StructuredOutputsParams | None) -> str | None:
         return ANY_TEXT
     match params.kind:
         case "json":
-            schema = _schema(params.constraint)
-            return lark.json(schema) if isinstance(schema, dict) else None
+            return lark.rule(f"%json {json.dumps(_schema(params))}")
         case "json_object":
-            return lark.json({"type": "object"})
+            return lark.rule(f"%json {json.dumps(prepared({'type': 'object'}, params))}")
         case "choice":
             return "(" + " | ".join(lark.text(choice) for choice in params.choice or ()) + ")"
     return None
 
 
-def _schema(text: str) -> Any:
+def _schema(params: StructuredOutputsParams) -> Any:
     try:
-        schema = json.loads(text)
-        check_schema(schema)
-        return schema
+        return prepared(json.loads(params.constraint), params)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{_FIELD} can't be used: {error}", _FIELD) from None
     except (ValueError, RecursionError) as error:

@@ -219,3 +219,18 @@ def test_gbnf_within_a_structural_tag(compiler: Compiler) -> None:
     params = StructuredOutputsParams(structural_tag={"format": {"type": "grammar", "grammar": 'root ::= "a" [b-c]'}})
     assert accepts(compiler, params, "ac")
     assert not accepts(compiler, params, "a")
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"regex": "[ab]+"}, {"grammar": 'root ::= "a" "b"*'}, {"choice": ["ab", "abb"]}]
+)
+def test_after_a_thought_that_need_not_be(compiler: Compiler, constraint: dict[str, Any]) -> None:
+    params = after(StructuredOutputsParams(**constraint), "</think>", "<think>", optional=True)
+    for text in ("abb", "<think>so it is</think>abb", "<think></think>\n\nab"):
+        assert accepts(compiler, params, text), text
+    for text in ("c", "<think>so it is</think>c", "<think>ab", "\nab", "so</think>ab"):
+        assert not accepts(compiler, params, text), text
+    channels = after(StructuredOutputsParams(**constraint), "</think>", "<think>", "Thus: ", optional=True)
+    assert accepts(compiler, channels, "Thus: ab")
+    assert accepts(compiler, channels, "<think>hm</think>Thus: abb")
+    assert not accepts(compiler, channels, "<think>hm</think>abb")

@@ -194,6 +194,19 @@ def test_a_constraint_holds_after_the_thought(walk: Walk) -> None:
     assert not walk.accepts(grammar, '<think>{"a": "red"}')
 
 
+def test_how_json_is_spaced_holds_after_the_thought_too(walk: Walk) -> None:
+    for fields, good, bad in [
+        ({"disable_any_whitespace": True}, '{"a":"red"}', '{"a": "red"}'),
+        ({"whitespace_pattern": "_?"}, '{"a":_"red"}', '{"a": "red"}'),
+        ({"disable_additional_properties": True}, '{"a": "red"}', '{"a": "red", "b": 1}'),
+    ]:
+        params = StructuredOutputsParams(json=JSON.json, **fields)
+        grammar = answer_grammar(Answer(content=params, thought=thought(None)), walk.tokens)
+        assert grammar is not None
+        assert walk.accepts(grammar, f"<think>so</think>{good}")
+        assert not walk.accepts(grammar, f"<think>so</think>{bad}")
+
+
 def test_a_thought_has_its_budget() -> None:
     walk = Walk(MARKS)
     grammar = answer_grammar(Answer(thought=Thought("", "</think>", budget=4, never=[256])), walk.tokens)
