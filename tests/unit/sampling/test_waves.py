@@ -96,7 +96,8 @@ def test_masks_are_by_computed_place() -> None:
 def test_chains_are_drawn_as_far_as_their_drafts_are_right(kind: dict[str, Any], num_right: int, masked: bool) -> None:
     generator = torch.Generator().manual_seed(num_right)
     logits = torch.randn(12, VOCAB, generator=generator) * 2
-    masks = {2: torch.tensor([0x0F0F0F0F, 0x3], dtype=torch.int32).numpy().view("uint32")} if masked else {}
+    table = torch.tensor([[0x0F0F0F0F, 0x3]], dtype=torch.int32).numpy().view("uint32")
+    masks = {2: masks_of(table)[0]} if masked else {}
     state, other = state_of(kind), state_of(kind)
     expected: list[int] = []
     for place in range(5):
