@@ -6,6 +6,7 @@ token too many, too few or of somebody else. It knows requests and the fake mode
 
 from dataclasses import dataclass, field
 
+from fake_grammars import EOS_TOKEN, allowed
 from groves import Grove, grow_alone, search_alone
 from simulated import FakeModel, extend, root_fingerprint
 
@@ -14,7 +15,7 @@ from quire.protocol.step import SequenceOutput
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
 
-EOS_TOKEN, USER_STOP_TOKEN = 3, 17
+USER_STOP_TOKEN = 17
 STOP_TOKENS = frozenset({EOS_TOKEN, USER_STOP_TOKEN})
 
 
@@ -95,7 +96,7 @@ class Expectation:
         if is_grove(self.task) or self.task.num_beams:
             if not self.grown:
                 self.grown = (grow_alone if is_grove(self.task) else search_alone)(self.request, model)
-            found, why = self.grown[index]
+            found, why = self.grown.get(index, ([], "error"))  # a grammar may leave a search with too few outputs
         else:
             found, why = self._drawn_alone(model, index)
         for length in range(1, len(found)):
@@ -117,10 +118,11 @@ class Expectation:
         for token_id in self.request.prompt_token_ids:
             fingerprint = extend(fingerprint, token_id)
         while True:
-            token_id = model.draw(fingerprint, task.seed, task.first_sequence_index + index, len(found))
+            mask = allowed(task, found)
+            token_id = model.draw(fingerprint, task.seed, task.first_sequence_index + index, len(found), mask)
             found.append(token_id)
             fingerprint = extend(fingerprint, token_id)
-            if token_id in task.stop_token_ids and len(found) >= task.params.min_tokens:
+            if token_id in task.stop_token_ids and (task.has_grammar or len(found) >= task.params.min_tokens):
                 return found, "stop"
             if len(found) == task.max_tokens:
                 return found, "length"

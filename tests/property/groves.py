@@ -4,6 +4,7 @@ As beams, it never lets a token be drawn: each step ranks candidates, and it cho
 and on which token, depends on its request alone, so that the order of steps can't matter.
 """
 
+from fake_grammars import allowed
 from simulated import FakeModel, extend, root_fingerprint
 
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -44,7 +45,8 @@ class Grove:
 
     def ends(self, token_id: int, num_output_tokens: int) -> str | None:
         """Why a sequence ends with its num_output_tokens-th token, if it does."""
-        if token_id in self._task.stop_token_ids and num_output_tokens >= self._task.params.min_tokens:
+        min_tokens = 0 if self._task.has_grammar else self._task.params.min_tokens
+        if token_id in self._task.stop_token_ids and num_output_tokens >= min_tokens:
             return "stop"
         return "length" if num_output_tokens >= self._task.max_tokens else None
 
@@ -78,7 +80,8 @@ def search_alone(request: NewRequest, model: FakeModel) -> dict[int, tuple[list[
             fingerprint = root_fingerprint(request.cache_salt)
             for token_id in [*request.prompt_token_ids, *outputs]:
                 fingerprint = extend(fingerprint, token_id)
-            found = SequenceResult(candidates=model.rank(fingerprint, beams.sampling(index)[1]))
+            mask = allowed(request.task, outputs)
+            found = SequenceResult(candidates=model.rank(fingerprint, beams.sampling(index)[1], mask))
             branches = beams.advance(index, len(outputs), found)
         assert branches is not None, "all candidates are there, and nothing is chosen"
         if not branches:
@@ -95,7 +98,7 @@ def grow_alone(request: NewRequest, model: FakeModel) -> dict[int, tuple[list[in
         fingerprint = root_fingerprint(request.cache_salt)
         for token_id in [*request.prompt_token_ids, *outputs]:
             fingerprint = extend(fingerprint, token_id)
-        candidates = model.rank(fingerprint, grove.sampling(index)[1])
+        candidates = model.rank(fingerprint, grove.sampling(index)[1], allowed(request.task, outputs))
         for branch in grove.advance(index, len(outputs), SequenceResult(candidates=candidates)):
             found = [*outputs, branch.token_id]
             why = grove.ends(branch.token_id, len(found))

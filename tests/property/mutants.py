@@ -21,10 +21,12 @@ from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
 from quire.scheduler.continuation import Branch, Independent
+from quire.scheduler.guidance import Guidance
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.structured.matcher import Matcher
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, Mutant] = {}
@@ -305,3 +307,47 @@ def what_could_not_be_read_is_believed(right: Callable[..., Any], disk: DiskTier
 def a_block_that_is_read_to_is_forgotten(right: Callable[..., list[int]], disk: DiskTier, group: int) -> list[int]:
     """The books miss a host block that awaits its content."""
     return right(disk, group)[1:]
+
+
+# Grammars.
+
+
+@plant(Matcher, "copy")
+def a_fork_moves_its_parents_matcher(right: Callable[..., Matcher], matcher: Matcher) -> Matcher:
+    """A fork and its parent take their tokens in one matcher."""
+    return matcher
+
+
+@plant(Matcher, "fill")
+def a_mask_of_the_end_for_every_draft(right: Callable[..., None], matcher: Matcher, masks: Any, *args: Any) -> None:
+    """The masks after drafts are all that of the position before them."""
+    drafts, row = args
+    right(matcher, masks, (), row)
+    masks.array[row + 1 : row + 1 + len(drafts)] = masks.array[row]
+
+
+@plant(Guidance, "wake")
+def a_grammar_wakes_the_first_only(right: Callable[..., Any], guidance: Guidance, timeout: float) -> Any:
+    """Of those who await the same grammar, one hears of it."""
+    for groups in guidance._awaiting.values():
+        del groups[1:]
+    return right(guidance, timeout)
+
+
+@plant(Guidance, "open")
+def a_restored_sequence_begins_its_grammar_anew(right: Callable[..., None], guidance: Guidance, group: Any) -> None:
+    """What a sequence has drawn before a restart is not taken in."""
+    right(guidance, group)
+    if group.grammar is not None and group.num_cached_tokens is None:
+        for sequence in group.sequences.values():
+            sequence.matcher = group.grammar.matcher([], False)
+
+
+@plant(Outcomes, "_guided_drafts")
+def drafts_that_the_grammar_forbids(
+    right: Callable[..., int], outcomes: Outcomes, sequence: Sequence, proposed: list[int]
+) -> int:
+    """Tokens that are forced are verified as if the workers had drafted them."""
+    num = right(outcomes, sequence, proposed)
+    sequence.forces = False
+    return num

@@ -72,12 +72,14 @@ class FakeModel:
             token_id = (token_id + 1) % self.vocab_size
         return token_id
 
-    def rank(self, fingerprint: int, num: int) -> TokenLogprobs:
-        """The best candidates after some tokens, all different, and at least `NUM_CANDIDATES` of them."""
+    def rank(self, fingerprint: int, num: int, allowed: int = -1) -> TokenLogprobs:
+        """The best candidates after some tokens, all different, and at least `NUM_CANDIDATES` of those `allowed`."""
         num = min(max(num, NUM_CANDIDATES), self.vocab_size)
         first, step = (fingerprint >> 31) % self.vocab_size, 1 + (fingerprint >> 19) % 8
-        token_ids = [(first + i * 7) % self.vocab_size for i in range(num)]
-        return TokenLogprobs(token_ids, [-(i + 1) * step / 8 for i in range(num)], list(range(1, num + 1)))
+        token_ids = [(first + i * 7) % self.vocab_size for i in range(num if allowed < 0 else self.vocab_size)]
+        token_ids = [token_id for token_id in token_ids if allowed >> token_id & 1][:num]
+        places = range(1, len(token_ids) + 1)
+        return TokenLogprobs(token_ids, [-place * step / 8 for place in places], list(places))
 
     def propose(self, fingerprint: int, seed: int, sequence_index: int, position: int) -> list[int]:
         """Drafts of the tokens from an output position on, as many as the moment's chance wills."""
@@ -132,6 +134,7 @@ class SimulatedExecutor(Executor):
 
     Attributes:
         num_copies, num_forks, num_drafts, num_accepted: blocks copied, rows forked, drafts verified and accepted.
+        num_forced: tokens that a grammar left no choice of, drawn beside the one before them.
         num_out, num_in: blocks moved to the host and back.
         disk: what was saved, by group and name; a missing entry can't be read.
     """
@@ -143,7 +146,7 @@ class SimulatedExecutor(Executor):
         self.model = model
         self.rows: dict[int, _Row] = {}
         self.requests: dict[str, NewRequest] = {}
-        self.num_copies = self.num_forks = self.num_drafts = self.num_accepted = 0
+        self.num_copies = self.num_forks = self.num_drafts = self.num_accepted = self.num_forced = 0
         self.num_out = self.num_in = 0
         self.disk = {} if disk is None else disk
         self._reads: list[tuple[int, int, bytes]] = []
@@ -328,20 +331,22 @@ class SimulatedExecutor(Executor):
             row.append(0)  # for the next plan, which may be under way with this sequence in it
             return SequenceResult(failure=Failure(FailureKind.INTERNAL, "injected"))
         if item.sampling is Sampling.RANK:
-            candidates = self.model.rank(row.fingerprints[-1], item.num_samples)
+            candidates = self.model.rank(row.fingerprints[-1], item.num_samples, masks.get((place, 0), -1))
             return SequenceResult(candidates=candidates, prompt_logprobs=prompt_logprobs)
         drafts, row.drafts = row.drafts, []
         token_ids = [self._draw(row, i, masks.get((place, 0), -1)) for i in range(item.num_samples)]
         row.append(token_ids[0])
         wave, tree = 0, self.model.tree
         while nodes := [n for n in ([wave] if tree is None else tree.children[wave]) if n < len(drafts)]:
-            self.num_drafts += 1
+            self.num_drafts += not item.draft_token_ids
             node = next((n for n in nodes if drafts[n] == token_ids[-1]), None)
             if node is None:
+                assert not item.draft_token_ids, "a token that the grammar forces is refused"
                 break
             self._move_token(row, stop + node, row.num_computed)
             wave = 1 + node
-            self.num_accepted += 1
+            self.num_accepted += not item.draft_token_ids
+            self.num_forced += bool(item.draft_token_ids)
             row.num_computed += 1
             token_ids.append(self._draw(row, 0, masks.get((place, wave), -1)))
             row.append(token_ids[-1])

@@ -1,8 +1,8 @@
 """A deterministic simulation of the engine core: random load on a virtual clock, replayable from its seed.
 
 One or two plans are in flight, drafts are right with some probability, requests fork at their prompt's end or, as a
-`Grove`, in between; sequences fail, the executor raises, Ctrl-C comes at any time, the engine goes on elsewhere. What
-must hold is said by `world`. A failure names the command that shows it again; from the command line, for long runs:
+`Grove`, in between; some have grammars; sequences fail, the executor raises, Ctrl-C comes at any time, the engine goes
+on elsewhere. What must hold is said by `world`. A failure names the command that shows it again; for long runs:
 `python tests/property/simulation.py --seeds 200 --steps 20000`.
 """
 
@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 from expectation import EOS_TOKEN, STOP_TOKENS, USER_STOP_TOKEN
+from fake_grammars import NUM_LANGUAGES
 from world import VOCAB, Disturbance, Kind, World
 
 from quire.config.scheduler import SchedulerConfig
@@ -22,6 +23,7 @@ from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.sampling_params import SamplingParams
 from quire.scheduler.policies.registry import POLICIES
+from quire.structured_outputs import StructuredOutputsParams
 
 Windows = tuple[int | None, ...]  # of each KV group; None: full attention
 
@@ -81,7 +83,11 @@ class Load:
             stop_token_ids=[USER_STOP_TOKEN],
             logprobs=rng.choice((None, None, 0)),
             prompt_logprobs=0 if rng.random() < 0.1 else None,
+            ignore_eos=rng.random() < 0.2,
         )
+        if guided := rng.random() < 0.3:
+            language = StructuredOutputsParams(regex=str(rng.randrange(NUM_LANGUAGES)))
+            params = msgspec.structs.replace(params, structured_outputs=language)
         if n > 1 and rng.random() < 0.35:
             params = self.beams(params)
         self.num_made += 1
@@ -91,10 +97,11 @@ class Load:
             task=SamplingTask(
                 params=params,
                 max_tokens=max_tokens,
-                stop_token_ids=STOP_TOKENS if rng.random() < 0.7 else frozenset(),
+                stop_token_ids=STOP_TOKENS if rng.random() < 0.7 else frozenset({EOS_TOKEN} if guided else ()),
                 eos_token_id=EOS_TOKEN,
                 seed=rng.randrange(1000),
                 first_sequence_index=rng.choice((0, 0, 0, 7)),
+                has_grammar=guided,
             ),
             arrival_time=self.world.clock,
             priority=rng.randrange(3),
@@ -285,7 +292,7 @@ def main() -> None:
         print(
             f"{world.config.policy} {world.kind} {dict(world.ends)} preemptions {stats.num_preemptions_total} "
             f"out {world.num_out} in {world.num_in} read {world.num_disk_hits} copies {world.num_copies} "
-            f"forks {world.num_forks} accepted {world.num_accepted} "
+            f"forks {world.num_forks} accepted {world.num_accepted} forced {world.num_forced} "
             f"hits {stats.prefix_cache_hits_total}/{stats.prefix_cache_queries_total} trace {world.trace:08x}",
             flush=True,
         )

@@ -14,8 +14,8 @@ SCENARIOS = [
     Scenario(3, NUM_STEPS, Kind(2, 4, 0.5)),
     Scenario(5, NUM_STEPS, windows=(None, 20)),
     Scenario(6, NUM_STEPS, Kind(2)),
-    Scenario(4, NUM_STEPS, hosts=4),
-    Scenario(2, NUM_STEPS, Kind(2, 3, 0.5), hosts=4, disturbed=0.15),
+    Scenario(5, NUM_STEPS, hosts=4),
+    Scenario(0, NUM_STEPS, Kind(2, 3, 0.5), hosts=4, disturbed=0.15),
     Scenario(40, NUM_STEPS),
 ]
 

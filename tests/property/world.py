@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from expectation import Expectation, make_continuation
+from fake_grammars import FakeManager
 from simulated import FakeModel, SimulatedExecutor
 
 from quire.config.draft_tree import DraftTree
@@ -120,14 +121,14 @@ class World:
         self.disk: dict[tuple[int, bytes], list[int]] | None = {} if has_disk else None
         self.num_disk_hits = 0
         tree = None if kind.tree is None else DraftTree.read(kind.tree)
-        self.config = dataclasses.replace(config, draft_tree=tree)
+        self.config = dataclasses.replace(config, draft_tree=tree, drafts_forced=tree is None)
         self.layout = layout
         self.caching = caching
         self.kind = kind
         self.expectations: dict[str, Expectation] = {}
         self.model = FakeModel(VOCAB, kind.max_drafts, kind.accuracy, self._fails, tree)
         self.clock = 0.0
-        self.num_copies = self.num_forks = self.num_accepted = self.num_out = self.num_in = 0
+        self.num_copies = self.num_forks = self.num_accepted = self.num_forced = self.num_out = self.num_in = 0
         self.ends: Counter[str] = Counter()
         self.trace = 0
         self._named: list[dict[bytes, tuple[int, ...]]] = [{} for _ in layout.groups]  # a hash's content, by KV group
@@ -138,7 +139,8 @@ class World:
         if self.disk is not None:
             groups = range(len(self.layout.groups))
             stored = [[name for group, name in self.disk if group == number] for number in groups]
-        scheduler = Scheduler(self.config, KVManager(self.layout, self.caching, stored=stored), make_continuation)
+        kv = KVManager(self.layout, self.caching, stored=stored)
+        scheduler = Scheduler(self.config, kv, make_continuation, FakeManager())
         executor = CheckingExecutor(self, self.model, self.kind.max_in_flight)
         executor.initialize_cache(self.layout)
         return scheduler, executor, EngineCore(scheduler, executor, clock=lambda: self.clock)
@@ -172,6 +174,7 @@ class World:
         """
         self.executor.disturbance = disturbance
         must_work = self.scheduler.has_unfinished() and not self.core._plans
+        must_work = must_work and not self.scheduler.guidance.is_compiling
         num_submitted, num_events = self.executor.num_submitted, self.ends.total()
         outputs: list[SequenceOutput] = []
         try:
@@ -285,6 +288,7 @@ class World:
         self.num_disk_hits += tiers.disk_hits_total if tiers is not None else 0
         self.num_forks += self.executor.num_forks
         self.num_accepted += self.executor.num_accepted
+        self.num_forced += self.executor.num_forced
 
     def _fails(self, request_id: str, index: int, position: int) -> bool:
         expectation = self.expectations.get(request_id)
@@ -299,6 +303,8 @@ class World:
         if reason is None:
             return
         self.ends[reason] += 1
+        if expectation.task.has_grammar:
+            self.ends[f"guided {reason}"] += 1
         if expectation.task.num_beams and reason in ("stop", "length"):
             self.ends["beam"] += 1
         expectation.end(output, reason, self.model)
