@@ -27,6 +27,8 @@ def test_example_runs(example: Path) -> None:
     assert len(lines) >= 3
     if example.stem == "seeded_sampling_n":
         assert lines[-1] == "tokens equal in a batch: True - logprobs equal: True"
+    if example.stem == "speculation":
+        assert all("the same tokens: True" in line for line in lines)
 
 
 def test_generate_streams_what_a_batch_gives() -> None:
