@@ -277,6 +277,8 @@ class World:
         with pytest.raises(EngineDeadError):
             self.core.step()
         self.ends["died"] += 1
+        for output in self.core._undelivered:  # such as of grammars that could not be compiled
+            self._take(output)
         self.go_on_elsewhere()
 
     def _count(self) -> None:
