@@ -1,6 +1,6 @@
 """What structured output costs: tokens a second with and without a schema, masks, compiling, and streams meanwhile.
 
-Run: python benchmarks/structured.py [MODEL] [--repeat N]. Prints a table; times are medians of runs in turn.
+Run: python benchmarks/structured.py [MODEL] [--repeat N]. Prints all that it measures, a line each.
 """
 
 import argparse
@@ -24,6 +24,7 @@ PROSE = {
 }
 # As free as can be: it forces nothing, so that masks are all cost.
 FREE = {"regex": r"(?s:.)*"}
+BOMB = {"allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(40)]}  # refused when it has taken its time
 NUM_TOKENS = 128
 
 
@@ -45,15 +46,17 @@ def rate(llm: LLM, batch: int, structure: dict[str, Any] | None) -> float:
 
 
 def throughput(llm: LLM, repeat: int) -> None:
+    """Medians of rounds; a ratio is the median of the rounds' own, whose runs follow one another."""
     for batch in (1, 32):
         kinds: dict[str, dict[str, Any] | None] = {"none": None, "schema": {"json": PROSE}, "free regex": FREE}
         rates: dict[str, list[float]] = {name: [] for name in kinds}
         for _ in range(repeat + 1):  # the first round compiles
             for name, structure in kinds.items():
                 rates[name].append(rate(llm, batch, structure))
-        medians = {name: statistics.median(found[1:]) for name, found in rates.items()}
-        for name, median in medians.items():
-            print(f"batch {batch:2}  {name:10}  {median:9.0f} tokens/s  {median / medians['none']:5.2f} of none")
+        for name, found in rates.items():
+            ratio = statistics.median(one / none for one, none in zip(found[1:], rates["none"][1:], strict=True))
+            median = statistics.median(found[1:])
+            print(f"batch {batch:2}  {name:10}  {median:9.0f} tokens/s  {ratio:6.3f} of none", flush=True)
 
 
 def masks(engine: LLMEngine) -> None:
@@ -86,42 +89,72 @@ def masks(engine: LLMEngine) -> None:
 
 
 def compiling(engine: LLMEngine) -> None:
+    """Time to compile schemas, once vocabulary is read and the process that tries those of doubt is there."""
     manager = _grammars(engine.config)
     assert manager is not None
-    manager.compile(b"first", StructuredOutputsParams(choice=["a"]))
+    start = time.perf_counter()
+    manager.compile(b"first", StructuredOutputsParams(regex="a"))
     manager.take(60.0)
-    for num in (10, 100, 1000, 3000):
-        params = StructuredOutputsParams(json=large_schema(num))
+    print(f"the vocabulary, and a first grammar: {time.perf_counter() - start:7.2f} s")
+    schemas = {f"{num:4} fields": large_schema(num) for num in (3, 10, 100, 1000, 3000)}
+    schemas["a pattern"] = {"type": "string", "pattern": "^[a-z]{3}-[0-9]{4}$"}
+    schemas["a bomb"] = BOMB
+    for name, schema in schemas.items():
+        params = StructuredOutputsParams(json=schema)
         start = time.perf_counter()
-        manager.compile(str(num).encode(), params)
+        manager.compile(name.encode(), params)
         ((_, found),) = manager.take(120.0)
-        kind = "compiled" if isinstance(found, Grammar) else found
-        print(f"schema of {len(params.constraint):7} bytes: {kind} in {(time.perf_counter() - start) * 1e3:7.1f} ms")
+        kind = "compiled" if isinstance(found, Grammar) else "refused"
+        milliseconds = (time.perf_counter() - start) * 1e3
+        print(f"schema of {name:11} {len(params.constraint):7} bytes: {kind} in {milliseconds:8.1f} ms", flush=True)
 
 
 def stalls(engine: LLMEngine) -> None:
-    """The longest pause between two tokens of a stream, alone and while 100 large grammars compile."""
-    for num in (0, 100):
-        engine.add_request("stream", "Once upon a time", SamplingParams(max_tokens=300, ignore_eos=True, temperature=0))
-        for i in range(num):
-            schema = large_schema(300) | {"title": f"{num}-{i}"}
-            params = SamplingParams(max_tokens=1, structured_outputs={"json": schema})
-            engine.add_request(f"{num}-{i}", "Once", params)
-        gaps, last, alive = [], time.perf_counter(), True
+    """The longest pause between two tokens of a stream: alone, as the first grammar comes, and while 100 compile."""
+    pauses(engine, "nothing compiling", [])
+    pauses(engine, "the first grammar", [PROSE])
+    pauses(engine, "nothing compiling", [])
+    large = [large_schema(300) | {"title": str(i)} for i in range(100)]
+    pauses(engine, "100 large schemas", large)
+    bombs = [BOMB | {"title": str(i)} for i in range(3)]
+    pauses(engine, "3 bombs, then 97 large", bombs + [schema | {"description": "b"} for schema in large[3:]])
+
+
+def pauses(engine: LLMEngine, name: str, schemas: list[dict[str, Any]]) -> None:
+    """Of a stream that goes on until all but bombs are compiled, and for 300 tokens at least."""
+    most = engine.config.model.max_model_len - 16
+    waiting, num_streams, gaps = set[str](), 0, list[float]()
+    while not num_streams or (waiting and num_streams < 200):
+        num_streams += 1
+        engine.add_request(
+            f"stream {num_streams}", "Once upon a time", SamplingParams(max_tokens=most, ignore_eos=True, temperature=0)
+        )
+        last, alive = 0.0, True
         while alive:
             for output in engine.step():
-                if output.request_id == "stream":
+                if output.request_id.startswith("stream"):
                     now = time.perf_counter()
-                    gaps.append(now - last)
+                    gaps += [now - last] if last else []
                     last, alive = now, not output.finished
-        engine.abort_request([f"{num}-{i}" for i in range(num)])
-        while engine.has_unfinished_requests():
-            engine.step()
-        gaps = sorted(gaps[1:])
-        print(
-            f"{num:3} compiling: pause between tokens p50 {gaps[len(gaps) // 2] * 1e3:5.2f} ms, "
-            f"p99 {gaps[len(gaps) * 99 // 100] * 1e3:5.2f} ms, longest {gaps[-1] * 1e3:5.2f} ms"
-        )
+                elif output.finished:
+                    waiting.discard(output.request_id)
+            if last and schemas:
+                for i, schema in enumerate(schemas):
+                    request_id = f"{name} {i}"
+                    engine.add_request(
+                        request_id, "x", SamplingParams(max_tokens=1, structured_outputs={"json": schema})
+                    )
+                    if "allOf" not in schema:
+                        waiting.add(request_id)
+                schemas = []
+    while engine.has_unfinished_requests():
+        engine.step()
+    gaps.sort()
+    print(
+        f"{name:22}: {len(gaps):5} pauses between tokens, p50 {gaps[len(gaps) // 2] * 1e3:6.2f} ms, "
+        f"p99 {gaps[len(gaps) * 99 // 100] * 1e3:6.2f} ms, longest {gaps[-1] * 1e3:7.2f} ms",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -130,10 +163,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     llm = LLM(args.model, max_model_len=512)
+    stalls(llm.llm_engine)
     throughput(llm, args.repeat)
     masks(llm.llm_engine)
     compiling(llm.llm_engine)
-    stalls(llm.llm_engine)
 
 
 if __name__ == "__main__":
