@@ -91,7 +91,10 @@ class Compiler:
         start, vocabulary = time.perf_counter(), self._vocabulary
         eos_token_ids = list(vocabulary.eos_token_ids) or None
         text, self._special_tokens = vocabulary.load()
-        self._table = llguidance.LLTokenizer(text, n_vocab=vocabulary.size, eos_token=eos_token_ids)
+        # Both calls keep the GIL for as long as they take, a second for 150,000 tokens: who streams has a turn between.
+        table = llguidance.LLTokenizer(text, n_vocab=vocabulary.size, eos_token=eos_token_ids, slices=[])
+        time.sleep(0.02)
+        self._table = table.with_slices(llguidance.LLTokenizer.general_slices())
         logger.info("grammars: read the vocabulary in %.2f s", time.perf_counter() - start)
 
 

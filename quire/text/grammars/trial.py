@@ -21,7 +21,6 @@ from quire.utils.child import start_child
 _FRAME = struct.Struct("<dQ")  # seconds, bytes that follow
 _MEGABYTES = 1500  # of address space
 _MAX_WAIT = 10  # times its processor time that a grammar may take, on a machine that is busy with others
-_LOOK = 0.1  # seconds
 
 
 class Trial:
@@ -64,7 +63,7 @@ class Trial:
             return False
         end = time.monotonic() + _MAX_WAIT * (1 + seconds)
         while threading.main_thread().is_alive() and time.monotonic() < end:
-            if select.select([child.stdout], [], [], _LOOK)[0]:
+            if select.select([child.stdout], [], [], 0.1)[0]:
                 return child.stdout.read(1) == b"."
         return None
 
