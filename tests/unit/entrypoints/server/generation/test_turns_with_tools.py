@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import TypeAdapter
 
 SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 THOUGHT, SAID = "Let me see.", "I look."
@@ -134,6 +135,16 @@ def test_a_message(client: TestClient) -> None:
         assert (deltas[-1]["delta"]["type"] == "signature_delta") == (block["type"] == "thinking")
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     assert events[-2]["usage"] == answer["usage"]
+
+
+@pytest.mark.slow  # the SDK's types take seconds to import
+def test_messages_and_their_events_are_of_the_sdks_types(client: TestClient) -> None:
+    types = pytest.importorskip("anthropic.types")
+    TypeAdapter(types.Message).validate_python(post(client, "/v1/messages", **MESSAGES), strict=True)
+    adapter: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
+    for event in stream(client, "/v1/messages", **MESSAGES):
+        if event != {"type": "ping"}:  # which the SDK keeps to itself
+            adapter.validate_python(event, strict=True)
 
 
 def test_results_go_on_in_the_next_message(server: Any, client: TestClient) -> None:
