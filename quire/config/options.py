@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 
+_FORMS = {bool: "True or False", str: "a text", list: "a list of texts", dict: "an object of keys and values"}
 UNLIMITED = 2.0**62  # a number beyond it is no number that an option means; inf only where it is said
 
 
@@ -82,16 +83,9 @@ def check_options(options: Any) -> None:
             if isinstance(value, bool) or value not in choices:
                 shown = ", ".join(repr(choice) for choice in choices)
                 raise ConfigError(f"{field.name} must be one of {shown}, got {value!r}.")
-        elif kind is bool:
-            if not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
-        elif kind is str:
-            if not isinstance(value, str):
-                raise ConfigError(f"{field.name} must be a text, got {got}.")
-        elif (container := typing.get_origin(kind)) in (list, dict):
-            if not isinstance(value, container):
-                what = "a list of texts" if container is list else "an object of keys and values"
-                raise ConfigError(f"{field.name} must be {what}, got {got}.")
+        elif (form := typing.get_origin(kind) or kind) in _FORMS:
+            if not isinstance(value, form):
+                raise ConfigError(f"{field.name} must be {_FORMS[form]}, got {got}.")
         elif kind in (int, float):
             facts = field.metadata
             check_number(field.name, value, kind, facts["least"], facts["most"], facts["over"])
