@@ -23,10 +23,16 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
 
 
 def _meminfo_available(path: Path) -> int | None:
+    kibibytes = _entry(path, "MemAvailable:")
+    return None if kibibytes is None else kibibytes * 1024
+
+
+def _entry(path: Path, name: str) -> int | None:
+    """The number behind a name in a file of such lines; None where there is none."""
     try:
         for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+            if line.split()[:1] == [name]:
+                return int(line.split()[1])
     except (OSError, ValueError, IndexError):
         pass
     return None
@@ -75,12 +81,4 @@ def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable_key
         usage = int((directory / usage_file).read_text())
     except (OSError, ValueError):
         return None
-    reclaimable = 0
-    try:
-        for line in (directory / "memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == reclaimable_key:
-                reclaimable = int(value)
-    except (OSError, ValueError):
-        pass
-    return limit - max(0, usage - reclaimable)
+    return limit - max(0, usage - (_entry(directory / "memory.stat", reclaimable_key) or 0))
