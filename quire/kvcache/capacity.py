@@ -4,6 +4,7 @@ The engine calls `plan_cache` once at start-up, between loading the weights and 
 numbers of the options and of the report, and nothing of tensors.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -164,14 +165,10 @@ class _Sizes:
 
 def _most_blocks(sizes: _Sizes, report: CacheReport, budget: int) -> int:
     """The most blocks of the largest group with which all groups stay within the budget, and are of use."""
-    low, high = 0, sizes.of_contexts(sizes.largest(report.groups), Fraction(sizes.max_num_seqs))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if num_bytes(sizes.layout(report.groups, middle), report) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    most = sizes.of_contexts(sizes.largest(report.groups), Fraction(sizes.max_num_seqs))
+    return bisect_right(
+        range(1, most + 1), budget, key=lambda count: num_bytes(sizes.layout(report.groups, count), report)
+    )
 
 
 def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:

@@ -4,6 +4,7 @@ The scheduler pins and unpins, and a reset of the prefix cache ends all pins. Th
 share of each pool and never so many that the longest request could not run any more. It must not know of sequences.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from quire.errors import InvalidRequestError
@@ -23,7 +24,7 @@ class Pins:
         self._hasher = hasher
         self._longest = longest
         self._pinned: dict[str, tuple[PinnedPrefix, list[list[int]]]] = {}
-        self._owners: list[dict[int, int]] = [{} for _ in groups]  # by group: block -> pins that have it
+        self._owners: list[Counter[int]] = [Counter() for _ in groups]  # by group: block -> pins that have it
 
     @property
     def num_blocks(self) -> list[int]:
@@ -45,9 +46,9 @@ class Pins:
                 group.num_pinned = len(owners.keys() | set(blocks))
             self._check_room()
             for group, owners, blocks in zip(self._groups, self._owners, block_ids, strict=True):
+                owners.update(blocks)
                 for block in blocks:
                     group.pool.acquire(block)
-                    owners[block] = owners.get(block, 0) + 1
         finally:
             self._count()
         prefix = PinnedPrefix(name, num_tokens, sum(map(len, block_ids)))
@@ -62,9 +63,7 @@ class Pins:
         for group, owners, blocks in zip(self._groups, self._owners, block_ids, strict=True):
             for block in reversed(blocks):
                 group.pool.release(block)
-                owners[block] -= 1
-                if not owners[block]:
-                    del owners[block]
+            owners -= Counter(blocks)  # in place; what nobody has any more is left out
         self._count()
         return True
 

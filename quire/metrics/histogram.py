@@ -69,14 +69,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 def one_two_five(largest: int) -> list[float]:
     """1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    bounds: list[float] = []
-    scale = 1
-    while True:
-        for mantissa in (1, 2, 5):
-            if mantissa * scale > largest:
-                return bounds
-            bounds.append(mantissa * scale)
-        scale *= 10
+    bounds = [float(mantissa * 10**power) for power in range(len(str(largest))) for mantissa in (1, 2, 5)]
+    return [bound for bound in bounds if bound <= largest]
 
 
 def geometric(smallest: float, largest: float, per_decade: int) -> list[float]:
