@@ -110,7 +110,7 @@ class Turn:
                 part = CompletionOutput(part.index, "", [], logprobs=[], finish_reason="length")
             events, finish = choice.parser.push(part.text), None
             if part.finish_reason is not None:
-                events += choice.parser.finish()
+                events += choice.parser.finish(cut=part.finish_reason == "length")
                 choice.finished = True
                 self.num_unfinished -= 1
             if len(events) > 1 or (events and not isinstance(events[0], TextDelta)):

@@ -82,8 +82,8 @@ class Parser(Protocol):
         """What a further piece of text brings."""
         ...
 
-    def finish(self) -> list[ContentEvent]:
-        """What is left once the text has ended."""
+    def finish(self, cut: bool = False) -> list[ContentEvent]:
+        """What is left once the text has ended. `cut`: the tokens did not suffice, so a call's beginning is no text."""
         ...
 
 
@@ -93,7 +93,7 @@ class TextParser:
     def push(self, text: str) -> list[ContentEvent]:
         return [TextDelta(text)] if text else []
 
-    def finish(self) -> list[ContentEvent]:
+    def finish(self, cut: bool = False) -> list[ContentEvent]:
         return []
 
 
@@ -106,8 +106,8 @@ class Chain:
     def push(self, text: str) -> list[ContentEvent]:
         return self._passed_on(self._thoughts.push(text))
 
-    def finish(self) -> list[ContentEvent]:
-        return self._passed_on(self._thoughts.finish()) + self._answer.finish()
+    def finish(self, cut: bool = False) -> list[ContentEvent]:
+        return self._passed_on(self._thoughts.finish(cut)) + self._answer.finish(cut)
 
     def _passed_on(self, events: Iterable[ContentEvent]) -> list[ContentEvent]:
         passed: list[ContentEvent] = []

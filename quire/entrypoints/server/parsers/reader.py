@@ -26,6 +26,7 @@ from quire.entrypoints.server.parsers.json_scanner import JsonScanner, NoJsonErr
 _T = TypeVar("_T")
 Script = Generator[None, None, _T]
 MAX_NAME = 256  # characters of a tool's name
+_SURE = 4  # characters of a mark that nothing but a call begins with
 _SPACE = re.compile(r"\s*")
 
 
@@ -43,7 +44,8 @@ class Reader:
         self.num_calls = 0
         self._events: list[ContentEvent] = []
         self._text, self._at = "", 0
-        self._closed = False
+        self._closed = self._cut = False
+        self._lost = False  # the text was cut within a call: what is left of it is no text
         self._try_from: int | None = None  # where an attempt to read a call began, after its mark
         self._mark = ""
         self._kind: type[TextDelta] | type[ReasoningDelta] = TextDelta
@@ -59,9 +61,11 @@ class Reader:
         if self._try_from is not None:
             self._try_from -= kept
 
-    def close(self) -> None:
-        """There is no more text."""
-        self._closed = True
+    def close(self, cut: bool) -> None:
+        """There is no more text; `cut`: there would have been, and what had begun to be a call is no answer."""
+        self._closed, self._cut = True, cut
+        sure = len(self._mark) >= _SURE or self._calling or self._after_call or self.offer.choice == "required"
+        self._lost = cut and self._try_from is not None and sure
 
     def take_events(self) -> list[ContentEvent]:
         """The events since the last time."""
@@ -79,14 +83,25 @@ class Reader:
                 self._say(self._text[self._at : found.start()])
                 self._at = found.end()
                 return found[0]
-            end = len(self._text) - _begun(self._text, self._at, marks) if not self._closed else len(self._text)
+            begun = _begun(self._text, self._at, marks)
+            if self._closed:
+                begun = self._num_lost(begun)
+            end = len(self._text) - begun
             self._say(self._text[self._at : end])
             self._at = end
             if self._closed:
+                if begun:
+                    self._at, self._spaces = len(self._text), ""
                 if self._spaces and not self._after_call:
                     self._show("")
                 return None
             yield
+
+    def _num_lost(self, begun: int) -> int:
+        """Characters at the end of a text that was cut which are no text; `begun`: those that may begin a mark."""
+        if self._lost:
+            return len(self._text) - self._at
+        return begun if self._cut and (begun >= _SURE or self._after_call) else 0
 
     def hold_spaces(self, spaces: str) -> None:
         """Have these, in place of those that were held back, come before the next text."""
@@ -246,7 +261,9 @@ class Reader:
         try:
             yield
         except WrongCallError:
-            if not self._calling:
+            if self._lost:
+                self._at, self._spaces = len(self._text), ""
+            elif not self._calling:
                 self._at = self._try_from
                 self._say(self._mark)
         finally:
@@ -314,8 +331,8 @@ class ScriptParser:
         next(self._script, None)
         return self._reader.take_events()
 
-    def finish(self) -> list[ContentEvent]:
-        self._reader.close()
+    def finish(self, cut: bool = False) -> list[ContentEvent]:
+        self._reader.close(cut)
         next(self._script, None)
         return self._reader.take_events()
 

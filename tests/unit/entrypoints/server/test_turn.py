@@ -13,6 +13,7 @@ from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.dialects.completions import CompletionWriter
 from quire.entrypoints.server.parsers.base import (
     ContentEvent,
+    Offer,
     ReasoningDelta,
     TextDelta,
     TextParser,
@@ -20,6 +21,8 @@ from quire.entrypoints.server.parsers.base import (
     ToolCallEnd,
     ToolCallStart,
 )
+from quire.entrypoints.server.parsers.reader import ScriptParser
+from quire.entrypoints.server.parsers.registry import TOOL_FORMS
 from quire.entrypoints.server.turn import Delta, Finish, Rules, Turn, text_of
 from quire.errors import OverloadedError
 from quire.outputs import CompletionOutput, RequestOutput
@@ -260,7 +263,7 @@ class _Thinks:
         events: list[ContentEvent] = [ReasoningDelta(shown)] if shown else []
         return [*events, TextDelta(rest)] if rest else events
 
-    def finish(self) -> list[ContentEvent]:
+    def finish(self, cut: bool = False) -> list[ContentEvent]:
         return [ReasoningDelta(self._held)] if self._held else []
 
 
@@ -296,7 +299,7 @@ class _Calls:
             events += [ToolCallDelta(self._number, "}"), ToolCallEnd(self._number)]
         return events
 
-    def finish(self) -> list[ContentEvent]:
+    def finish(self, cut: bool = False) -> list[ContentEvent]:
         return []
 
 
@@ -336,3 +339,11 @@ def test_calls_of_tools(ends: str, told: str) -> None:
 def test_text_is_text() -> None:
     parser = TextParser()
     assert (parser.push("<think>"), parser.push(""), parser.finish()) == ([TextDelta("<think>")], [], [])
+
+
+@pytest.mark.parametrize(("reason", "texts"), [("length", []), ("stop", ["\n<tool_call"])])
+def test_the_beginning_of_a_call_is_text_only_where_the_model_ended_it(reason: str, texts: list[str]) -> None:
+    turn = Turn(1, 1, make_parser=lambda: ScriptParser(TOOL_FORMS["hermes"].script, Offer(), str))
+    part = CompletionOutput(0, "\n<tool_call", [1], finish_reason=reason)
+    (delta,) = turn.take(0, RequestOutput("r", None, [5], outputs=[part], finished=True))
+    assert [event.text for event in delta.events if isinstance(event, TextDelta)] == texts

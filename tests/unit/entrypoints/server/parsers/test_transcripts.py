@@ -417,3 +417,39 @@ def test_ids_are_of_the_formats_own_kind() -> None:
     (start, *_) = read(tool_parser("kimi_k2"), section)
     assert isinstance(start, ToolCallStart)
     assert start.id == "functions.tide:7"
+
+
+# Where a call may begin with what an answer in JSON begins with, a beginning is shown.
+_AMBIGUOUS = ("openai", "llama3_json", "llama4_pythonic", "phi4_mini_json", "granite", "generic")
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSCRIPTS if name not in _AMBIGUOUS])
+def test_what_begins_a_call_is_no_text_where_the_tokens_did_not_suffice(name: str) -> None:
+    def text_of(events: list[ContentEvent]) -> str:
+        return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+    for text, _ in TRANSCRIPTS[name]:
+        whole = tool_parser(name)
+        full = text_of(whole.push(text) + whole.finish())
+        for end in range(len(text)):
+            parser, pieces = tool_parser(name), tool_parser(name)
+            cut = merged(parser.push(text[:end]) + parser.finish(cut=True))
+            streamed = [event for letter in text[:end] for event in pieces.push(letter)] + pieces.finish(cut=True)
+            assert told(cut) == told(merged(streamed)), text[:end]
+            said = text_of(cut)
+            assert full.startswith((said.rstrip(), said.rstrip()[:-3].rstrip())), (text[:end], said)
+
+
+def test_a_call_that_is_cut_off() -> None:
+    def cut(text: str, offer: Offer = OFFER, name: str = "hermes") -> list[Said]:
+        parser = ScriptParser(TOOL_FORMS[name].script, offer, lambda: "c")
+        return told(merged(parser.push(text) + parser.finish(cut=True)))
+
+    assert cut("\n<tool_call") == []
+    assert cut('I look.\n<tool_call>\n{"name": "find_fe') == ["I look."]
+    assert cut("a <to") == ["a <to"]
+    assert cut("a <tool 4") == ["a <tool 4"]
+    assert cut('<tool_call>{"name": "tide", "arguments": {"when"') == [("tide", '{"when"')]
+    assert cut('<tool_call>{"name": "tide", "arguments": {}}</tool_') == [("tide", {})]
+    assert cut('{"name": "ti', name="llama3_json") == ['{"name": "ti']
+    assert cut('{"name": "ti', Offer((TIDE,), "required"), "llama3_json") == []
