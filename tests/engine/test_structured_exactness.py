@@ -92,7 +92,7 @@ def test_exactness_on_two_threads(todo: list[Any], variant: Variant, two_threads
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS if NIGHTLY else ["suffix", "eagle3 tree"])
+@pytest.mark.parametrize("method", METHODS if NIGHTLY else ["suffix", "eagle3", "eagle tree"])
 def test_drafts_of_every_method_change_nothing(alone: list[Any], todo: list[Any], method: str) -> None:
     check_drafts(alone, todo, method, False, {})
 
