@@ -149,9 +149,8 @@ class InputProcessor:
 
     def _check_speculation(self, params: SamplingParams) -> None:
         speculative = self._config.speculative
-        if speculative is None or not speculative.disable_logprobs or not params.speculative:
-            return
-        if params.logprobs is not None:
+        refuses = speculative is not None and speculative.disable_logprobs and params.speculative
+        if refuses and params.logprobs is not None:
             raise InvalidRequestError(
                 f"logprobs={params.logprobs} is refused, as this engine's speculative_config has disable_logprobs; "
                 "leave it out, or set speculative=False.",
