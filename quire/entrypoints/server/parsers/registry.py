@@ -70,6 +70,7 @@ _TOOL_SIGNS: dict[str, str | None] = {
     r"<tool_call>(?s:.*)<arg_key>": "glm45",
     r"<function=(?s:.*)<parameter=": "qwen3_coder",
     r"<function=": None,  # with JSON in it: to be learned
+    r"<tool_calls>\[": None,  # Apriel, which speaks of <tool_call> tags that it does not write
     r"functools": "phi4_mini_json",
     r"<tool_call>(?s:.{0,600})\"name": "hermes",
     r"<\|tool_call\|>": "granite",

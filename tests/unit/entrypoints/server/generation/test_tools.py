@@ -313,6 +313,7 @@ WRITTEN = [
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
     # Formats that are learned.
     "Apriel-1.6-15b-Thinker-fixed",
+    "unsloth-Apriel-1.5",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
     "meetkai-functionary-medium-v3.1",
 ]
