@@ -166,7 +166,7 @@ def check(schemas: list[dict[str, Any]], may_grow: bool = True, **options: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [1024, 40])
+@pytest.mark.parametrize("blocks", [1024, 17])
 def test_schemas_by_a_generator(blocks: int) -> None:
     rng = random.Random(5)
     told = check([made(rng) for _ in range(NUM_MADE)], num_kv_blocks=blocks)
