@@ -217,9 +217,8 @@ class EngineArgs:
                 enable_chunked_prefill=self.enable_chunked_prefill,
                 max_num_drafts=speculative.max_drafts if speculative is not None else 0,
                 draft_tree=speculative.tree if speculative is not None else None,
-                # A draft model counts what it has drafted as read; a tree's nodes and a rule's drafts are no others'.
-                drafts_forced=speculative is None
-                or (method != "draft_model" and speculative.tree is None and speculative.acceptance == "exact"),
+                # A tree's nodes and a rule's drafts are no others'.
+                drafts_forced=speculative is None or (speculative.tree is None and speculative.acceptance == "exact"),
             ),
             speculative=speculative,
             draft=self._draft_model(speculative, model) if speculative and method in CACHED_METHODS else None,

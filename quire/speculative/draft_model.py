@@ -8,7 +8,8 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Drawing, Order, drafting_state
 
@@ -28,11 +30,21 @@ class Reader:
         row: the runner's own.
         state: of the sampler, without what looks back.
         num_read: tokens whose keys and values are in its caches.
+        drafted: the last of them, from its newest drafts.
     """
 
     row: Any
     state: SamplingState
     num_read: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+    def keep_right(self, tokens: SequenceTokens) -> int:
+        """Count as read what became tokens: others may have been forced instead. The newest token is nobody's yet."""
+        start = self.num_read - len(self.drafted)
+        became = tokens.ids[start : min(self.num_read, tokens.num - 1)].tolist()
+        right = [*takewhile(lambda pair: pair[0] == pair[1], zip(became, self.drafted, strict=False))]
+        self.num_read, self.drafted = min(start, tokens.num - 1) + len(right), []
+        return self.num_read
 
 
 class DraftRunner(ABC):
@@ -89,8 +101,7 @@ class DraftModelProposer(Proposer):
         for place, row in enumerate(rows):
             reader, row.probs = row.memory or self._open(row), None
             num = row.tokens.num
-            # Of what was drafted, it has read right what was accepted; the newest token is nobody's yet.
-            start = reader.num_read = min(reader.num_read, num - 1)
+            start = reader.keep_right(row.tokens)
             count = min(row.max_drafts, runner.num_slots(reader.row) - num + 1)
             if count <= 0:
                 continue
@@ -106,7 +117,9 @@ class DraftModelProposer(Proposer):
             ranked = sorted(range(len(orders)), key=lambda i: -orders[i].num_drafts)
             orders, places = [orders[i] for i in ranked], [places[i] for i in ranked]
         for place, order, drawn in zip(places, orders, runner.draft(orders) if orders else (), strict=True):
-            rows[place].memory.num_read = order.stop + min(len(drawn), order.num_drafts - 1)
+            reader = rows[place].memory
+            reader.drafted = drawn[: order.num_drafts - 1]
+            reader.num_read = order.stop + len(reader.drafted)
             drafts[place] = drawn
             if order.probs:
                 rows[place].probs = torch.from_numpy(np.stack(order.probs))
@@ -118,7 +131,7 @@ class DraftModelProposer(Proposer):
         budget = most = self._runner.max_tokens
         for row in rows:
             reader, num = row.memory or self._open(row), row.tokens.num
-            reader.num_read = min(reader.num_read, num - 1)
+            reader.keep_right(row.tokens)
             while num - reader.num_read > most:
                 self._runner.read(reader.row, reader.num_read, most)
                 reader.num_read += most

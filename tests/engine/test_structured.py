@@ -197,6 +197,7 @@ def test_nothing_is_lost(alone: list[Any]) -> None:
         None,
         pytest.param({"method": "medusa", "model": "demo-medusa", "adaptive": False}, marks=pytest.mark.slow),
         pytest.param({"method": "eagle3", "model": "demo-eagle3", "adaptive": False}, marks=pytest.mark.slow),
+        pytest.param({"method": "draft_model", "model": "demo-draft", "adaptive": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
