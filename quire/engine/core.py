@@ -7,6 +7,7 @@ strings and progress bars live above it, tensors below.
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from quire.engine.interrupts import InterruptShield
@@ -16,13 +17,14 @@ from quire.protocol.cache import PinnedPrefix
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, Limits
-from quire.protocol.step import SequenceOutput, StepPlan
+from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import take_snapshot
 
 T = TypeVar("T")
 _IDLE_WAIT = 0.002  # seconds
+_MANY_GUIDED = 8  # requests with a grammar, from which on their masks are worth a thread's while
 
 
 class EngineCore:
@@ -55,6 +57,8 @@ class EngineCore:
         self._publisher = publisher
         self._clock = clock
         self._plans: deque[StepPlan] = deque()  # in flight
+        self._aside = ThreadPoolExecutor(1, "quire-masks")  # starts no thread before it is needed
+        self._guiding: Future[SampleGuide | None] | None = None
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
 
@@ -104,9 +108,12 @@ class EngineCore:
             while len(plans) < most and (plan := self.scheduler.schedule(self._clock())) is not None:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
+                # An executor with one plan in flight computes it in `submit`: its masks are made meanwhile.
+                if most == 1 and self.scheduler.guidance.num_guided >= _MANY_GUIDED:
+                    self._guiding = self._aside.submit(self.scheduler.guide, plan)
                 self._execute(self.executor.submit, plan)
             if plans:
-                guide = self.scheduler.guide(plans[0])
+                guide = self._take_guide() if self._guiding is not None else self.scheduler.guide(plans[0])
                 result = self._execute(self.executor.collect, guide)
                 self._undelivered += self.scheduler.update(plans.popleft(), result, self._clock())
             elif self.scheduler.guidance.is_compiling:  # nobody else can run: who comes meanwhile waits no longer
@@ -148,6 +155,7 @@ class EngineCore:
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""
+        self._aside.shutdown()
         self.executor.stop()
         if self._publisher is not None:
             self._publisher.close()
@@ -158,12 +166,20 @@ class EngineCore:
         for reply in self.executor.call(CheckIntegrity(self.scheduler.held_rows())):
             assert reply.fault is None, reply.fault
 
+    def _take_guide(self) -> SampleGuide | None:
+        """The masks that are being made aside."""
+        assert self._guiding is not None
+        guiding, self._guiding = self._guiding, None
+        return guiding.result()
+
     def _execute(self, function: Callable[..., T], *args: Any) -> T:
         """Let the executor work, interruptibly; after an interrupt workers and scheduler begin anew."""
         try:
             try:
                 return self.interrupts.let_through(function, *args)
             except KeyboardInterrupt:
+                if self._guiding is not None:
+                    self._take_guide()
                 self._plans.clear()
                 self.scheduler.cancel()
                 self.executor.reset()

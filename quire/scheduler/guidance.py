@@ -30,6 +30,11 @@ class Guidance:
         """Whether anybody may await a grammar."""
         return bool(self._awaiting)
 
+    @property
+    def num_guided(self) -> int:
+        """Live requests with a grammar."""
+        return self._outcomes.num_guided
+
     def open(self, group: SequenceGroup) -> None:
         """Give a new request its grammar, or set its sequences aside until that is compiled."""
         params = group.task.params.structured_outputs

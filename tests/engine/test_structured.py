@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import threading
+import time
 from typing import Any
 
 import jsonschema
@@ -330,3 +332,40 @@ def test_a_drafted_end_ends_the_output(method: str, model: str) -> None:
     )
     assert drafted.outputs[0].finish_reason == plain.outputs[0].finish_reason == "stop"
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_an_interrupt_while_masks_are_made_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many grammars in one step their masks are made by another thread, which nothing overtakes."""
+    llm = LLM("demo")
+    params = [
+        SamplingParams(structured_outputs={"regex": "[a-z ]{30}"}, temperature=1.0, seed=seed, max_tokens=40)
+        for seed in range(10)
+    ]
+    prompts = ["Once upon a time"] * len(params)
+    core = llm.llm_engine.core
+    guide, submit, names = core.scheduler.guide, core.executor.submit, set[str]()
+
+    def guided(*args: Any) -> Any:
+        names.add(threading.current_thread().name)
+        time.sleep(0.01)
+        return guide(*args)
+
+    monkeypatch.setattr(core.scheduler, "guide", guided)
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert any(name.startswith("quire-masks") for name in names)
+    count = 0
+
+    def interrupted(plan: StepPlan) -> None:
+        nonlocal count
+        count += 1
+        submit(plan)
+        if count == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(core.executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, params, use_tqdm=False)
+    core.check_integrity()
+    assert not core.has_unfinished()
+    assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert all(len(text) == 30 for text in expected)
