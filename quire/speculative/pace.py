@@ -14,8 +14,10 @@ _DECAY = 0.95  # of what is known of a sequence, each time that its drafts are v
 _SLOW_DECAY = 0.98  # of what is known of all
 _PRIOR_WEIGHT = 4.0  # trials that the rate of all counts for, of a sequence
 _FIRST_RATE = 0.6
-_GAIN = 1.1  # what drafts must promise: figures are not exact
-_PATIENCE = 8  # steps without drafts before one is tried again; doubled each time that it fails
+_GAIN = 1.1
+READER_GAIN = 1.3  # of those that read all steps: what this costs comes and goes with them
+_PATIENCE = 8
+READER_PATIENCE = 64
 _MOST_PATIENCE = 128
 _LOSS = 0.01  # of the time of plain decoding may be spent in vain
 _MOST_SAVED = 1.5  # steps that the account holds at most
@@ -106,6 +108,8 @@ class Pace:
 
     Attributes:
         num_resting: steps to come after which nobody will have drafts, if they are like those before.
+        gain: what drafts must promise, as figures are not exact.
+        patience: steps without drafts before one is tried again; doubled each time that it fails.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class Pace:
         self._patience = _PATIENCE  # of who comes new
         self._now = 0  # steps
         self._tries = True  # after that rest
-        self.num_resting = 0
+        self.num_resting, self.gain, self.patience = 0, _GAIN, _PATIENCE
         self._all = {greedy: Acceptance(_PATIENCE, 0) for greedy in (True, False)}  # drafts of these agree more often
         self._account = costs(1)  # seconds
         self._num_scheduled = 1
@@ -221,7 +225,7 @@ class Pace:
                 count = count if self._pays_reading(row, level / _LEVELS, count, missed) else 0
                 self._num_invested += missed if count else 0
             if best.get(level, 0):
-                row.acceptance.patience = self._patience = _PATIENCE
+                row.acceptance.patience = self._patience = self.patience
             row.max_drafts = self._num_drafts(count)
             if count:
                 row.acceptance.drafted_at, wait = self._now, 0
@@ -238,7 +242,7 @@ class Pace:
                 chance *= rate
         chances.sort(reverse=True)
         plain = self.costs(num_scheduled)
-        speed = num_scheduled / plain * _GAIN
+        speed = num_scheduled / plain * self.gain
         counts: dict[int, int] = {}
         best: dict[int, int] = {}
         tokens = float(num_scheduled)
