@@ -181,3 +181,63 @@ def test_the_choice_follows_from_the_numbers() -> None:
         return found
 
     assert several() == several()
+
+
+def test_nothing_is_asked_again_while_drafts_cannot_pay() -> None:
+    pace, some = Pace(StepCosts(LINEAR), FREE), rows(2)
+    assert not pace.rests(2)
+    assert chosen(pace, some) == [0, 0]
+    rested = 0
+    while pace.rests(2):
+        rested += 1
+    assert rested > 30
+    chosen(pace, some)
+    assert not pace.rests(3), "another batch is another matter"
+    chosen(pace, some)
+    pace.wake()
+    assert not pace.rests(2), "somebody came new"
+
+
+def test_a_row_that_failed_is_tried_after_as_many_steps_of_rest() -> None:
+    pace, (row,) = Pace(StepCosts({1: 1.0, 2: 1.2, 33: 7.4}), FREE), rows(1)
+    for _ in range(40):
+        pace.observe(row, 4, 0)
+    tried = []
+    for step in range(400):
+        if not pace.rests(1) and chosen(pace, [row])[0]:
+            pace.drafted([row.max_drafts], 1, 0.0)
+            pace.observe(row, row.max_drafts, 0)
+            tried.append(step)
+    gaps = [b - a for a, b in zip(tried, tried[1:], strict=False)]
+    assert gaps == sorted(gaps)
+    assert {8, 16, 32, 64} <= {gap - gap % 8 for gap in gaps} | {8}
+    assert len(tried) < 10
+
+
+def test_steps_before_a_trial_are_known_and_others_are_not() -> None:
+    pace, (row,) = Pace(StepCosts({1: 1.0, 2: 1.2, 33: 7.4}), FREE), rows(1)
+    for _ in range(40):
+        pace.observe(row, 4, 0)
+    chosen(pace, [row])
+    known = []
+    while pace.rests(1):
+        known.append(pace.must_know(1))
+    assert known == sorted(known), "the last ones"
+    assert known[-1]
+    hopeless = Pace(StepCosts(LINEAR), FREE)
+    chosen(hopeless, [row])
+    while hopeless.rests(1):
+        assert not hopeless.must_know(1)
+
+
+def test_what_drafts_cost_the_host_is_learnt() -> None:
+    pace, some = Pace(StepCosts(FLAT, host=0.1), FREE), rows(1)
+    assert chosen(pace, some, 1) == [1]
+    for _ in range(600):
+        pace.learn_host(0.1, 0)
+        pace.learn_host(3.0, 1)
+    assert pace.costs.host == pytest.approx(0.1, rel=0.1)
+    pace = Pace(StepCosts(FLAT, host=0.1), FREE)
+    for _ in range(600):
+        pace.learn_host(3.0, 1)
+    assert chosen(pace, rows(1), 1) == [0], "a draft that saves a step at best, and costs the host three"
