@@ -14,10 +14,10 @@ _DECAY = 0.95  # of what is known of a sequence, each time that its drafts are v
 _SLOW_DECAY = 0.98  # of what is known of all
 _PRIOR_WEIGHT = 4.0  # trials that the rate of all counts for, of a sequence
 _FIRST_RATE = 0.6
-_GAIN = 1.1
-READER_GAIN = 1.3  # of those that read all steps: what this costs comes and goes with them
-_PATIENCE = 8
-READER_PATIENCE = 64
+_GAIN = 1.1  # what drafts must promise: figures are not exact
+_READER_GAIN = 1.3  # of those that read all steps: what this costs comes and goes with them
+_PATIENCE = 8  # steps without drafts before one is tried again; doubled each time that it fails
+_READER_PATIENCE = 64
 _MOST_PATIENCE = 128
 _LOSS = 0.01  # of the time of plain decoding may be spent in vain
 _MOST_SAVED = 1.5  # steps that the account holds at most
@@ -105,15 +105,19 @@ class Pace:
         drafting: of steps of what drafts: of so many rows, each round; what it must read first counts as rows, too.
         has_rounds: drafts of a row are made one after another, each at that price; else all at once.
         tree: the shape of the drafts, where they are no chain: then so many levels of it are chosen.
+        reads_all: what drafts reads all steps, which costs while it may draft.
 
     Attributes:
         num_resting: steps to come after which nobody will have drafts, if they are like those before.
-        gain: what drafts must promise, as figures are not exact.
-        patience: steps without drafts before one is tried again; doubled each time that it fails.
     """
 
     def __init__(
-        self, costs: StepCosts, drafting: StepCosts, has_rounds: bool = False, tree: DraftTree | None = None
+        self,
+        costs: StepCosts,
+        drafting: StepCosts,
+        has_rounds: bool = False,
+        tree: DraftTree | None = None,
+        reads_all: bool = False,
     ) -> None:
         self.costs = costs
         self._tree = tree
@@ -122,7 +126,8 @@ class Pace:
         self._patience = _PATIENCE  # of who comes new
         self._now = 0  # steps
         self._tries = True  # after that rest
-        self.num_resting, self.gain, self.patience = 0, _GAIN, _PATIENCE
+        self.num_resting = 0
+        self._gain, self._least_patience = (_READER_GAIN, _READER_PATIENCE) if reads_all else (_GAIN, _PATIENCE)
         self._all = {greedy: Acceptance(_PATIENCE, 0) for greedy in (True, False)}  # drafts of these agree more often
         self._account = costs(1)  # seconds
         self._num_scheduled = 1
@@ -182,6 +187,13 @@ class Pace:
         """Whether a step of so many sequences is one that drafts may soon have to go on from."""
         return num_scheduled != self._num_scheduled or (self._tries and self.num_resting < _NUM_KNOWN)
 
+    def is_told(self, is_resting: bool, is_read: bool, has_more: bool) -> bool:
+        """Whether it is to learn what a step takes; one that `has_more` than a token of each sequence is no plain one.
+
+        Reading makes plain steps longer than they need be; at rest one is enough to know of, before reading begins.
+        """
+        return self.num_resting == _NUM_KNOWN + 2 if is_resting else not is_read or has_more
+
     def wake(self) -> None:
         """Something is new: the next choice may be another one."""
         self.num_resting = 0
@@ -225,7 +237,7 @@ class Pace:
                 count = count if self._pays_reading(row, level / _LEVELS, count, missed) else 0
                 self._num_invested += missed if count else 0
             if best.get(level, 0):
-                row.acceptance.patience = self._patience = self.patience
+                row.acceptance.patience = self._patience = self._least_patience
             row.max_drafts = self._num_drafts(count)
             if count:
                 row.acceptance.drafted_at, wait = self._now, 0
@@ -242,7 +254,7 @@ class Pace:
                 chance *= rate
         chances.sort(reverse=True)
         plain = self.costs(num_scheduled)
-        speed = num_scheduled / plain * self.gain
+        speed = num_scheduled / plain * self._gain
         counts: dict[int, int] = {}
         best: dict[int, int] = {}
         tokens = float(num_scheduled)

@@ -119,8 +119,7 @@ class ModelRunner:
         resting = pace is not None and pace.rests(num_rows)
         reads = proposer is not None and proposer.reads_all and num_rows < proposer.max_batch
         reads = reads and (pace is None or pace.must_know(num_rows))
-        # Reading makes plain steps longer than they need be; at rest one is enough to know of.
-        timed = pace is not None and (pace.num_resting == 8 if resting else not reads or batch.ends[-1] > num_rows)
+        timed = pace is not None and pace.is_told(resting, reads, batch.ends[-1] > num_rows)
         if reads and proposer is not None and proposer.taps:
             step = replace(step, taps=Taps(proposer.taps, taps))
         hidden = self.model(input_ids, step)

@@ -18,7 +18,7 @@ from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerReport
 from quire.sampling.accept import Rule
 from quire.speculative.base import Proposer
-from quire.speculative.pace import READER_GAIN, READER_PATIENCE, Pace, StepCosts
+from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
 from quire.worker.blockfiles import BlockFiles, BlockFolder
 from quire.worker.cache import KVCache
@@ -184,9 +184,8 @@ class Worker:
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             costs = StepCosts(self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS), HOST_SECONDS)
             drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(self._layers)
-            runner.pace = Pace(costs, drafting, drafter is not None and drafter.reads, config.draft_tree)
-            if proposer.reads_all:
-                runner.pace.gain, runner.pace.patience = READER_GAIN, READER_PATIENCE
+            reads = drafter is not None and drafter.reads
+            runner.pace = Pace(costs, drafting, reads, config.draft_tree, proposer.reads_all)
         return runner
 
     def begin(self, plan: StepPlan) -> None:
