@@ -108,8 +108,8 @@ class EngineCore:
             while len(plans) < most and (plan := self.scheduler.schedule(self._clock())) is not None:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
-                # An executor with one plan in flight computes it in `submit`: its masks are made meanwhile.
-                if most == 1 and self.scheduler.guidance.num_guided >= _MANY_GUIDED:
+                # Where `submit` computes, the masks are made meanwhile; else the engine makes them while it waits.
+                if self.executor.computes_in_submit and self.scheduler.guidance.num_guided >= _MANY_GUIDED:
                     self._guiding = self._aside.submit(self.scheduler.guide, plan)
                 self._execute(self.executor.submit, plan)
             if plans:

@@ -18,10 +18,12 @@ class Executor(ABC):
 
     Attributes:
         max_in_flight: plans that may be submitted before the oldest is collected, >= 1.
+        computes_in_submit: whether `submit` computes the plan before it returns; only one is in flight then.
         report: what `start` answered; None before.
     """
 
     max_in_flight: int = 1
+    computes_in_submit: bool = False
     report: WorkerReport | None = None
 
     @abstractmethod

@@ -21,7 +21,7 @@ class InProcessExecutor(Executor):
         proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
     """
 
-    max_in_flight = 1
+    computes_in_submit = True
 
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config

@@ -75,6 +75,7 @@ class LateExecutor(InProcessExecutor):
     """A device that answers one step late: a plan is computed when its result is asked for, and another waits."""
 
     max_in_flight = 2
+    computes_in_submit = False
 
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         super().__init__(config, proposer)

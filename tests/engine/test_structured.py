@@ -353,6 +353,11 @@ def test_an_interrupt_while_masks_are_made_aside(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(core.scheduler, "guide", guided)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     assert any(name.startswith("quire-masks") for name in names)
+    names.clear()
+    with monkeypatch.context() as patch:  # a device that computes by itself leaves the engine's thread free for them
+        patch.setattr(core.executor, "computes_in_submit", False)
+        assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert names == {threading.current_thread().name}
     count = 0
 
     def interrupted(plan: StepPlan) -> None:
