@@ -26,7 +26,7 @@ _WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
 
 # The options that some methods alone read.
 _OF_METHODS = {
-    **dict.fromkeys(("model", "revision", "draft_tensor_parallel_size", "quantization"), _WITH_MODEL),
+    **dict.fromkeys(("model", "revision", "draft_tensor_parallel_size", "quantization", "num_threads"), _WITH_MODEL),
     **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), ("ngram",)),
     **dict.fromkeys(("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests"), ("suffix",)),
 }
@@ -59,6 +59,9 @@ class SpeculativeConfig:
     revision: str | None = option(None, "Branch, tag or commit of the draft model or heads on the hub.")
     quantization: Literal["int8", "int4"] | None = option(
         None, "The draft model's or heads' weights, as the option of the model."
+    )
+    num_threads: int | None = option(
+        None, "Threads that compute the draft model or heads, where not as many as the model's.", 1, 256
     )
     num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
     speculative_token_tree: str | None = option(

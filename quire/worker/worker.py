@@ -67,7 +67,9 @@ class Worker:
         self._model, self._store = build_packed(config, config.model, config.quantization, self.device)
         self._drafter: Drafter | None = None
         if config.speculative is not None and config.speculative.method in DRAFTERS:
-            self._drafter = DRAFTERS[config.speculative.method](config, self.device, self._model)
+            num_threads = config.speculative.num_threads
+            own = self.device if num_threads is None else self.device.with_threads(num_threads)
+            self._drafter = DRAFTERS[config.speculative.method](config, own, self._model)
         self._layers = [*self._model.cache_layers, *(self._drafter.layers if self._drafter is not None else ())]
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import InvalidRequestError
+from quire.errors import ConfigError, InvalidRequestError
+from quire.ops.native.library import loaded_library
 
 TEXT = "The captain said that the ship would sail at dawn. The mate said that the ship would not. " * 3
 
@@ -184,6 +185,27 @@ def test_trees_of_an_eagle_head_change_no_answer(plain: dict[str, list[Any]]) ->
 
 def test_draft_models_may_be_quantized(plain: dict[str, list[Any]]) -> None:
     check(plain, method_of("draft_model", 2) | {"quantization": "int8"})
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=pytest.mark.slow) for m in ("medusa", "eagle3")] + ["draft_model"]
+)
+def test_what_drafts_may_have_threads_of_its_own(plain: dict[str, list[Any]], native: Any, method: str) -> None:
+    """They change no answer, nor the model's own number."""
+    llm = check(plain, method_of(method, 3) | {"num_threads": 2})
+    assert llm.llm_engine.executor.worker.device.num_threads == 1, "the model is small"
+    assert loaded_library().quire_scratch_bytes(2) > 0, "nothing ran on two threads"
+
+
+def test_threads_of_what_drafts_are_refused_where_nothing_would_heed_them() -> None:
+    config = method_of("draft_model", 3) | {"num_threads": 2}
+    with pytest.raises(ConfigError, match="speculative_config: num_threads is for the compiled kernels"):
+        LLM("demo", kernels="torch", speculative_config=config)
+
+
+def test_more_threads_than_cores_are_warned_of(native: Any, caplog: pytest.LogCaptureFixture) -> None:
+    LLM("demo", speculative_config=method_of("draft_model", 3) | {"num_threads": 256})
+    assert "num_threads=256 on " in caplog.text
 
 
 def test_a_request_may_do_without() -> None:

@@ -72,6 +72,10 @@ class Device(ABC):
         """Settle what depends on the model's size, once it is built."""
 
     @abstractmethod
+    def with_threads(self, num_threads: int) -> "Device":
+        """This device, on which so many host threads compute what drafts (ConfigError where they can't be told)."""
+
+    @abstractmethod
     def available_bytes(self) -> int:
         """Memory that is free for the KV cache and activations."""
 

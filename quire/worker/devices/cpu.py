@@ -5,9 +5,11 @@ the KV cache lies in huge pages. Knows no plan and no row.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
+from quire.config.speculative import OPTION
 from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
 from quire.layers.step import Step
@@ -83,6 +86,16 @@ class CpuDevice(Device):
             self.is_small_model = self.num_threads > 1
             self.num_threads = 1
         self.target = self._make_target()
+
+    def with_threads(self, num_threads: int) -> "CpuDevice":
+        if not self.packs_weights:
+            raise ConfigError(f"{OPTION}: num_threads is for the compiled kernels, not for torch; leave it out.")
+        if num_threads > (num_cores := os.cpu_count() or 1):
+            logger.warning("%s: num_threads=%d on %d cores: slower; lower it", OPTION, num_threads, num_cores)
+        own = copy(self)
+        own.num_threads = num_threads
+        own.target = own._make_target()
+        return own
 
     def available_bytes(self) -> int:
         return available_memory_bytes()

@@ -13,6 +13,7 @@ from quire.entrypoints.cli.main import main
 from quire.errors import ConfigError, QuireError
 from quire.utils.hub import resolve_model_path
 
+DRAFT_MODEL = {"method": "draft_model", "model": "demo-draft"}
 TYPICAL = {"method": "ngram", "acceptance": "typical"}
 
 
@@ -63,6 +64,12 @@ def test_thresholds_have_medusas_defaults() -> None:
         ({"method": "medusa"}, "the method 'medusa' needs 'model'"),
         ({"method": "medusa", "model": "demo-medusa", "prompt_lookup_max": 2}, "for the method 'ngram', not"),
         ({"method": "draft_model", "model": "demo-draft", "quantization": "int3"}, "quantization must be one of"),
+        (DRAFT_MODEL | {"quantization": 8}, "quantization must be one of None, 'int8', 'int4', got 8"),
+        (DRAFT_MODEL | {"num_threads": 0}, "num_threads must be an integer, from 1 to 256, got 0"),
+        (DRAFT_MODEL | {"num_threads": -2}, "num_threads must be an integer, from 1 to 256, got -2"),
+        (DRAFT_MODEL | {"num_threads": 10_000}, "num_threads must be an integer, from 1 to 256, got 10000"),
+        (DRAFT_MODEL | {"num_threads": "two"}, "num_threads must be an integer, from 1 to 256, got 'two'"),
+        ({"method": "suffix", "num_threads": 2}, "num_threads is for the methods 'draft_model', 'medusa', 'eagle', "),
         ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "for the methods medusa, eagle, eagle3, and 'ngram'"),
         ({"method": "suffix", "speculative_token_tree": "[(0,"}, "must be the text of a list of tuples of choices"),
         ({"method": "ngram", "speculative_token_tree": [[0]]}, "speculative_token_tree must be a text, got [[0]]"),
