@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 # Set before torch is first imported, and for child processes too: the models here are tiny, and two OpenMP threads on a
 # busy machine wait for each other at every operation.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell's background job ignores Ctrl-C, and all that it starts: tests that interrupt something would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A loaded machine is no failure. CI draws the same examples every time; a developer's runs draw new ones.
 hypothesis.settings.register_profile("local", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
