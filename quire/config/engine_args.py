@@ -16,6 +16,7 @@ from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of
+from quire.config.parallel import PARALLEL_OPTIONS, ParallelConfig
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, NotYetSupportedError
@@ -131,9 +132,15 @@ class EngineArgs:
         32.0, "Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first.", over=0
     )
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
-    tensor_parallel_size: int = option(1, "Devices that share each layer; only 1 yet.", 1, short="-tp")
-    pipeline_parallel_size: int = option(1, "Devices that share the stack of layers; only 1 yet.", 1, short="-pp")
-    distributed_executor_backend: Literal["uni"] | None = option(None, "Executor; only 'uni' (in-process) yet.")
+    tensor_parallel_size: int = option_of(ParallelConfig, "tensor_parallel_size")
+    pipeline_parallel_size: int = option_of(ParallelConfig, "pipeline_parallel_size")
+    data_parallel_size: int = option_of(ParallelConfig, "data_parallel_size")
+    enable_expert_parallel: bool = option_of(ParallelConfig, "enable_expert_parallel")
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option_of(
+        ParallelConfig, "distributed_executor_backend"
+    )
+    tp_collective: Literal["gather", "reduce"] = option_of(ParallelConfig, "tp_collective")
+    cpu_bind: str = option_of(ParallelConfig, "cpu_bind")
     speculative_config: dict[str, Any] | None = option(
         None, 'Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says.'
     )
@@ -148,6 +155,7 @@ class EngineArgs:
         check_options(self)
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
+        _ = self.parallel
         self._tell_what_is_not_there_yet()
 
     def _tell_what_is_not_there_yet(self) -> None:
@@ -159,9 +167,11 @@ class EngineArgs:
             raise ConfigError("kv_cache_dir needs swap_space: blocks come back through host memory. Set it above 0.")
         if self.kv_cache_dir is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_cache_dir keeps prefixes: it needs enable_prefix_caching=True.")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise NotYetSupportedError(f"{name}={getattr(self, name)} is not supported yet; use 1.")
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How many processes share the work."""
+        return ParallelConfig(**{name: getattr(self, name) for name in PARALLEL_OPTIONS})
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":

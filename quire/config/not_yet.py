@@ -5,8 +5,8 @@ Read where an unknown option is refused, by `EngineArgs` and the command line. A
 
 _LATER = """
     additional_config allowed_local_media_path api_server_count async_scheduling calculate_kv_scales
-    chat_template_content_format compilation_config config convert cpu_offload_gb data_parallel_rank data_parallel_size
-    decode_context_parallel_size default_chat_template_kwargs enable_expert_parallel
+    chat_template_content_format compilation_config config convert cpu_offload_gb data_parallel_rank
+    decode_context_parallel_size default_chat_template_kwargs
     enable_lora enable_server_load_tracking enable_sleep_mode
     enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin
     kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors long_prefill_token_threshold

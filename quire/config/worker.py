@@ -35,6 +35,9 @@ class WorkerConfig:
         kv_cache_dir: folder for KV blocks that outlive the engine; None: they don't.
         kv_cache_dir_size: most that they may take there, in GiB.
         debug: poison fresh KV blocks with NaN.
+        rank: which of the workers that share the model it is.
+        num_ranks: how many share it.
+        group: name of the memory through which they meet; None for one alone.
     """
 
     model: ModelConfig
@@ -56,3 +59,6 @@ class WorkerConfig:
     kv_cache_dir: str | None = None
     kv_cache_dir_size: float = 32.0
     debug: bool = False
+    rank: int = 0
+    num_ranks: int = 1
+    group: str | None = None

@@ -32,7 +32,9 @@ T = TypeVar("T", WorkerConfig, CacheRequest)
 
 def worker_config(config: EngineConfig) -> WorkerConfig:
     """What a worker has to know of an engine's options."""
-    return _options(WorkerConfig, config, swaps=config.swap_bytes > 0)
+    parallel = config.args.parallel
+    ranks = {"rank": 0, "num_ranks": parallel.num_ranks, "group": None}
+    return _options(WorkerConfig, config, swaps=config.swap_bytes > 0, **ranks)
 
 
 def _options(kind: type[T], config: EngineConfig, **facts: Any) -> T:

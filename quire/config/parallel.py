@@ -1,0 +1,59 @@
+"""How many processes share the work, and how: sizes of each kind of parallelism, executor, cores.
+
+`EngineArgs` has these options; the executor's choice and the workers' configurations follow from them. A value that
+nothing carries out yet is refused here by name, so that no flag is silently ignored.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from quire.config.options import option
+from quire.errors import NotYetSupportedError
+
+# What is carried out so far; an entry goes when all of its option's values are.
+_SERVED: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "distributed_executor_backend": (None, "uni"),
+}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Options of parallelism, under vLLM's names.
+
+    Raises:
+        NotYetSupportedError: a size or a backend that this version lacks.
+    """
+
+    tensor_parallel_size: int = option(1, "Processes that share each layer.", 1, short="-tp")
+    pipeline_parallel_size: int = option(1, "Processes that share the stack of layers.", 1, short="-pp")
+    data_parallel_size: int = option(1, "Engines behind one server.", 1, short="-dp")
+    enable_expert_parallel: bool = option(False, "Split experts by whole experts instead of by rows.")
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(
+        None,
+        "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray', or 'external_launcher'; "
+        "'uni' by default for one worker, and 'mp' for more.",
+    )
+    tp_collective: Literal["gather", "reduce"] = option(
+        "gather", "'gather': answers are those of one process, bit for bit; 'reduce': faster perhaps, and not so."
+    )
+    cpu_bind: str = option(
+        "auto", "Cores of the worker processes: 'auto' (an even share each), 'none', or a list by rank, as '0-1|2-3'."
+    )
+
+    def __post_init__(self) -> None:
+        for name, served in _SERVED.items():
+            if (value := getattr(self, name)) not in served:
+                shown = " or ".join(repr(one) for one in served)
+                raise NotYetSupportedError(f"{name}={value!r} is not supported yet; use {shown}.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+PARALLEL_OPTIONS = tuple(field.name for field in fields(ParallelConfig))
