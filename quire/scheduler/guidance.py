@@ -42,7 +42,7 @@ class Guidance:
             return
         assert self._grammars is not None, "a request with a grammar, in an engine without any"
         key = self._grammars.key(params)
-        group.grammar = self._grammars.get(key)
+        group.grammar = (found := self._grammars.get(key)) and found.opened()
         if group.grammar is None:
             self._grammars.compile(key, params)
             self._awaiting.setdefault(key, []).append(group)
@@ -58,7 +58,7 @@ class Guidance:
                 if self._outcomes.groups.get(group.request_id) is not group:
                     continue  # aborted meanwhile
                 if isinstance(found, Grammar):
-                    group.grammar = found
+                    group.grammar = found.opened()
                     for sequence in group.sequences.values():
                         self._planner.make_ready(sequence)
                 else:

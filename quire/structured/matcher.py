@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.text.grammars.meter import FREE_SECONDS, Meter
+
 MAX_FORCED = 8  # tokens drafted at once where the grammar leaves no choice: a key of an object, about
 
 Masks = npt.NDArray[np.uint32]  # [rows, words]: bit t % 32 of word t // 32 is set where token t is allowed
@@ -58,15 +60,20 @@ class Grammar:
         end_ids: the end-of-sequence tokens.
     """
 
-    __slots__ = ("_end_ids", "_start")
+    __slots__ = ("_end_ids", "_meter", "_start")
 
     def __init__(self, start: Any, end_ids: tuple[int, ...]) -> None:
         self._start = start
         self._end_ids = end_ids
+        self._meter = Meter()
+
+    def opened(self) -> "Grammar":
+        """The same for one request, all sequences of which may take only so much time together."""
+        return Grammar(self._start, self._end_ids)
 
     def matcher(self, token_ids: Sequence[int], goes_on: bool) -> "Matcher":
         """A sequence with these output tokens; one that `goes_on` ends only where nothing else is left."""
-        matcher = Matcher(self._start.deep_copy(), self._end_ids, goes_on)
+        matcher = Matcher(self._start.deep_copy(), self._end_ids, goes_on, self._meter)
         matcher.take(token_ids)
         return matcher
 
@@ -74,24 +81,24 @@ class Grammar:
 class Matcher:
     """Where one sequence stands."""
 
-    __slots__ = ("_end_ids", "_engine", "_goes_on")
+    __slots__ = ("_end_ids", "_engine", "_goes_on", "_meter")
 
-    def __init__(self, engine: Any, end_ids: tuple[int, ...], goes_on: bool) -> None:
+    def __init__(self, engine: Any, end_ids: tuple[int, ...], goes_on: bool, meter: Meter) -> None:
         self._engine = engine
         self._end_ids = end_ids
         self._goes_on = goes_on
+        self._meter = meter
 
     def copy(self) -> "Matcher":
         """The same, for a fork."""
-        return Matcher(self._engine.deep_copy(), self._end_ids, self._goes_on)
+        return Matcher(self._engine.deep_copy(), self._end_ids, self._goes_on, self._meter)
 
     @property
     def error(self) -> str | None:
         """Why it allows nothing any more, where that is so: the grammar was too complex to go on."""
-        if not self._engine.is_error():
-            return None
-        reason = self._engine.get_error().partition("\n")[0].removeprefix("Parser Error: ")
-        return f"the grammar became too complex to follow: {reason or 'a limit was met'}. Use a simpler one."
+        slow = "it took more than half a second in all to work out what may come next" if self._meter.is_spent else ""
+        reason = slow or self._engine.get_error().partition("\n")[0].removeprefix("Parser Error: ")
+        return f"the grammar became too complex to follow: {reason}. Use a simpler one." if reason else None
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Go on by these tokens, each of which was allowed."""
@@ -107,7 +114,11 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The next tokens, at most MAX_FORCED, where the grammar leaves but one text."""
-        return self._engine.compute_ff_tokens()[:MAX_FORCED]
+        start = (clock := self._meter.clock)()
+        forced = self._engine.compute_ff_tokens()
+        if (seconds := clock() - start) > FREE_SECONDS:
+            self._meter.add(seconds)
+        return forced[:MAX_FORCED]
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts may come, before the first that may not."""
@@ -119,9 +130,12 @@ class Matcher:
         After a draft that may not come, nothing is allowed: nobody gets there. After the end all is: what is drawn
         there is left, and must not fail.
         """
-        engine, num_bytes = self._engine, masks.num_bytes
+        engine, num_bytes, meter = self._engine, masks.num_bytes, self._meter
+        start = (clock := meter.clock)()
         engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
-        if engine.is_error():
+        if (seconds := clock() - start) > FREE_SECONDS:
+            meter.add(seconds)
+        if engine.is_error() or meter.is_spent:
             masks.array[row : row + 1 + len(drafts)] = 0
             return
         if self._goes_on and engine.is_accepting():

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -290,6 +291,31 @@ def test_what_can_not_be_held_is_refused_with_the_reason() -> None:
     without = LLM("demo", skip_tokenizer_init=True)
     with pytest.raises(InvalidRequestError, match="structured_outputs needs a tokenizer"):
         without.generate({"prompt_token_ids": [5]}, good)
+
+
+AMBIGUOUS = 'start: e\ne: e e | "a" | "b" | "c"'  # of n letters there are all trees with n leaves
+
+
+@pytest.mark.slow
+def test_an_ambiguous_grammar_ends_its_own_request() -> None:
+    one = engine()
+    for name, structure in (("bomb", {"grammar": AMBIGUOUS}), ("golden", None)):
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=450, structured_outputs=structure)
+        one.add_request(name, PROMPTS[0], params)
+    done = {output.request_id: output for output in iter_finished(one)}
+    (bomb,), (golden,) = done["bomb"].outputs, done["golden"].outputs
+    assert (bomb.finish_reason, golden.finish_reason) == ("error", "length")
+    assert str(bomb.stop_reason).startswith("the grammar became too complex to follow: ")
+    assert isinstance(done["bomb"].error, InvalidRequestError)
+    one.add_request("again", PROMPTS[0], SamplingParams(temperature=0, ignore_eos=True, max_tokens=450))
+    (again,) = iter_finished(one)
+    assert again.outputs[0].token_ids == golden.token_ids
+    one.check_integrity()
+
+
+def iter_finished(one: LLMEngine) -> Iterator[Any]:
+    while one.has_unfinished_requests():
+        yield from (output for output in one.step() if output.finished)
 
 
 @pytest.mark.slow

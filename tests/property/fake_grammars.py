@@ -59,6 +59,9 @@ class FakeEngine:
     def deep_copy(self) -> "FakeEngine":
         return FakeEngine(self.number, self.token_ids)
 
+    def get_error(self) -> str:
+        return ""
+
     def is_error(self) -> bool:
         return False
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.meter import STEP_ITEMS
 from quire.text.grammars.reasons import reason_of
 from quire.text.grammars.source import source_of
 from quire.text.grammars.trial import Trial
@@ -73,7 +74,7 @@ class Compiler:
                 f"it takes more than {_SECONDS[pace]:g} s, or too much memory, to compile; use simpler regexes, and "
                 "fewer of them at one place."
             )
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(verbose_errors=False, step_max_items=STEP_ITEMS)
         table: Any = self._table
         matcher = llguidance.LLMatcher(table, source, log_level=0, limits=limits)
         trial = matcher.deep_copy()  # which works out here what is worked out once for all

@@ -16,6 +16,7 @@ import time
 import weakref
 
 from quire.errors import RequestFailedError
+from quire.text.grammars.meter import STEP_ITEMS
 from quire.utils.child import start_child
 
 _FRAME = struct.Struct("<dQ")  # seconds, bytes that follow
@@ -76,12 +77,17 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEGABYTES << 20, _MEGABYTES << 20))
+    bytes_alone, limits = llguidance.LLTokenizer("byte"), llguidance.LLParserLimits(step_max_items=STEP_ITEMS)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while len(header := source.read(_FRAME.size)) == _FRAME.size:
         seconds, size = _FRAME.unpack(header)
         text = source.read(size).decode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
-        llguidance.LLMatcher.validate_grammar(text)
+        matcher = llguidance.LLMatcher(bytes_alone, text, log_level=0, limits=limits)
+        if matcher.is_error():  # it has no special tokens
+            llguidance.LLMatcher.validate_grammar(text)
+        else:
+            matcher.compute_ff_tokens()
         signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(b".")
         sink.flush()

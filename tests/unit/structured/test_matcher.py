@@ -15,6 +15,7 @@ from quire.structured import manager as module
 from quire.structured.manager import GrammarManager
 from quire.structured.matcher import Grammar, MaskBuffer, Matcher
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars import meter
 from quire.text.grammars.compiler import Vocabulary
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -159,6 +160,23 @@ def test_what_may_go_better_the_next_time_is_tried_again(tokenizer: Tokenizer, m
     compiled(grammars, choice=["a"])
 
 
+def test_a_request_that_took_its_time_may_draw_nothing_more(
+    grammars: GrammarManager, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its sequences together; others of the same grammar have their own time."""
+    monkeypatch.setattr(meter, "_SECONDS", 0.1)
+    grammar = compiled(grammars, regex="[ab]*")
+    request, other = grammar.opened(), grammar.opened()
+    first, second = request.matcher([], goes_on=False), request.matcher([], goes_on=False)
+    request._meter.add(5.0)  # somebody else may have had the processor
+    assert masks_of(first, [])[0]
+    request._meter.add(0.2)
+    for matcher in (first, second, first.copy()):
+        assert masks_of(matcher, []) == [set()]
+        assert "more than half a second" in str(matcher.error)
+    assert masks_of(other.matcher([], goes_on=False), [])[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama-2", "llama-3", "mistral-v3", "qwen3"])
 def test_every_kind_of_tokenizer(shared_data: Path, name: str) -> None:
@@ -191,7 +209,7 @@ def test_every_kind_of_tokenizer(shared_data: Path, name: str) -> None:
 def test_what_became_too_complex_says_which_limit_was_met() -> None:
     said = "Parser Error: Current row has 2001 items; max is 2000; consider another\n<non-verbose/>"
     engine = Mock(is_error=Mock(return_value=True), get_error=Mock(return_value=said))
-    assert Matcher(engine, (EOS,), goes_on=False).error == (
+    assert Matcher(engine, (EOS,), False, meter.Meter()).error == (
         "the grammar became too complex to follow: Current row has 2001 items; max is 2000; consider another. Use a "
         "simpler one."
     )
