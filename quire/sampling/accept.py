@@ -174,10 +174,12 @@ def _accept_or_recover(weights: Weights, draft_id: int, drawn_from: Probs | None
 def _is_typical(weights: Weights, draft_id: int, rule: Rule) -> bool:
     """Whether p(draft) is above min(threshold, alpha * exp(-entropy of p))."""
     assert rule.threshold is not None
-    kept = weights[weights > 0].astype(np.float64)  # row by row, so that no neighbour decides where a vector ends
     total = float(weights.sum())
+    if (probability := weights[draft_id] / total) > rule.threshold:
+        return True
+    kept = weights[weights > 0].astype(np.float64)  # row by row, so that no neighbour decides where a vector ends
     entropy = math.log(total) - float((kept * np.log(kept)).sum()) / total
-    return weights[draft_id] / total > min(rule.threshold, rule.alpha * math.exp(-entropy))
+    return probability > rule.alpha * math.exp(-entropy)
 
 
 def _draw(logits: Tensor, lanes: Sequence[Lane], target: Target | None) -> None:

@@ -199,11 +199,15 @@ def kept_weights(logits: Floats, maximum: float, temperature: float, top_k: int,
         weights = np.zeros(len(logits), np.int64)
         weights[table.ids] = table.weights
         return weights
-    if mass:
-        order = np.argsort(-logits, kind="stable")
-        ordered = table.weights[order]
-        table.weights[order[np.cumsum(ordered) - ordered >= mass]] = 0
-    return table.weights
+    if not mass:
+        return table.weights
+    weights, num = np.zeros(len(logits), np.int64), _MAX_LISTED
+    while table.weights[order := leading_ids(logits, num)].sum() < mass:  # few tokens have it, as a rule
+        num *= 4
+    ordered = table.weights[order]
+    kept = order[np.cumsum(ordered) - ordered < mass]
+    weights[kept] = table.weights[kept]
+    return weights
 
 
 def draw(table: DrawTable, mass: int, logits: Floats, random_bits: Callable[[int], int]) -> int:

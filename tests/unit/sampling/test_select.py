@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sampling.random import random_bits
-from quire.sampling.select import DrawTable, candidates, draw, ids_before, leading_ids, race_times, weigh
+from quire.sampling.select import DrawTable, candidates, draw, ids_before, kept_weights, leading_ids, race_times, weigh
 
 ORDER_LIMIT = 1024  # up to this top_k the package lists the tokens; beyond, it draws and checks
 
@@ -137,6 +137,9 @@ def test_the_survivors_are_exactly_the_plain_twins(row, limit) -> None:
         ids = np.array([i for i in ids if int(table.weights[ids_before(row, i)].sum()) < mass])
     weights = weigh(row, float(row.max()), temperature)
     assert ids.tolist() == sorted(i for i in left if weights[i] > 0)
+    in_all = kept_weights(row, float(row.max()), temperature, top_k, top_p, min_p)
+    assert np.flatnonzero(in_all).tolist() == ids.tolist()
+    assert in_all[ids].tolist() == weights[ids].tolist()
     assert len(left) >= 1
     assert set(left) <= set(kept)
 
