@@ -23,7 +23,8 @@ class DraftCounts:
         self._num_accepted += num_accepted
         per_position = self._per_position
         depth = num_drafts if self._tree is None else self._tree.depths[num_drafts - 1]
-        per_position += [0] * (depth - len(per_position))
+        if depth > len(per_position):
+            per_position += [0] * (depth - len(per_position))
         for place in range(num_accepted):
             per_position[place] += 1
 

@@ -70,11 +70,11 @@ class SequenceTokens:
 
     def accept(self, num_drafts: int, token_id: int) -> None:
         """Let the first drafts be tokens, append the one that was drawn after them, and forget the other drafts."""
-        self.num += num_drafts
-        self.num_drafts -= num_drafts
-        self.append(token_id)
-        if self.num_drafts:
-            self.set_drafts([])
+        place, end = self.num + num_drafts, self.num + self.num_drafts
+        self.ids[place] = token_id
+        if place + 1 < end:
+            self.ids[place + 1 : end] = 0
+        self.num, self.num_drafts = place + 1, 0
 
     def set_drafts(self, token_ids: Sequence[int]) -> None:
         """Let these be the drafts, instead of those there are; [] to forget them."""

@@ -43,8 +43,7 @@ class DraftedSequence:
     probs: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What became of a sequence's drafts."""
 
     sequence_id: int
