@@ -136,6 +136,7 @@ struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its
 };
 
 struct SampleArgs;  // sample_args.h
+struct SampleRow;
 
 struct Operation;  // operation.h
 

@@ -1,5 +1,4 @@
-// Where every field of the structs that Python mirrors lies, so that a library and a package of different versions refuse
-// each other, by the name of the field (quire/ops/native/structs.py).
+// The fields of the structs that Python makes: quire/ops/native/structs.py declares none of them again.
 #include <cstddef>
 #include <vector>
 
@@ -9,8 +8,8 @@
 namespace quire {
 namespace {
 
-#define WHOLE(S) {#S, "", 0, int64_t(sizeof(S))}
-#define FIELD(S, f) {#S, #f, int64_t(offsetof(S, f)), int64_t(sizeof(S::f))}
+#define WHOLE(S) {#S, "", "", 0, int64_t(sizeof(S))}
+#define FIELD(S, f) {#S, #f, kind_of<decltype(S::f)>(), int64_t(offsetof(S, f)), int64_t(sizeof(S::f))}
 
 constexpr Field kFields[] = {
     WHOLE(Matrix), FIELD(Matrix, data), FIELD(Matrix, scales), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, type),

@@ -2,12 +2,13 @@
 // of operations.
 //
 // Each operation has a header that declares its struct and its kernel and ends with QUIRE_OPERATION, which is the whole of
-// its entry; ops.h includes them all. Programs, the table that a level exports and the layout checks follow from that list;
-// Python asks the library for the names.
+// its entry; ops.h includes them all. Programs, the table that a level exports and the structs that Python makes follow from that
+// list.
 #pragma once
 
 #include <array>
 #include <cstddef>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -46,11 +47,24 @@ struct HeadSpec {
     CacheShape cache_shape(const Operands& o) const { return {step(o)->block_size, num_kv_heads, head_dim, o.cache_type}; }
 };
 
-// Where a field lies of a struct that Python mirrors; layout.cpp.
+// A field of a struct that Python makes; layout.cpp.
 struct Field {
     const char *of, *name;  // name "": the struct as a whole
+    const char* kind;       // of a number or an address, or the name of a struct; of each element of an array
     int64_t offset, size;
 };
+
+template <class Member>
+constexpr const char* kind_of() {
+    using T = std::remove_all_extents_t<Member>;
+    if (std::is_same_v<T, const SampleRow*>) return "bytes";
+    if (std::is_pointer_v<T>) return "ptr";
+    if (std::is_same_v<T, Matrix>) return "Matrix";
+    if (std::is_same_v<T, HeadSpec>) return "HeadSpec";
+    if (std::is_same_v<T, float>) return "f32";
+    static_assert(std::is_same_v<T, Matrix> || std::is_same_v<T, HeadSpec> || std::is_scalar_v<T>, "name the struct here");
+    return sizeof(T) == 8 ? "i64" : sizeof(T) == 4 ? "i32" : "u8";  // enumerations are integers
+}
 
 struct Operation {
     const char* name;
@@ -77,14 +91,14 @@ constexpr int kFirstPlace = __COUNTER__ + 1;
     template <>                                                                                     \
     struct Entry<__COUNTER__> {                                                                     \
         using Spec = Struct;                                                                        \
-        static_assert(sizeof(Spec) <= kSpecBytes, "raise kSpecBytes, here and in structs.py");      \
+        static_assert(sizeof(Spec) <= kSpecBytes, "raise kSpecBytes");      \
         static constexpr const char* kName = #name;                                                 \
-        static constexpr Field kFields[] = {{kName, "", 0, int64_t(sizeof(Spec))}, __VA_ARGS__};    \
+        static constexpr Field kFields[] = {{kName, "", "", 0, int64_t(sizeof(Spec))}, __VA_ARGS__}; \
         static void run(const void* spec, const Operands& operands, Context& context) {             \
             name(*static_cast<const Spec*>(spec), operands, context);                               \
         }                                                                                           \
     }
-#define QUIRE_FIELD(f) {kName, #f, int64_t(offsetof(Spec, f)), int64_t(sizeof(Spec::f))}
+#define QUIRE_FIELD(f) {kName, #f, kind_of<decltype(Spec::f)>(), int64_t(offsetof(Spec, f)), int64_t(sizeof(Spec::f))}
 
 template <int... kPlaces>
 constexpr std::array<Operation, sizeof...(kPlaces)> operations_at(std::integer_sequence<int, kPlaces...>) {

@@ -15,7 +15,7 @@ from quire.ops.attention import attend
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.library import Target, choose_level, loaded_library
 from quire.ops.native.program import Caches, StepData
-from quire.ops.native.structs import TYPE_OF, MoveStruct
+from quire.ops.native.structs import TYPE_OF, c_struct
 from quire.ops.rope import prepare
 
 DIM_MULTIPLE = 32  # a head's features are padded to this in the cache
@@ -63,16 +63,16 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
         _, _, num_kv_heads, size = kv_cache.shape
-        arguments = MoveStruct(
-            kv_cache.data_ptr(),
-            moves.block_size,
-            num_kv_heads,
-            size // moves.block_size - (_SCALE_BYTES if self.int8 else 0),
-            moves.sources.data_ptr(),
-            moves.destinations.data_ptr(),
-            moves.sources.shape[0],
-            TYPE_OF[kv_cache.dtype],
-            TYPE_OF[moves.dtype],
+        arguments = c_struct("MoveArgs")(
+            cache=kv_cache.data_ptr(),
+            block_size=moves.block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=size // moves.block_size - (_SCALE_BYTES if self.int8 else 0),
+            sources=moves.sources.data_ptr(),
+            destinations=moves.destinations.data_ptr(),
+            count=moves.sources.shape[0],
+            type=TYPE_OF[kv_cache.dtype],
+            activations=TYPE_OF[moves.dtype],
         )
         loaded_library().quire_move_slots(Target(self._level or choose_level()).kernels, addressof(arguments))
 

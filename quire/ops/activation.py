@@ -1,6 +1,5 @@
 """Activation functions, plain and gated: a product with one of them after it is one kernel."""
 
-import ctypes
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import GATED, Epilogue, instruction
+from quire.ops.native.structs import GATED, Epilogue
 from quire.ops.rows import in_blocks
 from quire.ops.table import Operation, op
 
@@ -25,11 +24,6 @@ def _gelu_tanh(wide: Tensor) -> Tensor:
 
 def _silu(wide: Tensor) -> Tensor:
     return wide / torch.neg(wide).exp_().add_(1.0)
-
-
-@instruction("activation")
-class ActivationSpec(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_int64), ("function", ctypes.c_int32)]
 
 
 FUNCTIONS: dict[Epilogue, Operation[[Tensor], Tensor]] = {}
@@ -60,7 +54,7 @@ def _build(x: Value, function: Epilogue) -> Value:
     if product is not None:
         product.spec.epilogue = function
         return x.builder.fuse(product, width)
-    return x.builder.append(ActivationSpec(width, function), [x], width)
+    return x.builder.append("activation", [x], width, size=width, function=function)
 
 
 # ``x / (1 + exp(-x))`` (arXiv:1702.03118), and ``silu(gate) * up`` (arXiv:2002.05202).

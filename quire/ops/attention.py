@@ -6,7 +6,6 @@ with an online softmax (arXiv:1805.02867) in fp32. A tile that a query cannot se
 does not matter which other queries or which surplus tiles are computed beside it. Knows no requests.
 """
 
-from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import HeadSpec, declared, instruction
 from quire.ops.rope import AttentionSpec
 from quire.ops.table import op
 
@@ -178,11 +176,6 @@ def _tile_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-@instruction("attention", wants_step=True)
-class AttendSpec(Structure):
-    _fields_ = [("heads", HeadSpec), *declared("ptr sinks; i64 window; f32 scale softcap")]
-
-
 def attend(query: Value, spec: AttentionSpec) -> Value:
     """Record causal attention to a layer's cache: query [T, Hq D], or wider (what follows is not read), -> [T, Hq D].
 
@@ -192,11 +185,14 @@ def attend(query: Value, spec: AttentionSpec) -> Value:
     builder, sinks = query.builder, spec.sinks
     if sinks is not None and sinks.shape != (spec.num_heads,):
         raise ValueError(f"sinks must be [{spec.num_heads}], got {tuple(sinks.shape)}")
-    struct = AttendSpec(
+    return builder.append(
+        "attention",
+        [query],
+        spec.num_heads * spec.head_dim,
+        needs_step=True,
         heads=spec.heads(),
         sinks=None if sinks is None else builder.address(sinks.float().contiguous()),
         window=spec.window or -spec.start,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
     )
-    return builder.append(struct, [query], spec.num_heads * spec.head_dim)

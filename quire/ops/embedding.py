@@ -1,12 +1,9 @@
 """Rows of a table, by token id or by position."""
 
-import ctypes
-
 from torch import Tensor
 
 from quire.ops.native.builder import StepIndex, Value
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.structs import MatrixStruct, instruction
 from quire.ops.table import op
 
 
@@ -21,16 +18,11 @@ def embedding(ids: Tensor, table: Tensor | PackedMatrix) -> Tensor:
     return table.index_select(0, ids)
 
 
-@instruction("embedding", wants_step=True)
-class EmbeddingSpec(ctypes.Structure):
-    _fields_ = [("table", MatrixStruct), ("offset", ctypes.c_int64), ("by_position", ctypes.c_int32)]
-
-
 @embedding.native
 def _build(ids: StepIndex, table: Tensor | PackedMatrix) -> Value:
     builder = ids.builder
     if isinstance(table, Tensor):  # as the checkpoint has it: by torch, between two parts of the program
         [out] = builder.host(lambda rows: embedding.reference(rows, table), [ids], [table.shape[1]], table.dtype)
         return out
-    spec = EmbeddingSpec(builder.matrix(table), ids.offset, ids.by_position)
-    return builder.append(spec, [], table.cols)
+    told = {"table": builder.matrix(table), "offset": ids.offset, "by_position": ids.by_position}
+    return builder.append("embedding", [], table.cols, needs_step=True, **told)

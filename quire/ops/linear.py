@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.ops.native.builder import Value
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.structs import TYPE_OF, LinearSpec
+from quire.ops.native.structs import TYPE_OF
 from quire.ops.table import op
 
 MIN_COLUMNS = 16  # of fewer some CPUs' libraries sum one row of a tile in another order than the next
@@ -56,6 +56,6 @@ def _build(
         return out
     if x.width != weight.cols:
         raise ValueError(f"a matrix [{weight.rows}, {weight.cols}] can't multiply rows of {x.width}")
-    builder = x.builder
-    spec = LinearSpec(weight=builder.matrix(weight), bias=builder.vector(bias, weight.rows))
-    return builder.append(spec, [x], weight.rows, None if out_dtype is None else TYPE_OF[out_dtype])
+    told = {"weight": x.builder.matrix(weight), "bias": x.builder.vector(bias, weight.rows)}
+    type = None if out_dtype is None else TYPE_OF[out_dtype]
+    return x.builder.append("linear", [x], weight.rows, type=type, **told)

@@ -1,12 +1,9 @@
 """RMSNorm and LayerNorm over the last dimension."""
 
-from ctypes import Structure
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.native.builder import Value
-from quire.ops.native.structs import declared, instruction
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
@@ -33,18 +30,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-@instruction("norm")
-class NormSpec(Structure):
-    _fields_ = declared("ptr weight bias; i64 size; f32 eps; i32 subtract_mean plus_one")
-
-
 @rms_norm.native
 def _build_rms(x: Value, weight: Tensor, eps: float, plus_one: bool = False) -> Value:
-    spec = NormSpec(weight=x.builder.vector(weight, x.width), size=x.width, eps=eps, plus_one=plus_one)
-    return x.builder.append(spec, [x], x.width)
+    vector = x.builder.vector(weight, x.width)
+    return x.builder.append("norm", [x], x.width, weight=vector, size=x.width, eps=eps, plus_one=plus_one)
 
 
 @layer_norm.native
 def _build_layer(x: Value, weight: Tensor | None, bias: Tensor | None, eps: float) -> Value:
-    vectors = {"weight": x.builder.vector(weight, x.width), "bias": x.builder.vector(bias, x.width)}
-    return x.builder.append(NormSpec(size=x.width, eps=eps, subtract_mean=True, **vectors), [x], x.width)
+    factor, shift = x.builder.vector(weight, x.width), x.builder.vector(bias, x.width)
+    told = {"weight": factor, "bias": shift, "size": x.width, "eps": eps, "subtract_mean": True}
+    return x.builder.append("norm", [x], x.width, **told)

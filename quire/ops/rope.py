@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.ops.native.builder import ProgramBuilder, Value
-from quire.ops.native.structs import HeadSpec, declared, instruction
+from quire.ops.native.builder import Value
+from quire.ops.native.structs import c_struct
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
 
@@ -96,7 +96,7 @@ class AttentionSpec:
         """Columns of queries, keys and values together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def heads(self) -> HeadSpec:
+    def heads(self) -> Structure:
         """What instructions are told of the heads.
 
         Raises:
@@ -107,15 +107,8 @@ class AttentionSpec:
                 f"{self.num_heads} heads of {self.head_dim} features over {self.num_kv_heads} KV heads can't be "
                 f"attended to: head_dim is at most {MAX_HEAD_DIM}, heads come in whole groups"
             )
-        return HeadSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.layer, self.group)
-
-
-@instruction("prepare", wants_step=True)
-class PrepareSpec(Structure):
-    _fields_ = [
-        ("heads", HeadSpec),
-        *declared("ptr q_norm k_norm cos_sin; i64 rotary_dim; f32 eps; i32 plus_one"),
-    ]
+        names = ("num_heads", "num_kv_heads", "head_dim", "layer", "group")
+        return c_struct("HeadSpec")(**{name: getattr(self, name) for name in names})
 
 
 def prepare(qkv: Value, spec: AttentionSpec) -> Value:
@@ -127,19 +120,15 @@ def prepare(qkv: Value, spec: AttentionSpec) -> Value:
     if qkv.width != spec.qkv_size:
         raise ValueError(f"{qkv.width} columns are not the {spec.qkv_size} of queries, keys and values")
     builder = qkv.builder
-    struct = PrepareSpec(
-        heads=spec.heads(),
-        q_norm=builder.vector(spec.q_norm, spec.head_dim),
-        k_norm=builder.vector(spec.k_norm, spec.head_dim),
-        eps=spec.norm_eps,
-        plus_one=spec.norm_plus_one,
-    )
-    if spec.rope is not None:
-        struct.cos_sin, struct.rotary_dim = _rotation(builder, spec.rope, spec.head_dim)
-    return builder.append_in_place(struct, qkv)
-
-
-def _rotation(builder: ProgramBuilder, table: Tensor, head_dim: int) -> tuple[int, int]:
-    if table.dtype != torch.float32 or not table.is_contiguous() or table.shape[1] > head_dim:
-        raise ValueError("cos_sin must be contiguous float32 [positions, rotary_dim <= head_dim]")
-    return builder.address(table), table.shape[1]
+    told = {
+        "heads": spec.heads(),
+        "q_norm": builder.vector(spec.q_norm, spec.head_dim),
+        "k_norm": builder.vector(spec.k_norm, spec.head_dim),
+        "eps": spec.norm_eps,
+        "plus_one": spec.norm_plus_one,
+    }
+    if (table := spec.rope) is not None:
+        if table.dtype != torch.float32 or not table.is_contiguous() or table.shape[1] > spec.head_dim:
+            raise ValueError("cos_sin must be contiguous float32 [positions, rotary_dim <= head_dim]")
+        told |= {"cos_sin": builder.address(table), "rotary_dim": table.shape[1]}
+    return builder.append("prepare", [qkv], qkv, needs_step=True, **told)

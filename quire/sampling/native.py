@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.native import library as compiled
-from quire.ops.native.library import Target
-from quire.ops.native.structs import SampleStruct, check_layout
+from quire.ops.native.library import Target, loaded_library
+from quire.ops.native.library import library as library
+from quire.ops.native.structs import c_struct
 from quire.protocol.step import TokenLogprobs
 from quire.sampling.select import WEIGHT_BITS, power_scales
 from quire.sampling.state import Ids, Mask, SamplingState
@@ -36,14 +36,6 @@ _ROW = struct.Struct("=qQQqqd4fq" + "Qq" * 5 + "Q" + "Qq" + "Q")
 _LIST = struct.Struct("=Qq")
 _SEEN = struct.Struct("=QqQ")
 _COMPLETING_AT, _STOP_AT, _SEEN_AT = 72 + 2 * 16, 72 + 3 * 16, 72 + 5 * 16 + 8
-
-
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, where there are any."""
-    found = compiled.library()
-    if found is not None:
-        check_layout()
-    return found
 
 
 class _LiveRow:
@@ -83,9 +75,11 @@ class _Call:
         self._num_rows = num_rows
         self.numbers = (ctypes.c_int64 * (4 * num_rows + 1 + num_samples))(*rows, *positions, *first)
         at = ctypes.addressof(self.numbers)
-        self.args = SampleStruct(
-            logits.data_ptr(), _TYPES[logits.dtype], logits.shape[1], logits.stride(0), num_rows, records,
-            at, at + 8 * num_rows, at + 16 * num_rows, at + 24 * num_rows + 8, at + 32 * num_rows + 8, width,
+        self.args = c_struct("SampleArgs")(
+            logits=logits.data_ptr(), type=_TYPES[logits.dtype], vocab_size=logits.shape[1], stride=logits.stride(0),
+            num_rows=num_rows, rows=records, logits_rows=at, positions=at + 8 * num_rows,
+            first_sample=at + 16 * num_rows, errors=at + 24 * num_rows + 8, token_ids=at + 32 * num_rows + 8,
+            width=width,
         )  # fmt: skip
         if width:
             self.listed_ids = np.empty((num_samples, width), np.int64)
@@ -114,8 +108,7 @@ class _Call:
 
     def run(self, target: Target) -> dict[int, int]:
         """Returns the errors, by row; token_ids and the lists are then filled in."""
-        native = compiled.loaded_library()
-        native.quire_sample(target.kernels, target.num_threads, ctypes.addressof(self.args))
+        loaded_library().quire_sample(target.kernels, target.num_threads, ctypes.addressof(self.args))
         codes = self.numbers[3 * self._num_rows + 1 : 4 * self._num_rows + 1]
         if not any(codes):
             return {}

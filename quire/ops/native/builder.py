@@ -20,15 +20,10 @@ from quire.ops.native.program import HostCall, NativePart, Part, Plan, Program, 
 from quire.ops.native.structs import (
     DTYPE_OF,
     TYPE_OF,
-    AddSpec,
-    BufferStruct,
     Epilogue,
-    InstructionStruct,
-    LinearSpec,
-    MatrixStruct,
-    ScaleSpec,
     Type,
-    check_layout,
+    c_struct,
+    instruction,
 )
 
 
@@ -75,17 +70,24 @@ def recorded(value: Value | StepIndex) -> Tensor:
 
 @dataclass
 class NativeStep:
-    """An instruction whose buffers are still values; in place where it writes what it reads."""
+    """An instruction whose buffers are still values; in place where it writes what it reads.
 
+    Attributes:
+        spec: what it is told beside them.
+        needs_step: it looks at the step's tokens, not just at rows of activations.
+    """
+
+    op: str
     spec: ctypes.Structure
     reads: list[Value]
     writes: Value
+    needs_step: bool
 
     def values(self) -> list[Value]:
         return [*self.reads, self.writes]
 
-    def struct(self, number: dict[int, int]) -> InstructionStruct:
-        return InstructionStruct.of(self.spec, [number[id(value)] for value in self.reads], number[id(self.writes)])
+    def struct(self, number: dict[int, int]) -> ctypes.Structure:
+        return instruction(self.op, self.spec, [number[id(v)] for v in self.reads], number[id(self.writes)])
 
 
 @dataclass
@@ -96,6 +98,11 @@ class HostStep:
     reads: list[Value | StepIndex]
     writes: list[Value]
     wants_step: bool
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the step must be there."""
+        return self.wants_step or any(isinstance(value, StepIndex) for value in self.reads)
 
     def values(self) -> list[Value]:
         return [*(value for value in self.reads if isinstance(value, Value)), *self.writes]
@@ -117,7 +124,6 @@ class ProgramBuilder:
     """
 
     def __init__(self, dtype: torch.dtype, target: Target | None = None) -> None:
-        check_layout()
         self.type = TYPE_OF[dtype]
         self.dtype = dtype
         self.target = target or default_target()
@@ -146,13 +152,30 @@ class ProgramBuilder:
         value.kept = True
         return value
 
-    def append(self, spec: ctypes.Structure, reads: list[Value], width: int, type: Type | None = None) -> Value:
-        """Record the instruction of `spec`; returns its result, in the activations' type where no other is named."""
-        return self._append(NativeStep(spec, reads, Value(self, width, self.type if type is None else type)))
+    def append(
+        self,
+        op: str,
+        reads: list[Value],
+        writes: int | Value,
+        *,
+        type: Type | None = None,
+        needs_step: bool = False,
+        **told: Any,
+    ) -> Value:
+        """Record an operation of csrc's list.
 
-    def append_in_place(self, spec: ctypes.Structure, value: Value) -> Value:
-        """Record the instruction of `spec`, which changes `value`."""
-        return self._append(NativeStep(spec, [value], value))
+        Args:
+            writes: the width of its result, or what is changed in place.
+            type: of the result; the activations' by default.
+            needs_step: it looks at the step's tokens, not just at rows of activations.
+            told: the fields of its struct.
+        """
+        if isinstance(writes, int):
+            writes = Value(self, writes, self.type if type is None else type)
+        step = NativeStep(op, c_struct(op)(**told), reads, writes, needs_step)
+        self._check_alive(step)
+        self._steps.append(step)
+        return writes
 
     def host(
         self,
@@ -183,16 +206,16 @@ class ProgramBuilder:
         if product is not None and y is not x and y.type == self.type:
             product.reads.append(y)
             return self.fuse(product, x.width)
-        return self.append(AddSpec(x.width), [x, y], x.width, x.type)
+        return self.append("add", [x, y], x.width, type=x.type, size=x.width)
 
     def scale(self, x: Value, factor: float) -> Value:
         """``x * factor``."""
-        return self.append(ScaleSpec(x.width, factor), [x], x.width, x.type)
+        return self.append("scale", [x], x.width, type=x.type, size=x.width, factor=factor)
 
     def fusible_product(self, x: Value) -> NativeStep | None:
         """The product that made `x`, if it is the latest step and nothing has been fused to it yet."""
         step = self._steps[-1] if self._steps else None
-        if not isinstance(step, NativeStep) or step.writes is not x or not isinstance(step.spec, LinearSpec):
+        if not isinstance(step, NativeStep) or step.writes is not x or step.op != "linear":
             return None
         whole = len(step.reads) == 1 and step.spec.epilogue == Epilogue.NONE
         return step if whole and x.type == self.type and not x.kept else None
@@ -204,7 +227,7 @@ class ProgramBuilder:
         self._check_alive(product)
         return product.writes
 
-    def matrix(self, matrix: PackedMatrix) -> MatrixStruct:
+    def matrix(self, matrix: PackedMatrix) -> ctypes.Structure:
         """For a spec; the program keeps the matrix."""
         self._held.append(matrix)
         return matrix.struct()
@@ -239,11 +262,6 @@ class ProgramBuilder:
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
         return Program(_plan(self._steps, bound), self.target, self._held)
 
-    def _append(self, step: NativeStep) -> Value:
-        self._check_alive(step)
-        self._steps.append(step)
-        return step.writes
-
     def _check_alive(self, step: NativeStep | HostStep) -> None:
         assert not any(value.fused for value in step.values()), "a value was used after it was fused into another"
 
@@ -255,19 +273,20 @@ def _plan(steps: list[NativeStep | HostStep], bound: list[Value]) -> Plan:
         if isinstance(step, HostStep):
             shared |= {id(value): value for value in step.values()}
     number = {key: i for i, key in enumerate(shared)}
-    buffers = [BufferStruct(value.width, value.type, True) for value in shared.values()]
+    buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in shared.values()]
     _assign_own(steps, number, buffers)
     native = [step for step in steps if isinstance(step, NativeStep)]
     return Plan(
         [step.struct(number) for step in native],
-        [step.spec for step in native],
+        [step.spec.heads for step in native if hasattr(step.spec, "heads")],
         buffers,
         _parts(steps, number, len(bound), len(shared)),
         num_bound=len(bound),
+        needs_step=any(step.needs_step for step in steps),
     )
 
 
-def _assign_own(steps: list[NativeStep | HostStep], number: dict[int, int], buffers: list[BufferStruct]) -> None:
+def _assign_own(steps: list[NativeStep | HostStep], number: dict[int, int], buffers: list[ctypes.Structure]) -> None:
     """Give the values that only kernels touch buffers of the program's own, each reused once its value is done with."""
     num_shared = len(buffers)
     last_use = {id(value): i for i, step in enumerate(steps) for value in step.values()}
@@ -277,7 +296,7 @@ def _assign_own(steps: list[NativeStep | HostStep], number: dict[int, int], buff
             if id(value) not in number:
                 kind = (value.width, value.type)
                 if not free.get(kind):
-                    buffers.append(BufferStruct(value.width, value.type, False))
+                    buffers.append(c_struct("Buffer")(width=value.width, type=value.type))
                     free[kind] = [len(buffers) - 1]
                 number[id(value)] = free[kind].pop()
         for value in {id(v): v for v in step.values()}.values():

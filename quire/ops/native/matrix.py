@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native.library import Target, default_target, loaded_library
-from quire.ops.native.structs import TYPE_OF, MatrixStruct, PackStruct, Type, check_layout
+from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
 TILE_COLS = 32
@@ -39,7 +39,6 @@ class PackedMatrix:
         return -(-rows // BLOCK_ROWS), -(-cols // TILE_COLS), _TILE_BYTES[type]
 
     def __post_init__(self) -> None:
-        check_layout()
         expected = self.data_shape(self.rows, self.cols, self.type)
         if self.data.dtype != torch.uint8 or tuple(self.data.shape) != expected or not self.data.is_contiguous():
             raise ValueError(
@@ -50,10 +49,12 @@ class PackedMatrix:
         if self.scales is not None and (self.scales.dtype != torch.float32 or self.scales.numel() != self.rows):
             raise ValueError(f"scales must be float32 [{self.rows}]")
 
-    def struct(self) -> MatrixStruct:
+    def struct(self) -> ctypes.Structure:
         """For a kernel call; holds no reference to the tensors."""
         scales = None if self.scales is None else self.scales.data_ptr()
-        return MatrixStruct(self.data.data_ptr(), scales, self.rows, self.cols, self.type)
+        return c_struct("Matrix")(
+            data=self.data.data_ptr(), scales=scales, rows=self.rows, cols=self.cols, type=self.type
+        )
 
     def pack(self, source: Tensor, start: int, target: Target | None = None) -> None:
         """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type.
@@ -66,8 +67,13 @@ class PackedMatrix:
             source = source.float()
         if source.stride(1) != 1:
             source = source.contiguous()
-        arguments = PackStruct(
-            self.struct(), source.data_ptr(), source.stride(0), start, source.shape[0], TYPE_OF[source.dtype]
+        arguments = c_struct("PackArgs")(
+            matrix=self.struct(),
+            source=source.data_ptr(),
+            source_stride=source.stride(0),
+            start=start,
+            num_rows=source.shape[0],
+            source_type=TYPE_OF[source.dtype],
         )
         target = target or default_target()
         loaded_library().quire_pack(target.kernels, target.num_threads, ctypes.addressof(arguments))
@@ -75,6 +81,6 @@ class PackedMatrix:
     def unpack(self) -> Tensor:
         """What the kernels multiply with, as float32 [rows, cols]."""
         out = torch.empty(self.rows, self.cols)
-        struct = self.struct()
-        loaded_library().quire_unpack(default_target().kernels, ctypes.addressof(struct), 0, self.rows, out.data_ptr())
+        matrix = self.struct()
+        loaded_library().quire_unpack(default_target().kernels, ctypes.addressof(matrix), 0, self.rows, out.data_ptr())
         return out

@@ -18,18 +18,11 @@ from torch import Tensor
 from quire.ops.native.library import Target, loaded_library, operation_names
 from quire.ops.native.structs import (
     DTYPE_OF,
-    INSTRUCTIONS,
     TYPE_OF,
-    BufferStruct,
-    HeadSpec,
-    InstructionStruct,
-    ProgramStruct,
-    RunStruct,
-    StepStruct,
     Type,
+    c_struct,
 )
 
-_NO_CACHES = 0  # a null pointer
 _MAX_SLOTS = 2**31  # slots are int32
 
 
@@ -65,17 +58,26 @@ class StepData:
         if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
             raise ValueError("query_start_loc, seq_lens and block_tables are of different numbers of sequences")
 
-    def struct(self) -> StepStruct:
+    def struct(self) -> ctypes.Structure:
         """For a kernel call; holds no reference to the tensors."""
-        tensors = (self.ids, self.positions, self.slots, self.query_start_loc, self.seq_lens, self.block_tables)
         num_seqs, width = self.block_tables.shape
-        struct = StepStruct(self.ids.shape[0], num_seqs, width, self.block_size, *(t.data_ptr() for t in tensors))
+        args = c_struct("StepArgs")(
+            num_tokens=self.ids.shape[0],
+            num_seqs=num_seqs,
+            max_blocks=width,
+            block_size=self.block_size,
+            ids=self.ids.data_ptr(),
+            positions=self.positions.data_ptr(),
+            slots=self.slots.data_ptr(),
+            query_start_loc=self.query_start_loc.data_ptr(),
+            seq_lens=self.seq_lens.data_ptr(),
+            block_tables=self.block_tables.data_ptr(),
+        )
         if self.tails is not None:
             starts, counts, slots = self.tails
-            struct.tail_starts, struct.tail_counts = starts.data_ptr(), counts.data_ptr()
-            struct.tail_slots = slots.data_ptr()
-            struct.max_tail = slots.shape[1]
-        return struct
+            args.tail_starts, args.tail_counts = starts.data_ptr(), counts.data_ptr()
+            args.tail_slots, args.max_tail = slots.data_ptr(), slots.shape[1]
+        return args
 
 
 @contextmanager
@@ -150,11 +152,6 @@ class HostCall:
     wants_step: bool
     done: tuple[int, ...]
 
-    @property
-    def needs_step(self) -> bool:
-        """Whether the step must be there."""
-        return self.wants_step or any(isinstance(i, StepInput) for i in self.inputs)
-
 
 Part = NativePart | HostCall
 
@@ -164,16 +161,18 @@ class Plan:
     """What a program is made of.
 
     Attributes:
-        specs: what each instruction is told beside its buffers.
+        heads: those of instructions on a layer's cache.
         buffers: first the `num_bound` that each run brings, inputs and then outputs; then those that native parts and
             host calls share; then the program's own.
+        needs_step: some of it looks at the step's tokens.
     """
 
-    instructions: list[InstructionStruct]
-    specs: list[ctypes.Structure]
-    buffers: list[BufferStruct]
+    instructions: list[ctypes.Structure]
+    heads: list[ctypes.Structure]
+    buffers: list[ctypes.Structure]
     parts: list[Part]
     num_bound: int
+    needs_step: bool
 
 
 class Program:
@@ -193,19 +192,20 @@ class Program:
         self._buffers = [(b.width, Type(b.type)) for b in plan.buffers]
         self._num_shared = sum(b.bound for b in plan.buffers)
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
-        self._needs_step = any(INSTRUCTIONS[type(spec)].wants_step for spec in plan.specs) or any(
-            isinstance(part, HostCall) and part.needs_step for part in plan.parts
-        )
-        heads: list[HeadSpec] = [spec.heads for spec in plan.specs if hasattr(spec, "heads")]
-        self._num_layers = 1 + max((h.layer for h in heads), default=-1)
-        self._num_groups = 1 + max((h.group for h in heads), default=0)
+        self._needs_step = plan.needs_step
+        self._num_layers = 1 + max((h.layer for h in plan.heads), default=-1)
+        self._num_groups = 1 + max((h.group for h in plan.heads), default=0)
         self._host_seconds: float | None = None  # None: nobody asked yet
-        code = (InstructionStruct * len(plan.instructions))(*plan.instructions)
-        memory = (BufferStruct * len(plan.buffers))(*plan.buffers)
-        spec = ProgramStruct(
-            ctypes.addressof(code), len(code), ctypes.addressof(memory), len(memory),
-            target.kernels, target.num_threads,
-        )  # fmt: skip
+        code = (c_struct("Instruction") * len(plan.instructions))(*plan.instructions)
+        memory = (c_struct("Buffer") * len(plan.buffers))(*plan.buffers)
+        spec = c_struct("ProgramSpec")(
+            instructions=ctypes.addressof(code),
+            num_instructions=len(code),
+            buffers=ctypes.addressof(memory),
+            num_buffers=len(memory),
+            kernels=target.kernels,
+            num_threads=target.num_threads,
+        )
         self._handle: int = self._library.quire_program_create(ctypes.addressof(spec))
         self._bound_type, self._strides_type = ctypes.c_void_p * len(memory), ctypes.c_int64 * len(memory)
 
@@ -258,20 +258,18 @@ class Program:
         self._check_step(num_rows, steps, caches)
         if num_rows == 0:
             return
-        structs = (StepStruct * max(1, len(steps)))(*(step.struct() for step in steps))
+        groups = (c_struct("StepArgs") * max(1, len(steps)))(*(step.struct() for step in steps))
         bound, strides = self._bound_type(), self._strides_type()  # of each run, as threads may share a program
         for number, tensor in enumerate(tensors):
             bound[number], strides[number] = tensor.data_ptr(), tensor.stride(0)
-        arguments = RunStruct(
-            num_rows,
-            structs,
-            ctypes.addressof(bound),
-            ctypes.addressof(strides),
-            _NO_CACHES if caches is None else caches.address,
-            0,
-            0,
-            0 if caches is None else caches.type,
+        arguments = c_struct("RunArgs")(
+            num_rows=num_rows,
+            steps=ctypes.addressof(groups),
+            bound=ctypes.addressof(bound),
+            bound_strides=ctypes.addressof(strides),
         )
+        if caches is not None:
+            arguments.caches, arguments.cache_type = caches.address, caches.type
         shared: dict[int, Tensor] = dict(enumerate(tensors)) if self._has_host else {}
         for part in self._parts:
             if isinstance(part, NativePart):

@@ -14,7 +14,7 @@ import torch
 
 from quire.ops.native.library import loaded_library
 from quire.ops.native.program import Caches, Program
-from quire.ops.native.structs import TYPE_OF, RoundsStruct
+from quire.ops.native.structs import TYPE_OF, c_struct
 
 Ints = npt.NDArray[np.int32]
 NUM_FIELDS = 5  # of a row: its place in the tables, start, end, number of drafts, position of the first in the output
@@ -37,7 +37,7 @@ class Rounds:
         self._library = loaded_library()
         self._hidden, self._logits = torch.empty(0, width, dtype=dtype), torch.empty(0, vocab_size)
         self._tables: tuple[Ints, Ints] | None = None
-        self._args = RoundsStruct(
+        self._args = c_struct("RoundsArgs")(
             body=body.handle,
             head=head.handle,
             kernels=body.target.kernels,

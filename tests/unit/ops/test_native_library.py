@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,46 +118,64 @@ def test_without_the_library_there_is_torch(monkeypatch: pytest.MonkeyPatch) -> 
         _ = library._kernels.__wrapped__("portable")
 
 
-def test_the_structs_are_those_of_the_library(compiled: None) -> None:
-    """Every field by name, offset and size, both ways: two swapped fields of one size would pass unseen otherwise."""
-    fields = structs.compiled_fields()
-    assert fields == structs.mirrored_fields()
-    assert ("StepArgs", "slots") in fields
-    structs.check_layout.__wrapped__()
+def test_structs_are_made_as_the_library_has_them(compiled: None) -> None:
+    """Every struct, each field at its place: what ctypes lays out is what the compiler did."""
+    for name, fields in structs.compiled_fields().items():
+        made = structs.c_struct(name)
+        assert ctypes.sizeof(made) == fields[""].size
+        for field, place in fields.items():
+            if field:
+                assert (getattr(made, field).offset, getattr(made, field).size) == (place.offset, place.size), field
+    assert {"StepArgs", "SampleArgs", "linear"} <= structs.compiled_fields().keys()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ([("width", ctypes.c_int64), ("bound", ctypes.c_int32), ("type", ctypes.c_int32)], "Buffer.bound is at"),
-        ([("width", ctypes.c_int64), ("type", ctypes.c_int64)], "Buffer.type is at"),
-        ([("width", ctypes.c_int64), ("type", ctypes.c_int32), ("limit", ctypes.c_int32)], "Buffer.limit is at"),
-    ],
-    ids=["swapped", "wider", "renamed"],
-)
-def test_a_field_elsewhere_is_named(
-    compiled: None, monkeypatch: pytest.MonkeyPatch, changed: list[tuple[str, type]], message: str
-) -> None:
-    struct = type("Buffer", (ctypes.Structure,), {"_fields_": changed})
-    monkeypatch.setitem(structs.MIRRORED, "Buffer", struct)
-    with pytest.raises(AssertionError, match=message):
-        structs.check_layout.__wrapped__()
+def _types(name: str) -> dict[str, Any]:
+    fields: Any = structs.c_struct(name)._fields_
+    return dict(fields)
 
 
-def test_every_operation_of_the_library_has_its_twin(compiled: None) -> None:
-    """By name and, as one of the structs above, field by field."""
-    assert sorted(operation_names()) == sorted(known.name for known in structs.INSTRUCTIONS.values())
-    fields = structs.compiled_fields()
-    for spec, known in structs.INSTRUCTIONS.items():
-        assert fields[known.name, ""] == (0, ctypes.sizeof(spec))
-        assert fields[known.name, spec._fields_[0][0]][0] == 0
+def test_fields_have_the_types_that_csrc_declares(compiled: None) -> None:
+    assert _types("norm") == {
+        "weight": ctypes.c_void_p,
+        "bias": ctypes.c_void_p,
+        "size": ctypes.c_int64,
+        "eps": ctypes.c_float,
+        "subtract_mean": ctypes.c_int32,
+        "plus_one": ctypes.c_int32,
+    }
+    assert _types("linear")["weight"] is structs.c_struct("Matrix")
+    assert _types("Instruction")["inputs"] is ctypes.c_int32 * 2
+    assert _types("SampleArgs")["rows"] is ctypes.c_char_p
 
 
-def test_an_operation_that_the_library_lacks_is_named(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    struct = type("MirrorSpec", (ctypes.Structure,), {"_fields_": [("size", ctypes.c_int64)]})
-    monkeypatch.setitem(structs.INSTRUCTIONS, struct, structs.Instruction("mirror", wants_step=False))
-    with pytest.raises(AssertionError, match="mirror is at .* here and at None in the compiled library"):
-        structs.check_layout.__wrapped__()
+def test_a_field_that_the_library_lacks_is_named(compiled: None) -> None:
+    with pytest.raises(AttributeError, match="limit"):
+        structs.c_struct("Buffer")(width=1, limit=2)
+    buffer = structs.c_struct("Buffer")(width=1)
+    with pytest.raises(AttributeError, match="limit"):
+        buffer.limit = 2
+
+
+@pytest.mark.parametrize(("field", "offset"), [("type", 12), ("bound", 8)])
+def test_a_field_elsewhere_is_named(compiled: None, monkeypatch: pytest.MonkeyPatch, field: str, offset: int) -> None:
+    found = structs.compiled_fields()["Buffer"]
+    moved = structs._Field(found[field].of, found[field].name, found[field].kind, offset, found[field].size)
+    monkeypatch.setitem(structs.compiled_fields(), "Buffer", found | {field: moved})
+    with pytest.raises(AssertionError, match=f"Buffer.{field} lies where C would not have it"):
+        structs.c_struct.__wrapped__("Buffer")
+
+
+def test_every_operation_of_the_library_has_a_struct(compiled: None) -> None:
+    """And is recorded somewhere in quire/ops, by name."""
+    recorded = "".join(path.read_text() for path in (ROOT / "quire" / "ops").rglob("*.py"))
+    for name in operation_names():
+        assert ctypes.sizeof(structs.c_struct(name)) > 0
+        assert f'append("{name}"' in re.sub(r"append\(\s+", "append(", recorded), name
+
+
+def test_an_operation_that_the_library_lacks_is_named(compiled: None) -> None:
+    with pytest.raises(KeyError, match="mirror"):
+        structs.c_struct("mirror")
 
 
 def test_an_operation_is_named_in_its_files_and_one_list() -> None:
