@@ -7,14 +7,16 @@ requirements change. What a script prints goes to build/clients/NAME.log. See RE
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
@@ -87,7 +89,23 @@ def run_script(name: str, python: Path, output: IO[str], server: RunningServer, 
         "HF_HOME": str(BUILD / "huggingface"),
     }
     script = HERE / f"check_{name.partition('-')[0]}.py"
-    subprocess.run([python, script], env=variables, stdout=output, stderr=output, timeout=SECONDS, check=True)
+    run_alone([python, script], output, SECONDS, env=variables)
+
+
+def run_alone(command: list[Any], output: IO[str], seconds: float | None = None, **options: Any) -> None:
+    """Run a command in a process group of its own; whatever it started is gone afterwards.
+
+    Raises:
+        subprocess.SubprocessError: it failed, or took longer than this.
+    """
+    child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **options)
+    try:
+        if status := child.wait(seconds):
+            raise subprocess.CalledProcessError(status, command)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def requirements(name: str) -> list[Path]:
@@ -109,7 +127,7 @@ def environment(name: str, output: IO[str]) -> Path:
         flags = ["--no-deps"] if path.stem.endswith(".nodeps") else []
         commands.append([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *flags, "-r", path])
     for command in commands:
-        subprocess.run(command, stdout=output, stderr=output, check=True)
+        run_alone(command, output)
     stamp.write_text(digest)
     return python
 
