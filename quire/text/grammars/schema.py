@@ -6,7 +6,7 @@ drafts without a word, and makes grammars without end of schemas that no finite 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,10 @@ _UNSUPPORTED = frozenset(
     ("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames")
     + ("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties")
     + ("$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy", "x-guidance")
+    # Of other vocabularies: JSON Type Definition's, and those of validators that have more than the standard.
+    + ("optionalProperties", "elements", "bsonType", "$data", "$merge", "$patch", "formatMinimum", "formatMaximum")
+    + ("formatExclusiveMinimum", "formatExclusiveMaximum", "patternRequired", "allRequired", "anyRequired")
+    + ("oneRequired", "uniqueItemProperties", "regexp", "range", "exclusiveRange")
 )
 _OF_PROPERTIES = ("properties", "patternProperties")  # schemas by name
 _OF_NAMES = (*_OF_PROPERTIES, "$defs", "definitions")
@@ -40,6 +44,29 @@ _NOTES = frozenset(
     + ("nullable", "discriminator", "xml", "externalDocs")
 )
 _KNOWN = _HELD | _UNSUPPORTED | _NOTES
+# What else people write for them.
+_MEANT = {"min": "minimum", "max": "maximum", "minlen": "minLength", "maxlen": "maxLength", "minsize": "minItems",
+          "maxsize": "maxItems", "property": "properties", "regex": "pattern", "values": "enum", "choices": "enum",
+          "enumeration": "enum", "datatype": "type"}  # fmt: skip
+
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+# What the keywords' values are: in words, and what says whether one is.
+_RULES: list[tuple[tuple[str, ...], str, Callable[[Any], bool]]] = [
+    (_OF_NAMES, "an object of schemas", lambda v: isinstance(v, dict) and all(map(_is_schema, v.values()))),
+    (_OF_LISTS, "a list of schemas", lambda v: isinstance(v, list) and all(map(_is_schema, v))),
+    (_OF_ONE, "a schema", lambda v: all(map(_is_schema, v)) if isinstance(v, list) else _is_schema(v)),
+    (_COUNTS, "a count", lambda v: type(v) in (int, float) and v >= 0 and v == int(v)),
+    (("minimum", "maximum"), "a number", lambda v: type(v) in (int, float)),
+    (("exclusiveMinimum", "exclusiveMaximum"), "a number", lambda v: type(v) in (int, float, bool)),  # bool: draft 4
+    (("multipleOf",), "a number above 0", lambda v: type(v) in (int, float) and v > 0),
+    (("enum",), "a list", lambda v: isinstance(v, list)),
+    (("required",), "a list of names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)),
+    (("pattern", "format", "$ref", "$anchor", "$id", "$schema"), "a text", lambda v: isinstance(v, str)),
+    (("type",), f"of {', '.join(_TYPES)}, or a list of these",
+     lambda v: all(kind in _TYPES for kind in (v if isinstance(v, list) else [v]))),
+]  # fmt: skip
+_CHECKS = {key: (rule, holds) for keys, rule, holds in _RULES for key in keys}
 
 _Place = tuple[str, ...]
 
@@ -48,12 +75,12 @@ def check_schema(schema: Any, strict: bool = False) -> None:
     """Check a schema, keyword by keyword.
 
     Args:
-        strict: no word may be there that is none of JSON Schema's, but for those with x- before them; else only such
-            as look like one that was misspelt.
+        strict: no word may be there that is none of JSON Schema's, but for those with x- before them; else only none
+            that looks like one that was misspelt, as the standard has it that all other words say nothing of a value.
 
     Raises:
-        InvalidRequestError: a keyword that is unsupported, or unknown; a reference to nothing; too deep; or no finite
-            value satisfies it, or it takes too long to see whether one does.
+        InvalidRequestError: a keyword that is unsupported, unknown, or has another value than it may; a reference to
+            nothing; too deep; or no finite value satisfies it, or it takes too long to see whether one does.
     """
     if isinstance(schema, bool):
         return
@@ -68,6 +95,11 @@ def check_schema(schema: Any, strict: bool = False) -> None:
             "check the output for them yourself."
         )
     _check_words(schema, strict)
+    for place, part in _parts(schema):
+        for key in part.keys() & _CHECKS.keys():
+            rule, holds = _CHECKS[key]
+            if not holds(part[key]):
+                raise InvalidRequestError(f"{key!r} at {_shown(place)} must be {rule}; it is {part[key]!r:.80}.")
     _Values(schema).check()
 
 
@@ -84,8 +116,9 @@ def _check_words(schema: dict[str, Any], strict: bool) -> None:
 def _meant(key: str) -> str | None:
     """The keyword that a word may be a misspelling of."""
     names = {name.lower().lstrip("$"): name for name in _HELD | _UNSUPPORTED if len(name) > 3}
-    found = get_close_matches(re.sub("[^a-z]", "", key.lower()), names, 1, 0.85)
-    return names[found[0]] if found else None
+    word = re.sub("[^a-z]", "", key.lower())
+    found = get_close_matches(word, names, 1, 0.82) or [name for name in names if sorted(name) == sorted(word)]
+    return names[found[0]] if found else _MEANT.get(word)
 
 
 def place_of(params: StructuredOutputsParams, key: str, value: str | None) -> str:
@@ -206,6 +239,10 @@ class _Values:
             except (KeyError, IndexError, TypeError, ValueError):
                 raise InvalidRequestError(f"$ref {ref!r} refers to nothing in the JSON schema.") from None
         return target
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
 
 
 def _list(part: dict[str, Any], key: str) -> list[Any]:

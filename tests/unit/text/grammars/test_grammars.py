@@ -24,6 +24,7 @@ GOOD: list[Any] = [
     {"$defs": {"n": {"anyOf": [NODE, {"type": "null"}]}}, "$ref": "#/$defs/n"},
     {"type": "array", "items": {"$ref": "#"}},
     {"tsType": "X", "enumNames": ["a"], "x-minLenght": 3, "propertyOrder": 1, "optional": True},
+    {"units": "m", "order": 3, "minVersion": 1},
     {"type": "object", "properties": {"a": {"$ref": "#"}}},
     {"$defs": {"a/b": {"type": "null"}}, "$ref": "#/$defs/a~1b"},
     {"$defs": {"n": {"type": ["object", "null"], "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
@@ -43,6 +44,24 @@ BAD: list[tuple[Any, str]] = [
     ({"$ref": "other.json"}, "not within"),
     ({"propertes": {}}, "'propertes', at #; did you mean 'properties'"),
     ({"items": {"min_length": 3}}, "'min_length', at #/items; did you mean 'minLength'"),
+    ({"propertys": {}}, "did you mean 'properties'"),
+    ({"property": {}}, "did you mean 'properties'"),
+    ({"tpye": "object"}, "did you mean 'type'"),
+    ({"minLen": 3}, "did you mean 'minLength'"),
+    ({"type": "integer", "max": 3}, "did you mean 'maximum'"),
+    ({"optionalProperties": {}}, "don't support: 'optionalProperties' at #"),
+    ({"items": {"minimum": "x"}}, "'minimum' at #/items must be a number; it is 'x'"),
+    ({"minLength": True}, "'minLength' at # must be a count; it is True"),
+    ({"maxItems": 1.5}, "'maxItems' at # must be a count"),
+    ({"multipleOf": 0}, "'multipleOf' at # must be a number above 0"),
+    ({"required": "a"}, "'required' at # must be a list of names; it is 'a'"),
+    ({"properties": {"a": 3}}, "'properties' at # must be an object of schemas"),
+    ({"anyOf": {}}, "'anyOf' at # must be a list of schemas"),
+    ({"items": "a"}, "'items' at # must be a schema"),
+    ({"type": ["string", {}]}, "'type' at # must be of array, boolean"),
+    ({"enum": 3}, "'enum' at # must be a list"),
+    ({"pattern": 3}, "'pattern' at # must be a text"),
+    ({"format": "date", "formatMinimum": "2020-01-01"}, "'formatMinimum' at #"),
 ]
 
 
@@ -183,7 +202,7 @@ REASONS: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'root ::= "a"{2,1}'}, "line 1, column 13: range end must be >= start, got (2, 1)."),
     ({"grammar": 'root ::= "a" | [z-a]'}, "line 1, column 16: invalid character class range"),
     ({"grammar": "root ::= " + "(" * 10_000}, "the GBNF grammar is nested too deep"),
-    ({"json": {"items": {"type": "foo"}}}, "'foo' at #/items is no type of JSON's."),
+    ({"json": {"items": {"type": "foo"}}}, "'type' at #/items must be of array, boolean"),
     ({"json": {"items": {"pattern": "a(b", "type": "string"}}},
      "unclosed group, at character 2 of the regex 'a(b' at #/items."),
     ({"json": {"items": {"format": "foo"}}},
@@ -192,7 +211,7 @@ REASONS: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "string", "pattern": "^a$", "minLength": 5}},
      "Unsatisfiable schema: a pattern, a format and lengths"),
     ({"json": {"$schema": "http://a/b"}}, "$schema 'http://a/b' is not known; leave it out."),
-    ({"json": {"minimum": "x"}}, "Expected a number for 'minimum', got \"x\"."),
+    ({"json": {"minimum": "x"}}, "'minimum' at # must be a number; it is 'x'."),
 ]  # fmt: skip
 
 
@@ -204,10 +223,11 @@ def test_reasons_are_in_the_terms_of_who_wrote_it(compiler: Compiler, structure:
 
 
 def test_places_in_what_is_no_user_s_own_are_not_told(compiler: Compiler) -> None:
-    for structure in (
+    structures: list[dict[str, Any]] = [
         {"grammar": f'{OURS}start: %json {{"type": "foo"}}'},
-        {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"type": "foo"}}}},
-    ):
+        {"structural_tag": {"format": {"type": "grammar", "grammar": 'start: %json {"type": "foo"}'}}},
+    ]
+    for structure in structures:
         with pytest.raises(InvalidRequestError, match="^failed to compile JSON schema: 'foo' is no type"):
             compiler.compile(StructuredOutputsParams(**structure))
     tag = {"format": {"type": "grammar", "grammar": 'start: "a"\n | b'}}
