@@ -15,9 +15,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import StreamingResponse
 
 from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.server.block_map import BlockMap
 from quire.entrypoints.server.state import get_state
 from quire.errors import EngineDeadError
-from quire.metrics.live import BlockMap, Second
+from quire.metrics.live import Second
 from quire.protocol.stats import EngineStats, SequenceSnapshot
 
 logger = logging.getLogger("quire")
