@@ -74,7 +74,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.tokenizer = tokenizer
-        self.metrics = ServingMetrics(config.model.max_model_len, time.monotonic())
+        self.metrics = ServingMetrics(config.model.max_model_len)
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer)

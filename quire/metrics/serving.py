@@ -6,7 +6,6 @@ for each live request, forgets the request when it ends, and knows nothing of en
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from quire.metrics.histogram import Histogram, geometric, one_two_five
 from quire.metrics.live import History
@@ -54,17 +53,6 @@ class _Request:
         self.sequences: dict[int, _Sequence] = {}
 
 
-class Logged(NamedTuple):
-    """The counters at the last log line (`quire.entrypoints.server.log_line`)."""
-
-    time: float
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    busy: bool = False  # whether requests ran or waited then
-
-
 class ServingMetrics:
     """Counters and histograms of one server, since its start.
 
@@ -72,17 +60,15 @@ class ServingMetrics:
 
     Attributes:
         event_loop_max_stall: the longest time in seconds that the event loop was held up; whoever watches it sets it.
-        logged: where the next log line starts.
     """
 
-    def __init__(self, max_model_len: int = 32_768, now: float = 0.0) -> None:
-        """`max_model_len` bounds the histograms of token counts; `now` is when the counting starts."""
+    def __init__(self, max_model_len: int = 32_768) -> None:
+        """`max_model_len` bounds the histograms of token counts."""
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))  # finish reason -> sequences
         self.event_loop_max_stall = 0.0
-        self.logged = Logged(now)
         self.histograms: list[Histogram] = []
         self._add_histograms(one_two_five(max_model_len))
         self.history = History(self._inter_token)

@@ -30,7 +30,7 @@ from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.connection import connection_class
-from quire.entrypoints.server.log_line import throughput_line
+from quire.entrypoints.server.log_line import ThroughputLine
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
 from quire.entrypoints.server.parsing import warm_up
@@ -221,9 +221,10 @@ async def watch_stalls(metrics: ServingMetrics) -> None:
 
 
 async def _log_throughput(llm: AsyncLLM) -> None:
+    log = ThroughputLine(llm.metrics, time.monotonic())
     while True:
         await asyncio.sleep(_LOG_SECONDS)
-        if (line := throughput_line(llm.metrics, llm.stats(), time.monotonic())) is not None:
+        if (line := log.next(llm.stats(), time.monotonic())) is not None:
             logger.info("%s", line)
 
 
