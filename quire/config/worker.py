@@ -28,7 +28,7 @@ class WorkerConfig:
         quantization: weight format made at load time, None for the checkpoint's own.
         kv_cache_dtype: "auto" for the model's, or the name of a cache format.
         kernels: level of compiled kernels, "auto" or "torch".
-        load_format: "auto", "safetensors" or "dummy".
+        load_format: "auto", "safetensors" or "dummy"; "none", to plan: weights are zeros that take no memory.
         weight_cache: keep packed weights on disk.
         weight_cache_size: most that all models' packed weights may take there, in GiB.
         swaps: there will be host blocks, so that the speed of copies matters.

@@ -37,6 +37,18 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
     return _options(WorkerConfig, config, swaps=config.swap_bytes > 0, **ranks)
 
 
+def cache_request(config: EngineConfig, max_in_flight: int) -> CacheRequest:
+    """What an engine's options ask of the KV cache."""
+    return _options(
+        CacheRequest,
+        config,
+        is_max_model_len_asked=config.args.max_model_len is not None,
+        max_in_flight=max_in_flight,
+        memory_share=config.args.gpu_memory_utilization,
+        swap_bytes=config.swap_bytes,
+    )
+
+
 def _options(kind: type[T], config: EngineConfig, **facts: Any) -> T:
     """The options that a room below has under the same names, as they were resolved, and further facts."""
     values = vars(config.args) | vars(config.scheduler) | vars(config) | facts
@@ -102,15 +114,7 @@ def _grammars(config: EngineConfig) -> GrammarManager | None:
 
 def _initialize_cache(config: EngineConfig, executor: Executor) -> tuple[CacheLayout, list[list[bytes]] | None]:
     """The KV cache as decided, and the names of the blocks that the disk has for it."""
-    args = config.args
-    request = _options(
-        CacheRequest,
-        config,
-        is_max_model_len_asked=args.max_model_len is not None,
-        max_in_flight=executor.max_in_flight,
-        memory_share=args.gpu_memory_utilization,
-        swap_bytes=config.swap_bytes,
-    )
+    request = cache_request(config, executor.max_in_flight)
     report = executor.cache_report()
     layout = plan_cache(request, report)
     try:

@@ -33,7 +33,7 @@ class DraftModel(Drafter):
         self._config, self._draft, self._device = config, config.draft, device
         self._speculative = config.speculative
         self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device)
-        self.layers = self.model.cache_layers
+        self.module, self.layers = self.model, self.model.cache_layers
         layers = [*model.cache_layers, *self.layers]
         model.assign_groups(layers, 0)
         self.model.assign_groups(layers, len(model.cache_layers))

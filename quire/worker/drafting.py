@@ -7,7 +7,7 @@ functions here. Knows rows and orders; neither models nor plans.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import LayerCache
@@ -35,12 +35,14 @@ class Drafter(ABC):
         layers: what its own attention layers keep of a token; they follow the model's in the same KV groups.
         taps: the model's layers whose outputs it reads.
         reads: whether it has to read what it has missed of a sequence before it drafts for it.
+        module: its layers.
         store: its packed weights, where the device packs them.
     """
 
     layers: Sequence[LayerCache] = ()
     taps: Sequence[int] = ()
     reads = True
+    module: nn.Module
     store: WeightStore | None = None
 
     @abstractmethod

@@ -55,7 +55,7 @@ class EagleModel(Drafter):
         builder = Builder(BuildContext(device.backend, formats, model.dtype))
         taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
         self.model = EagleHead(draft, builder, model, set(self._names.values()), taps)
-        self.taps = self.model.layers_read
+        self.module, self.taps = self.model, self.model.layers_read
         self.layers = self.model.cache_layers
         layers = [*model.cache_layers, *self.layers]
         model.assign_groups(layers, 0)

@@ -54,6 +54,7 @@ class MedusaModel(Drafter):
         store = WeightStore(None) if device.packs_weights else None
         formats = device.weight_formats(speculative.quantization, store)
         self._heads = MedusaHeads(shape, Builder(BuildContext(device.backend, formats, self._dtype)))
+        self.module = self._heads
         self._token_map: Tensor | None = None
 
     def load(self, progress: bool) -> None:

@@ -1,7 +1,8 @@
 """Pages of host memory for what is large: kept when freed, huge where the system has such.
 
 The worker calls `keep_freed_memory` before it computes, and takes what is large and read in streams from
-`huge_pages`. It knows tensors and the C library, and nothing of models or caches.
+`huge_pages`, or where it only plans from `zero_pages`. It knows tensors and the C library, and nothing of models or
+caches.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ _MIB = 1 << 20
 _REUSED_BYTES = 32 * _MIB  # the largest threshold that every glibc takes
 _KEPT_BYTES = 1024 * _MIB
 _HUGE_PAGE = 2 * _MIB
+_MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
 
 
 def keep_freed_memory() -> bool:
@@ -29,6 +31,14 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor to be read alone: all of it is one page of zeros, so that it may be larger than memory."""
+    region = mmap.mmap(-1, dtype.itemsize * math.prod(shape), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        region.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

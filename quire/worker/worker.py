@@ -87,8 +87,11 @@ class Worker:
         if self._store is not None:
             self._store.finish()
         self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
+        held = [*self._model.parameters()]
         if self._drafter is not None:
-            self._drafter.load(progress)
+            held += self._drafter.module.parameters()
+            if config.load_format != "none":
+                self._drafter.load(progress)
         return WorkerReport(
             kernels=device.kernels,
             kernels_reason=device.kernels_reason,
@@ -99,6 +102,7 @@ class Worker:
             num_parameters=self._num_parameters,
             num_files=loaded.num_files,
             num_bytes=loaded.num_bytes,
+            weight_bytes=sum({weight.data_ptr(): weight.nbytes for weight in held}.values()),
             seconds=loaded.seconds,
             from_store=from_store,
         )

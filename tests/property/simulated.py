@@ -166,6 +166,7 @@ class SimulatedExecutor(Executor):
             kv_cache_dtype="auto",
             num_parameters=0,
             num_files=0,
+            weight_bytes=0,
             num_bytes=0,
             seconds=0.0,
             from_store=False,

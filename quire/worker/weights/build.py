@@ -7,6 +7,7 @@ from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
 from quire.models.registry import CausalLM, build_model
 from quire.worker.devices.base import Device
+from quire.worker.pages import huge_pages, zero_pages
 from quire.worker.weights.cache import place_of
 from quire.worker.weights.store import StaleStoreError, WeightStore
 
@@ -20,9 +21,9 @@ def build_packed(
     """
     place = store = None
     if device.packs_weights:
-        if keep and config.weight_cache and config.load_format != "dummy":
+        if keep and config.weight_cache and config.load_format not in ("dummy", "none"):
             place = place_of(model, quantization, int(config.weight_cache_size * 2**30))
-        store = WeightStore(place)
+        store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
         return build_model(model, device.backend, device.weight_formats(quantization, store)), store
     except StaleStoreError:  # removed, or where that is not allowed done without

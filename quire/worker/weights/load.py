@@ -51,7 +51,7 @@ def load_model_weights(
         model: has `load_weights(iterable of (checkpoint name, tensor)) -> names of the parameters filled`, and casts
             on copying. A tensor is only good until the next one is asked for.
         load_format: "auto" and "safetensors" read *.safetensors; "dummy" fills with random weights, the same for one
-            (config.seed, parameter name) always.
+            (config.seed, parameter name) always; "none" leaves the model as it is, to plan.
         progress: True draws a bar on stderr; a callable is told instead.
 
     Raises:
@@ -59,6 +59,8 @@ def load_model_weights(
             message names the file and the tensor.
         ConfigError: unknown load_format.
     """
+    if load_format == "none":
+        return LoadReport(0, 0, 0.0)
     start = time.perf_counter()
     source = open_source(model, config, load_format)
     total = sum(spec.num_bytes for spec in source.specs)

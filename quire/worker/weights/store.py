@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from quire.worker.weights.cache import StorePlace
 
 logger = logging.getLogger(__name__)
 
+Pages = Callable[[tuple[int, ...], torch.dtype], Tensor]
 _ALIGNMENT = 4096
 _MADV_POPULATE_READ = 22  # maps all pages that are in memory or on the disk in one call, without copying them
 _WRITE_BYTES = 8 * 2**20
@@ -40,13 +41,15 @@ class WeightStore:
 
     Args:
         place: the file; None keeps everything in plain memory.
+        pages: makes that memory.
 
     Attributes:
         filled: the memory holds the weights already.
     """
 
-    def __init__(self, place: StorePlace | None) -> None:
+    def __init__(self, place: StorePlace | None, pages: Pages = huge_pages) -> None:
         self.place = place
+        self._pages = pages
         self._entries: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []  # flat bytes, in the entries' order
         self._size = 0
@@ -73,7 +76,7 @@ class WeightStore:
         if self.filled:
             flat = self._mapped_tensor(entry, num_bytes)
         else:
-            flat = huge_pages((num_bytes,), torch.uint8)
+            flat = self._pages((num_bytes,), torch.uint8)
             self._entries.append(entry)
         self._tensors.append(flat)
         self._size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,169 @@
+"""`quire plan`: what a model would take of this machine with these options, before anything is loaded.
+
+Builds each rank's share of the model on a page of zeros, and asks it what an engine asks at start-up: the figures are
+those of a start. Where it does not fit, smaller weight formats and shorter contexts are tried in its place.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from msgspec import structs
+
+from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.protocol.worker import WorkerReport
+from quire.utils.host_memory import available_memory_bytes
+
+_SMALLER = ("int8", "int4")  # weight formats, each smaller than the one before
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds, in bytes."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_cache + self.activations
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A start that was thought through.
+
+    Attributes:
+        shares: one a rank; without KV cache where there is a refusal.
+        free: memory that is free now, in bytes.
+        num_blocks: of the largest KV group.
+        refusal: why it does not fit.
+    """
+
+    config: EngineConfig
+    worker: WorkerReport
+    shares: list[Share]
+    free: int
+    num_blocks: int = 0
+    max_model_len: int = 0
+    refusal: str | None = None
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of `quire plan`: an engine's, and a form."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_engine_flags(parser)
+    parser.epilog = "Loads nothing: config.json is enough. Exit code 1: it does not fit."
+
+
+def run(namespace: Namespace) -> None:
+    """Plan, and print; ends with code 1 where it does not fit."""
+    args = engine_args_from(namespace)
+    plan = make_plan(args)
+    changes = [] if plan.refusal is None else [*_changes(args)]
+    print(json.dumps(_facts(plan, changes), indent=2) if namespace.json else "\n".join(_lines(plan, changes)))
+    if plan.refusal is not None:
+        raise SystemExit(1)
+
+
+def make_plan(args: EngineArgs) -> Plan:
+    """What a start with these options would hold.
+
+    Raises:
+        ConfigError, ModelLoadError: what a start would be refused for before any memory is asked for.
+    """
+    from quire.engine.build import cache_request  # with torch: --help is quick without
+    from quire.kvcache.capacity import num_bytes, plan_cache
+
+    config = args.resolve()
+    free = available_memory_bytes()
+    rank = _rank(config)
+    loaded = rank.start(progress=False)
+    share = Share(loaded.weight_bytes, 0, 0)
+    if share.weights > free:  # and to run through them, to measure the rest, would take minutes
+        refusal = f"the weights take {_size(share.weights)}, and {_size(free)} of memory are free."
+        return Plan(config, loaded, [share], free, refusal=refusal)
+    report = structs.replace(rank.cache_report(), available_bytes=free - share.weights)
+    share = replace(share, activations=report.activation_bytes)
+    try:
+        layout = plan_cache(cache_request(config, rank.max_in_flight), report)
+    except ConfigError as error:
+        return Plan(config, loaded, [share], free, refusal=str(error))
+    share = replace(share, kv_cache=num_bytes(layout.num_blocks, report))
+    return Plan(config, loaded, [share], free, max(layout.num_blocks, default=0), layout.max_model_len)
+
+
+def _rank(config: EngineConfig) -> Executor:
+    """A worker that loads nothing."""
+    from quire.engine.build import worker_config
+    from quire.executor.inprocess import InProcessExecutor
+    from quire.models.registry import check_architecture
+
+    check_architecture(config.model)
+    return InProcessExecutor(replace(worker_config(config), load_format="none", kv_cache_dir=None))
+
+
+def _changes(args: EngineArgs) -> Iterator[str]:
+    """Flags with which it would fit, the least change first."""
+    smaller = _SMALLER[_SMALLER.index(args.quantization) + 1 :] if args.quantization in _SMALLER else _SMALLER
+    for quantization in (args.quantization, *smaller):
+        changed = replace(args, quantization=quantization)
+        flags = [] if quantization == args.quantization else [f"--quantization {quantization}"]
+        if flags and make_plan(changed).refusal is None:
+            yield " ".join(flags)
+            return
+        plan = make_plan(replace(changed, max_model_len=None))
+        if args.max_model_len is not None and plan.refusal is None:
+            fits = plan.max_model_len // 1024 * 1024 or plan.max_model_len  # what is free changes by the minute
+            yield " ".join([*flags, f"--max-model-len {fits}"])
+
+
+def _facts(plan: Plan, changes: list[str]) -> dict[str, object]:
+    """For programs: bytes, and numbers."""
+    return {
+        "model": plan.config.model.model,
+        "num_parameters": plan.worker.num_parameters,
+        "kernels": plan.worker.kernels,
+        "ranks": [asdict(share) | {"total": share.total} for share in plan.shares],
+        "free": plan.free,
+        "num_kv_blocks": plan.num_blocks,
+        "block_size": plan.config.args.block_size,
+        "max_model_len": plan.max_model_len,
+        "fits": plan.refusal is None,
+        "refusal": plan.refusal,
+        "changes": changes,
+    }
+
+
+def _lines(plan: Plan, changes: list[str]) -> Iterator[str]:
+    """For people."""
+    model, block_size = plan.config.model, plan.config.args.block_size
+    formats = model.dtype if plan.worker.quantization is None else f"{plan.worker.quantization} weights, {model.dtype}"
+    yield f"{model.model}: {plan.worker.num_parameters:,} parameters; {formats}; kernels {plan.worker.kernels}"
+    yield f"{'':8}{'weights':>12}{'KV cache':>12}{'activations':>14}{'in all':>12}"
+    for rank, share in enumerate(plan.shares):
+        sizes = _size(share.weights), _size(share.kv_cache), _size(share.activations), _size(share.total)
+        yield f"{f'rank {rank}':8}{sizes[0]:>12}{sizes[1]:>12}{sizes[2]:>14}{sizes[3]:>12}"
+    taken = sum(share.total for share in plan.shares)
+    if plan.refusal is None:
+        num_tokens = plan.num_blocks * block_size
+        contexts = f"{num_tokens / plan.max_model_len:.1f} contexts of {plan.max_model_len:,}"
+        yield f"KV cache: {plan.num_blocks:,} blocks of {block_size} tokens: {num_tokens:,} tokens, {contexts}"
+        if plan.max_model_len < model.max_model_len:
+            yield f"The context is shortened from {model.max_model_len:,} tokens to what the KV cache holds."
+        yield f"It fits: {_size(taken)} of the {_size(plan.free)} that are free."
+        return
+    yield f"It does not fit: {plan.refusal}"
+    yield from (f"It fits with {change}" for change in changes)
+    if not changes:
+        yield "No weight format that Quire makes is small enough: free memory, or take a smaller model."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
