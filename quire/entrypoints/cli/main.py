@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     _add_leaf(
         commands, "run-batch", "answer a file of requests in OpenAI's batch form", run_batch.add_flags, run_batch.run
     )
-    plan_help = "say what a model would take of this machine, before loading it"
+    plan_help = "say what a model would take, before loading it"
     _add_leaf(commands, "plan", plan_help, plan.add_flags, plan.run)
     bench_help = "measure latency, throughput or what drafts gain"
     measures = commands.add_parser("bench", help=bench_help).add_subparsers(metavar="WHAT", required=True)
