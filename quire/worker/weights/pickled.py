@@ -32,14 +32,14 @@ class PickledSource:
             found = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a broken file makes the unpickler, the archive or torch raise
             raise ModelLoadError(
-                f"{path.name} can't be read as a file of tensors ({type(error).__name__}): it is damaged, or holds "
+                f"{path} can't be read as a file of tensors ({type(error).__name__}): it is damaged, or holds "
                 "more than tensors, which is refused. Fetch it again, or convert it to safetensors."
             ) from error
         if not isinstance(found, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
             for name, tensor in found.items()
         ):
-            raise ModelLoadError(f"{path.name} is no map from names to tensors: save a state_dict().")
+            raise ModelLoadError(f"{path} is no map from names to tensors: save a state_dict().")
         self._tensors = found
         self.specs = [
             TensorSpec(name, _NAMES.get(one.dtype, str(one.dtype)), tuple(one.shape), one.nbytes, path.name)

@@ -147,7 +147,7 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _broken(path: Path, complaint: str) -> ModelLoadError:
-    return ModelLoadError(f"{path.name} is truncated or corrupt: {complaint}. Fetch it again.")
+    return ModelLoadError(f"{path} is truncated or corrupt: {complaint}. Fetch it again.")
 
 
 def _spec(entry: TensorEntry, path: Path) -> TensorSpec:
