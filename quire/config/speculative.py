@@ -109,8 +109,8 @@ class SpeculativeConfig:
             )
         if self.tree is not None and self.acceptance == "typical":
             raise ConfigError(
-                "speculative_token_tree is refused with the acceptance 'typical', which judges chains; leave one of "
-                "them out."
+                "speculative_token_tree is refused with the acceptance 'typical', as answers would depend on how much "
+                "of the tree there is room for; draft a chain, by num_speculative_tokens, or take 'exact'."
             )
         if self.acceptance != "typical":
             return
@@ -118,7 +118,7 @@ class SpeculativeConfig:
         if self.method in EAGLE_METHODS:
             raise ConfigError(
                 f"the acceptance 'typical' is refused with the method {self.method!r}, whose drafts depend on what is "
-                "cached; take 'exact' or 'rejection'."
+                "cached; take 'exact' or 'rejection', or draft by 'medusa' or 'draft_model'."
             )
         for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
             if getattr(self, name):

@@ -191,7 +191,8 @@ class ModelRunner:
             message = f"{type(error).__name__} in its sampling parameters"
             row.failure = Failure(FailureKind.INTERNAL, message)
             row.state = self._make_state(row, task, SamplingParams())
-        if self.proposer is not None and task.params.speculative:
+        is_free = self.table.tree is None or not task.has_grammar  # masks are of chains
+        if self.proposer is not None and task.params.speculative and is_free:
             shares = row.request.cache_salt is None
             row.drafted = DraftedSequence(row.sequence_id, row.tokens, shares, greedy=row.state.greedy)
             if self.pace is not None:

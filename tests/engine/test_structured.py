@@ -166,6 +166,28 @@ def test_however_they_run(alone: list[Any], late: bool, options: dict[str, Any])
     assert run(one, mixed()) == alone, "with what the prefix cache has, and the grammars that are kept"
 
 
+def test_no_tree_is_drafted_under_a_grammar() -> None:
+    """Its masks are of chains. Who is free beside it is drafted for, and both have what they have without drafts."""
+    shape = {
+        "method": "eagle",
+        "model": "demo-eagle",
+        "adaptive": False,
+        "speculative_token_tree": "[(0,), (1,), (0, 0)]",
+    }
+    params = [
+        SamplingParams(temperature=0.8, seed=1, max_tokens=24, structured_outputs=StructuredOutputsParams(json=PERSON)),
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    ]
+    plain, llm = LLM("demo"), LLM("demo", speculative_config=shape, debug=True)
+    for num_drafted, part in ((0, params[:1]), (1, params)):
+        found = [one.generate(PROMPTS[: len(part)], part, use_tqdm=False) for one in (plain, llm)]
+        known, drafted = ([output.outputs[0].token_ids for output in outputs] for outputs in found)
+        assert drafted == known
+        stats = llm.get_metrics().speculation
+        assert stats is not None
+        assert (stats.num_drafts > 0) == (num_drafted > 0)
+
+
 @pytest.mark.slow
 def test_nothing_is_lost(alone: list[Any]) -> None:
     """Plans are cancelled and the workers forget all; another scheduler goes on from the state of the first."""
