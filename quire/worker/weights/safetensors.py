@@ -124,7 +124,7 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
         raise _broken(path, f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise ModelLoadError(f"{path.name}: tensor {name!r} has dtype {dtype!r}, which is not supported.")
+        raise ModelLoadError(f"{path}: tensor {name!r} has dtype {dtype!r}, which is not supported.")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _broken(path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
     begin, end = offsets
