@@ -7,6 +7,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, InvalidRequestError
 from quire.ops.native.library import loaded_library
+from quire.protocol.step import StepPlan
 
 TEXT = "The captain said that the ship would sail at dawn. The mate said that the ship would not. " * 3
 
@@ -231,6 +232,38 @@ def test_large_batches_may_do_without() -> None:
     stats = llm.get_metrics().speculation
     assert stats is not None
     assert stats.num_drafts > 0
+
+
+def test_drafts_made_before_others_joined_are_verified_in_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large batch has none from its second step on, and answers are those without drafts."""
+    engine = LLM(
+        "demo", speculative_config={"method": "ngram", "disable_by_batch_size": 3, "adaptive": False}
+    ).llm_engine
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    steps: list[tuple[int, int]] = []  # sequences, and drafts of them
+    runner = engine.executor.worker.runner
+    begin = runner.begin
+
+    def noted(plan: StepPlan) -> None:
+        steps.append((len(plan.scheduled), sum(one.num_drafts for one in plan.scheduled)))
+        begin(plan)
+
+    monkeypatch.setattr(runner, "begin", noted)
+    found: dict[str, list[int]] = {}
+    for i in range(5):
+        engine.add_request(str(i), TEXT[i * 7 :], params)
+        for _ in range(3):
+            for output in engine.step():
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    large = [place for place, (num, drafts) in enumerate(steps) if num >= 3 and drafts]
+    assert large, "nobody joined those with drafts, so nothing was tested"
+    assert all(steps[place - 1][0] < 3 for place in large)
+    assert any(drafts for _, drafts in steps)
+    plain = LLM("demo").generate([TEXT[i * 7 :] for i in range(5)], params, use_tqdm=False)
+    assert [found[str(i)] for i in range(5)] == [output.outputs[0].token_ids for output in plain]
 
 
 def test_logprobs_may_be_refused() -> None:
