@@ -35,7 +35,8 @@ class CoreLoop:
         self._running = True
 
     def ready(self) -> Ready:
-        """The facts that the front end needs."""
+        """The facts that the front end needs, once nothing is left to do that would hold up whoever streams."""
+        self.core.scheduler.guidance.prepare()
         kv = self.core.scheduler.kv
         return Ready(self.core.scheduler.config.max_model_len, sum(kv.num_blocks), kv.block_size)
 

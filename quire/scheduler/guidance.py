@@ -35,6 +35,11 @@ class Guidance:
         """Live requests with a grammar."""
         return self._outcomes.num_guided
 
+    def prepare(self) -> None:
+        """Do now what would hold up everybody when the first grammar comes."""
+        if self._grammars is not None:
+            self._grammars.prepare()
+
     def open(self, group: SequenceGroup) -> None:
         """Give a new request its grammar, or set its sequences aside until that is compiled."""
         params = group.task.params.structured_outputs

@@ -40,6 +40,10 @@ class GrammarManager:
         self._made: queue.SimpleQueue[tuple[bytes, Grammar | str, bool]] = queue.SimpleQueue()
         self._lanes = Lanes(self._compiler, self._put)
 
+    def prepare(self) -> None:
+        """Read a large vocabulary; what is wrong with it is said when a grammar needs it."""
+        self._compiler.prepare()
+
     def key(self, params: StructuredOutputsParams) -> bytes:
         """What a grammar is kept by."""
         return msgspec.msgpack.encode(params)

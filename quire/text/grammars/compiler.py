@@ -4,6 +4,7 @@
 table with it. llguidance is imported here and beside, when it is needed.
 """
 
+import contextlib
 import ctypes
 import logging
 import re
@@ -20,6 +21,7 @@ from quire.text.grammars.source import source_of
 from quire.text.grammars.trial import Trial
 
 _RISKY = re.compile(r'"(pattern|patternProperties|allOf)')  # schemas that may take for ever: regexes are intersected
+_LARGE = 2**15  # tokens: to read fewer takes some hundredths of a second
 _LONG = 2**15  # characters of a source: some grammars take time by the square of their length
 _SECONDS = (0.0, 0.25, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here
 NUM_PACES = len(_SECONDS)
@@ -54,6 +56,12 @@ class Compiler:
         self._table: Any = None  # llguidance's tokenizer, once read
         self._special_tokens: Mapping[str, int] = {}
         self._trials = [Trial() for _ in _SECONDS]
+
+    def prepare(self) -> None:
+        """Read the vocabulary, if it is so large that this keeps the GIL for long."""
+        if self._vocabulary.size >= _LARGE:
+            with contextlib.suppress(Exception):
+                self._read_table()
 
     def compile(self, params: StructuredOutputsParams, pace: int = NUM_PACES - 1) -> Any:
         """llguidance's matcher of a constraint, which has been through all paces before this.
@@ -92,7 +100,8 @@ class Compiler:
         start, vocabulary = time.perf_counter(), self._vocabulary
         eos_token_ids = list(vocabulary.eos_token_ids) or None
         text, self._special_tokens = vocabulary.load()
-        # Both calls keep the GIL for as long as they take, a second for 150,000 tokens: who streams has a turn between.
+        # Both calls keep the GIL for as long as they take, a second for 150,000 tokens: see `prepare`. Who streams all
+        # the same has a turn between.
         table = llguidance.LLTokenizer(text, n_vocab=vocabulary.size, eos_token=eos_token_ids, slices=[])
         time.sleep(0.02)
         self._table = table.with_slices(llguidance.LLTokenizer.general_slices())

@@ -94,6 +94,20 @@ def test_a_sequence_that_goes_on_ends_where_nothing_else_is_left(
         assert masks_of(grammar.matcher([a, a, a], goes_on), []) == [{EOS}]
 
 
+@pytest.mark.parametrize(("size", "num_read"), [(4096, 0), (40_000, 1)])
+def test_a_large_vocabulary_is_read_before_anybody_streams(tokenizer: Tokenizer, size: int, num_read: int) -> None:
+    load = Mock(wraps=tokenizer.grammar_table)
+    grammars = GrammarManager(Vocabulary(load, size, (EOS,)))
+    grammars.prepare()
+    assert load.call_count == num_read
+    compiled(grammars, choice=["a"])
+    assert load.call_count == 1
+    broken = GrammarManager(Vocabulary(Mock(side_effect=RequestFailedError("no tokenizer")), size, (EOS,)))
+    broken.prepare()
+    broken.compile(b"key", StructuredOutputsParams(choice=["a"]))
+    assert wait(broken)[0][1] == "no tokenizer"
+
+
 def test_forced_tokens(grammars: GrammarManager, tokenizer: Tokenizer) -> None:
     schema = {"type": "object", "properties": {"length": {"type": "boolean"}}, "required": ["length"],
               "additionalProperties": False}  # fmt: skip
