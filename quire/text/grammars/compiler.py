@@ -23,7 +23,7 @@ from quire.text.grammars.trial import Trial
 _RISKY = re.compile(r'"(pattern|patternProperties|allOf)')  # schemas that may take for ever: regexes are intersected
 _LARGE = 2**15  # tokens: to read fewer takes some hundredths of a second
 _LONG = 2**15  # characters of a source: some grammars take time by the square of their length
-_SECONDS = (0.0, 0.25, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here
+_SECONDS = (0.0, 0.25, 1.0, 4.0)  # of processor time that a grammar may take at each pace before it is compiled here
 NUM_PACES = len(_SECONDS)
 
 logger = logging.getLogger(__name__)

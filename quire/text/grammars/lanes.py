@@ -1,7 +1,8 @@
 """Threads that compile grammars, each at its own pace: whoever is behind in one holds up nobody in another.
 
 `quire.structured` makes them. All grammars begin in the first lane; one that may take long goes on to the next, where
-it is tried in a process first, and one that took long there to the last. It knows no requests, and keeps nothing.
+it is tried in a process first, and one that took long there to the next again, which gives it more. It knows no
+requests, and keeps nothing.
 """
 
 import os
