@@ -10,9 +10,9 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
-from quire.text.grammars.gbnf import lark_of, place
+from quire.text.grammars.gbnf import lark_of
 from quire.text.grammars.schema import check_schema
-from quire.text.grammars.tags import lark_of_tag
+from quire.text.grammars.tags import lark_of_tag, regex_as_lark
 
 # Between the tokens of JSON, where nothing else is asked for: a weak model would go on with spaces for ever.
 _WHITESPACE = r" |\n[ \t]{0,64}"
@@ -35,9 +35,7 @@ def source_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int]
             schema = {"type": "object"} if params.json_object else _parsed(text)
             return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(prepared(schema, params)))
         case "regex":
-            if len(text) - len(text.rstrip("\\")) & 1:
-                raise InvalidRequestError(f"{place(text, len(text) - 1)}: nothing comes after the last backslash.")
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {regex_as_lark(text)}")
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(params.choice or ()))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")

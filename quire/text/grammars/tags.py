@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import InvalidRequestError
-from quire.text.grammars.gbnf import lark_of
+from quire.text.grammars.gbnf import lark_of, place
 
 MAX_DEPTH = 30
 _FREE = "/(?s:.*)/"
@@ -42,6 +42,19 @@ def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping
     return json.dumps({"grammars": grammars})
 
 
+def regex_as_lark(text: str) -> str:
+    """A regex as a part of a rule.
+
+    Raises:
+        InvalidRequestError: it would take in what comes after it.
+    """
+    import llguidance
+
+    if len(text) - len(text.rstrip("\\")) & 1:
+        raise InvalidRequestError(f"{place(text, len(text) - 1)}: nothing comes after the last backslash.")
+    return f"/{llguidance.regex_to_lark(text)}/"
+
+
 class _Writer:
     """Writes rules; what `write` and the others return is an expression that refers to them."""
 
@@ -66,9 +79,7 @@ class _Writer:
             case "any_text":
                 written = self._rule(_FREE)
             case "regex":
-                import llguidance
-
-                written = self._rule(f"/{llguidance.regex_to_lark(_of(format, 'pattern', str))}/")
+                written = self._rule(regex_as_lark(_of(format, "pattern", str)))
             case "grammar":
                 written = self._grammar(lark_of(_of(format, "grammar", str)))
             case "json_schema":
@@ -116,9 +127,9 @@ class _Writer:
 
     def _sequence(self, elements: list[Any]) -> str:
         written: list[str] = []
-        for place, element in enumerate(elements):
-            follows = elements[place + 1] if place + 1 < len(elements) else None
-            if place and _is_free(elements[place - 1]):
+        for number, element in enumerate(elements):
+            follows = elements[number + 1] if number + 1 < len(elements) else None
+            if number and _is_free(elements[number - 1]):
                 continue  # written with the text before it
             if _is_free(element) and follows is not None:
                 written.append(self._after_text(follows))

@@ -16,6 +16,7 @@ from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.schema import check_schema
 from quire.text.grammars.source import prepared
+from quire.text.grammars.tags import regex_as_lark
 
 _FIELD = "structured_outputs"
 _NO_JSON = r"/([^\s\[{<](?s:.*))?/"  # text that is no beginning of a call in a format without marks
@@ -91,6 +92,11 @@ def _content(lark: Lark, params: StructuredOutputsParams | None) -> str | None:
             return lark.rule(f"%json {json.dumps(_schema(params))}")
         case "json_object":
             return lark.rule(f"%json {json.dumps(prepared({'type': 'object'}, params))}")
+        case "regex":
+            try:
+                return lark.rule(regex_as_lark(params.constraint))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{_FIELD} can't be used: {error}", _FIELD) from None
         case "choice":
             return "(" + " | ".join(lark.text(choice) for choice in params.choice or ()) + ")"
     return None

@@ -175,7 +175,8 @@ def test_refused_by_name(client: TestClient) -> None:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),  # to the demo's tokenizer its tags are text
-        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tools"),
+        ({"tool_choice": "required", "structured_outputs": {"grammar": 'start: "a"'}}, "tools"),
+        ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs"),
         ({"tool_choice": "required", "tools": [LARGE]}, "tools"),
     ]:
         assert refusal(client, **fields)["param"] == param, fields

@@ -13,6 +13,7 @@ from quire.entrypoints.server.parsers.generic import JSON_CALLS, json_arguments
 from quire.entrypoints.server.parsers.grammars import Answer, Thought, answer_grammar
 from quire.entrypoints.server.parsers.reader import ScriptParser
 from quire.entrypoints.server.parsers.registry import THOUGHT_FORMS, TOOL_FORMS
+from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")
@@ -244,6 +245,21 @@ def test_a_schema_or_a_call(walk: Walk) -> None:
     assert not walk.accepts(grammar, "red")
 
 
+def test_a_regex_or_a_call_after_a_thought() -> None:
+    walk = Walk(MARKS)
+    offer, form = Offer((STOP,)), TOOL_FORMS["hermes"]
+    content = StructuredOutputsParams(regex="[ab]{2}/|x")
+    answer = Answer(content=content, offer=offer, frame=form.frame_for(""), thought=thought(3))
+    grammar = answer_grammar(answer, walk.tokens)
+    assert grammar is not None
+    for text in ("ab/", "x", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'):
+        assert walk.accepts(grammar, text)
+        assert walk.accepts(grammar, f"<think>hm</think>\n\n{text}")
+    assert not walk.accepts(grammar, "abc")
+    with pytest.raises(InvalidRequestError, match="after the last backslash"):
+        answer_grammar(Answer(content=StructuredOutputsParams(regex="a\\"), thought=thought(3)), walk.tokens)
+
+
 def test_harmony(walk: Walk) -> None:
     form = THOUGHT_FORMS["openai_gptoss"]
     channel = Thought(form.opens[0], form.closes[0], form.answer, optional=True)
@@ -256,6 +272,6 @@ def test_harmony(walk: Walk) -> None:
     assert not walk.accepts(grammar, "<|channel|>final<|message|>red")
 
 
-@pytest.mark.parametrize("constraint", [{"regex": "a+"}, {"grammar": 'start: "a"'}])
+@pytest.mark.parametrize("constraint", [{"structural_tag": '{"format": 3}'}, {"grammar": 'start: "a"'}])
 def test_what_can_not_be_part_of_a_grammar(constraint: dict[str, Any], walk: Walk) -> None:
     assert answer_grammar(Answer(StructuredOutputsParams(**constraint), thought=thought(3)), walk.tokens) is None
