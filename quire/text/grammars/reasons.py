@@ -43,7 +43,7 @@ def reason_of(error: str, params: StructuredOutputsParams) -> str:
     error = _EXCERPT.sub("", error[found.end() if found else 0 :])
     where = ""
     if params.kind == "structural_tag" and found and not error.startswith(("failed to compile", "invalid regex")):
-        where = f"line {found[1]}, column {found[2]} of a grammar in it" if "::=" not in text else ""
+        where = _place_in_tag(error, text, int(found[1]), int(found[2]))
     elif params.kind == "grammar" and not text.startswith(OURS):
         if "::=" in text:
             where = _place_in_gbnf(error, text)
@@ -78,6 +78,15 @@ def _place_in_lark(error: str, text: str, line: int, column: int) -> str:
     name = re.match(r'unknown name: "(\w+)"', error)
     found = re.compile(rf"\b{name[1]}\b").search(text, at) if name else None
     return place(text, found.start()) if found else f"line {line}, column {column}"
+
+
+def _place_in_tag(error: str, text: str, line: int, column: int) -> str:
+    """In a grammar that a structural tag holds; where it holds several, as llguidance says it."""
+    if "::=" in text:
+        return ""
+    grammars = [value for value in re.findall(r'"grammar": *("(?:\\.|[^"\\])*")', text) if len(value) > column]
+    found = _place_in_lark(error, json.loads(grammars[0]), line, column) if len(grammars) == 1 else ""
+    return f"{found or f'line {line}, column {column}'} of a grammar in it"
 
 
 def _place_in_gbnf(error: str, text: str) -> str:

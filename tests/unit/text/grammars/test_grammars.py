@@ -231,7 +231,7 @@ def test_places_in_what_is_no_user_s_own_are_not_told(compiler: Compiler) -> Non
         with pytest.raises(InvalidRequestError, match="^failed to compile JSON schema: 'foo' is no type"):
             compiler.compile(StructuredOutputsParams(**structure))
     tag = {"format": {"type": "grammar", "grammar": 'start: "a"\n | b'}}
-    with pytest.raises(InvalidRequestError, match='^line 1, column 8 of a grammar in it: unknown name: "b".'):
+    with pytest.raises(InvalidRequestError, match='^line 2, column 4 of a grammar in it: unknown name: "b".'):
         compiler.compile(StructuredOutputsParams(structural_tag=tag))
 
 
