@@ -113,7 +113,8 @@ class EngineCore:
                     self._guiding = self._aside.submit(self.scheduler.guide, plan)
                 self._execute(self.executor.submit, plan)
             if plans:
-                guide = self._take_guide() if self._guiding is not None else self.scheduler.guide(plans[0])
+                guide = self._guiding.result() if self._guiding is not None else self.scheduler.guide(plans[0])
+                self._guiding = None
                 result = self._execute(self.executor.collect, guide)
                 self._undelivered += self.scheduler.update(plans.popleft(), result, self._clock())
             elif self.scheduler.guidance.is_compiling:  # nobody else can run: who comes meanwhile waits no longer
@@ -166,12 +167,6 @@ class EngineCore:
         for reply in self.executor.call(CheckIntegrity(self.scheduler.held_rows())):
             assert reply.fault is None, reply.fault
 
-    def _take_guide(self) -> SampleGuide | None:
-        """The masks that are being made aside."""
-        assert self._guiding is not None
-        guiding, self._guiding = self._guiding, None
-        return guiding.result()
-
     def _execute(self, function: Callable[..., T], *args: Any) -> T:
         """Let the executor work, interruptibly; after an interrupt workers and scheduler begin anew."""
         try:
@@ -179,7 +174,8 @@ class EngineCore:
                 return self.interrupts.let_through(function, *args)
             except KeyboardInterrupt:
                 if self._guiding is not None:
-                    self._take_guide()
+                    self._guiding.result()
+                self._guiding = None
                 self._plans.clear()
                 self.scheduler.cancel()
                 self.executor.reset()
