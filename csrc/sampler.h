@@ -319,17 +319,16 @@ inline bool processes(const SampleRow& p, const uint32_t* mask) {
     return mask || p.allowed.ids || p.forbidden.num || p.completing.num || p.stop.num || p.biased.num || p.seen.num;
 }
 
-inline void apply_mask(float* out, const uint32_t* mask, int64_t size) {
-    for (int64_t start = 0; start < size; start += 32) {
-        const uint32_t barred = ~mask[start / 32];
-        const int64_t stop = start + 32 < size ? start + 32 : size;
-        if (!barred) continue;
-        if (!~barred)
-            std::fill(out + start, out + stop, kMasked);
-        else
-            for (int64_t i = start; i < stop; i++)
-                if (barred >> (i - start) & 1) out[i] = kMasked;
-    }
+// Copies the logits that a mask allows, and masks the others; `out` may be where they come from.
+template <class T>
+void copy_allowed(const T* logits, const uint32_t* mask, float* out, int64_t size) {
+    static_assert(32 % kLanes == 0);
+    vi bits;
+    for (int lane = 0; lane < kLanes; lane++) bits[lane] = int32_t(1u << lane);
+    for_vectors(size, [&](int64_t i, int n) {
+        const vi allowed = (splat_int(int32_t(mask[i / 32] >> (i % 32))) & bits) != 0;
+        store_n(out + i, select(allowed, load_n(logits + i, n), splat(kMasked)), n);
+    });
 }
 
 // Copies a row into work.processed and changes it there. False where an id is outside the vocabulary.
@@ -349,10 +348,12 @@ bool process(const Row<T>& row, const SampleRow& p, const uint32_t* mask) {
     if (p.allowed.ids) {
         for_vectors(row.size, [&](int64_t i, int n) { store_n(out + i, splat(kMasked), n); });
         for_each(p.allowed, [&](int64_t id, int64_t) { out[id] = row.at(id); });
+        if (mask) copy_allowed(out, mask, out, row.size);
+    } else if (mask) {
+        copy_allowed(row.logits, mask, out, row.size);
     } else {
         for_vectors(row.size, [&](int64_t i, int n) { store_n(out + i, load_n(row.logits + i, n), n); });
     }
-    if (mask) apply_mask(out, mask, row.size);
     for (const IdList* list : {&p.forbidden, &p.completing, &p.stop})
         for_each(*list, [&](int64_t id, int64_t) { out[id] = kMasked; });
     for_each(p.biased, [&](int64_t id, int64_t i) { out[id] += p.biases[i]; });
