@@ -1,6 +1,7 @@
 """What structured output costs: tokens a second with and without a schema, masks, compiling, and streams meanwhile.
 
-Run: python benchmarks/structured.py [MODEL] [--repeat N]. Prints all that it measures, a line each.
+Run: python benchmarks/structured.py [MODEL] [--repeat N] [--tokens N] [--only PART ...]. Prints all that it measures, a
+line each.
 """
 
 import argparse
@@ -25,7 +26,7 @@ PROSE = {
 # As free as can be: it forces nothing, so that masks are all cost.
 FREE = {"regex": r"(?s:.)*"}
 BOMB = {"allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(40)]}  # refused when it has taken its time
-NUM_TOKENS = 128
+PARTS = ("stalls", "throughput", "masks", "compiling")
 
 
 def large_schema(num: int) -> dict[str, Any]:
@@ -34,10 +35,10 @@ def large_schema(num: int) -> dict[str, Any]:
     return {"type": "array", "items": inner}
 
 
-def rate(llm: LLM, batch: int, structure: dict[str, Any] | None) -> float:
-    """Tokens a second of so many requests at once."""
+def rate(llm: LLM, batch: int, structure: dict[str, Any] | None, num_tokens: int) -> float:
+    """Tokens a second of so many requests at once, of so many tokens each."""
     params = SamplingParams(
-        temperature=0.8, seed=1, max_tokens=NUM_TOKENS, ignore_eos=True, structured_outputs=structure
+        temperature=0.8, seed=1, max_tokens=num_tokens, ignore_eos=True, structured_outputs=structure
     )
     start = time.perf_counter()
     outputs = llm.generate(["Once upon a time"] * batch, params, use_tqdm=False)
@@ -45,14 +46,14 @@ def rate(llm: LLM, batch: int, structure: dict[str, Any] | None) -> float:
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
-def throughput(llm: LLM, repeat: int) -> None:
+def throughput(llm: LLM, repeat: int, num_tokens: int) -> None:
     """Medians of rounds; a ratio is the median of the rounds' own, whose runs follow one another."""
     for batch in (1, 32):
         kinds: dict[str, dict[str, Any] | None] = {"none": None, "schema": {"json": PROSE}, "free regex": FREE}
         rates: dict[str, list[float]] = {name: [] for name in kinds}
         for _ in range(repeat + 1):  # the first round compiles
             for name, structure in kinds.items():
-                rates[name].append(rate(llm, batch, structure))
+                rates[name].append(rate(llm, batch, structure, num_tokens))
         for name, found in rates.items():
             ratio = statistics.median(one / none for one, none in zip(found[1:], rates["none"][1:], strict=True))
             median = statistics.median(found[1:])
@@ -161,12 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128, help="of each output whose rate is measured")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     llm = LLM(args.model, max_model_len=512)
-    stalls(llm.llm_engine)
-    throughput(llm, args.repeat)
-    masks(llm.llm_engine)
-    compiling(llm.llm_engine)
+    if "stalls" in args.only:
+        stalls(llm.llm_engine)
+    if "throughput" in args.only:
+        throughput(llm, args.repeat, args.tokens)
+    if "masks" in args.only:
+        masks(llm.llm_engine)
+    if "compiling" in args.only:
+        compiling(llm.llm_engine)
 
 
 if __name__ == "__main__":
