@@ -4,12 +4,15 @@ The scheduler's hook for `quire.structured`. It knows which sequences stand wher
 matcher's to say. Costs nothing where no live request has a grammar.
 """
 
+from time import perf_counter
+
 from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.structured.manager import GrammarManager
 from quire.structured.matcher import Grammar, MaskBuffer, Matcher
+from quire.text.grammars.meter import FREE_SECONDS
 
 _PARAM = "structured_outputs"
 _FINISHED = SequenceStatus.FINISHED
@@ -78,7 +81,7 @@ class Guidance:
         assert self._grammars is not None, "a request with a grammar, in an engine without any"
         if (masks := self._masks) is None:
             masks = self._masks = MaskBuffer(self._grammars.num_words)
-        rows: list[tuple[int, int]] = []
+        start, rows = perf_counter(), list[tuple[int, int]]()
         for place, (item, sequence) in enumerate(zip(plan.scheduled, sequences, strict=True)):
             is_drawn = item.sampling and sequence.status is not _FINISHED
             if not is_drawn or (matcher := sequence.matcher or self._begin(sequence)) is None:
@@ -90,6 +93,9 @@ class Guidance:
             rows.append((place, 0))
             if num_drafts:
                 rows += [(place, 1 + position) for position in range(num_drafts)]
+        if perf_counter() - start > FREE_SECONDS:  # all together, as a clock takes nearly as long as a mask
+            for meter in [sequence.matcher.meter for sequence in sequences if sequence.matcher is not None]:
+                meter.is_watching = True
         return SampleGuide(step_id=plan.step_id, masks=masks.first(len(rows)), rows=rows) if rows else None
 
     def _begin(self, sequence: Sequence) -> Matcher | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.text.grammars.meter import FREE_SECONDS, Meter
+from quire.text.grammars.meter import Meter
 
 MAX_FORCED = 8  # tokens drafted at once where the grammar leaves no choice: a key of an object, about
 
@@ -79,24 +79,28 @@ class Grammar:
 
 
 class Matcher:
-    """Where one sequence stands."""
+    """Where one sequence stands.
 
-    __slots__ = ("_end_ids", "_engine", "_goes_on", "_meter")
+    Attributes:
+        meter: of the time that its request's grammar takes.
+    """
+
+    __slots__ = ("_end_ids", "_engine", "_goes_on", "meter")
 
     def __init__(self, engine: Any, end_ids: tuple[int, ...], goes_on: bool, meter: Meter) -> None:
         self._engine = engine
         self._end_ids = end_ids
         self._goes_on = goes_on
-        self._meter = meter
+        self.meter = meter
 
     def copy(self) -> "Matcher":
         """The same, for a fork."""
-        return Matcher(self._engine.deep_copy(), self._end_ids, self._goes_on, self._meter)
+        return Matcher(self._engine.deep_copy(), self._end_ids, self._goes_on, self.meter)
 
     @property
     def error(self) -> str | None:
         """Why it allows nothing any more, where that is so: the grammar was too complex to go on."""
-        slow = "it took more than half a second in all to work out what may come next" if self._meter.is_spent else ""
+        slow = "it took more than half a second in all to work out what may come next" if self.meter.is_spent else ""
         reason = slow or self._engine.get_error().partition("\n")[0].removeprefix("Parser Error: ")
         return f"the grammar became too complex to follow: {reason}. Use a simpler one." if reason else None
 
@@ -114,11 +118,8 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The next tokens, at most MAX_FORCED, where the grammar leaves but one text."""
-        start = (clock := self._meter.clock)()
-        forced = self._engine.compute_ff_tokens()
-        if (seconds := clock() - start) > FREE_SECONDS:
-            self._meter.add(seconds)
-        return forced[:MAX_FORCED]
+        compute = self._engine.compute_ff_tokens
+        return (self.meter.timed(compute) if self.meter.is_watching else compute())[:MAX_FORCED]
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts may come, before the first that may not."""
@@ -130,11 +131,11 @@ class Matcher:
         After a draft that may not come, nothing is allowed: nobody gets there. After the end all is: what is drawn
         there is left, and must not fail.
         """
-        engine, num_bytes, meter = self._engine, masks.num_bytes, self._meter
-        start = (clock := meter.clock)()
-        engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
-        if (seconds := clock() - start) > FREE_SECONDS:
-            meter.add(seconds)
+        engine, num_bytes, meter = self._engine, masks.num_bytes, self.meter
+        if meter.is_watching:
+            meter.timed(engine.unsafe_compute_mask_ptr, masks.address + row * num_bytes, num_bytes)
+        else:
+            engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
         if engine.is_error() or meter.is_spent:
             masks.array[row : row + 1 + len(drafts)] = 0
             return

@@ -5,6 +5,8 @@ their own. The compiler limits what a single token may cost. It knows no grammar
 """
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 STEP_ITEMS = 5000  # of llguidance's parser for a mask: a tenth of a second; schemas that people use need far fewer
 FREE_SECONDS = 0.002  # a mask or a forced text may take so long, again and again
@@ -15,20 +17,30 @@ class Meter:
     """What is left to the sequences of one request.
 
     Attributes:
-        clock: what to time with: of processor time only once something was slow, as that clock is slow itself.
+        is_watching: whether each mask and forced text is to be timed: once a step's took long together, as clocks take
+            nearly as long as what they time.
         is_spent: whether nothing is left.
     """
 
-    __slots__ = ("_left", "clock", "is_spent")
+    __slots__ = ("_clock", "_left", "is_spent", "is_watching")
 
     def __init__(self) -> None:
         self._left = _SECONDS
-        self.clock = time.perf_counter
+        self._clock = time.perf_counter
+        self.is_watching = False
         self.is_spent = False
+
+    def timed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What the function returns, once its time is counted."""
+        start = (clock := self._clock)()
+        result = function(*args)
+        if (seconds := clock() - start) > FREE_SECONDS:
+            self.add(seconds)
+        return result
 
     def add(self, seconds: float) -> None:
         """Something took so long, more than FREE_SECONDS; the first time that may have been others' doing."""
-        if self.clock is time.thread_time:
+        if self._clock is time.thread_time:  # which is slow itself: not before it is needed
             self._left -= seconds - FREE_SECONDS
             self.is_spent = self._left < 0
-        self.clock = time.thread_time
+        self._clock = time.thread_time
