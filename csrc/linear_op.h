@@ -15,10 +15,12 @@ struct LinearSpec {  // inputs: x, and a residual or none
     Matrix weight;
     const void* bias;
     Epilogue epilogue;
+    int64_t residual_start;  // its column that is added to the first one
 };
 
 inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
-    const LinearArgs args{s.weight, s.bias, o.x.data, o.out.data, o.y.data, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
+    const void* residual = o.y.data ? static_cast<const uint8_t*>(o.y.data) + s.residual_start * type_bytes(o.y.type) : nullptr;
+    const LinearArgs args{s.weight, s.bias, o.x.data, o.out.data, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
                           o.x.type, o.out.type, s.epilogue};
 #if defined(__AMX_BF16__)
     linear_amx(args, context);
@@ -29,6 +31,7 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 #endif
 }
 
-QUIRE_OPERATION(linear, LinearSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(epilogue));
+QUIRE_OPERATION(linear, LinearSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(epilogue),
+                QUIRE_FIELD(residual_start));
 
 }  // namespace quire::QUIRE_NS

@@ -5,6 +5,8 @@
 #include "add.h"
 #include "attention_op.h"
 #include "embedding.h"
+#include "gather.h"
+#include "gather_rows.h"
 #include "linear_op.h"
 #include "norm.h"
 #include "rope.h"

@@ -5,6 +5,7 @@ An embedding is a matrix with a row for each index, kept by a weight format as a
 
 from torch import Tensor, nn
 
+from quire import ops
 from quire.layers.linear import Matrix, Place
 from quire.layers.step import Step
 
@@ -21,7 +22,14 @@ class Embedding(Matrix):
 
 
 class VocabEmbedding(Embedding):
-    """Token ids [T] -> [T, H]."""
+    """Token ids [T] -> [T, H]; of a group's ranks each has the rows of a range of ids."""
+
+    def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
+        shard = self.shard
+        if shard is None or shard.outputs is None:
+            return super().forward(ids, step)
+        own = super().forward(ops.own_rows(ids, shard.group, shard.outputs), step)
+        return ops.gather_rows(own, ids, shard.group, shard.outputs)
 
 
 class LearnedPositions(Embedding):
@@ -44,4 +52,5 @@ class TiedHead(nn.Module):
 
     def forward(self, hidden: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         embedding = self.embedding
-        return embedding.method.apply(embedding.weights, embedding.shape, hidden, wide=wide)
+        logits = embedding.method.apply(embedding.weights, embedding.shape, hidden, wide=wide)
+        return logits if embedding.shard is None else embedding.shard.give(logits)

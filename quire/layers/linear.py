@@ -5,18 +5,43 @@ checkpoint holds them apart, as siblings of the merged layer. How weights are ke
 `QuantizationMethod`'s business. `quire.models.builder` makes these; `quire.models.weights` fills them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from quire import ops
 from quire.layers.step import Step
+from quire.ops.gather import Meeting
 from quire.quantization.base import CheckpointSlot, MatrixShape, QuantizationMethod
 
-Split = Literal["out", "in"]  # the dimension of a matrix that ranks share among them
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank of a group has of a matrix: some of its rows, which are output features.
+
+    Attributes:
+        group: where the ranks meet.
+        rows: of each part in the checkpoint, those that are this rank's, in order.
+        inputs: where each rank's input features start, and their end, if each brings some; else all have all of them.
+        outputs: likewise of output features, which then are gathered; else each keeps its own.
+    """
+
+    group: Meeting
+    rows: Mapping[str, Sequence[range]]
+    inputs: tuple[int, ...] | None = None
+    outputs: tuple[int, ...] | None = None
+
+    def bring(self, x: Tensor) -> Tensor:
+        """The input features of all ranks."""
+        return x if self.inputs is None else ops.gather(x, self.group, self.inputs)
+
+    def give(self, y: Tensor) -> Tensor:
+        """The output features of all ranks, or this one's."""
+        return y if self.outputs is None else ops.gather(y, self.group, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -27,11 +52,13 @@ class Place:
         name: the layer's full name.
         method: its weight format.
         dtype: of activations.
+        shard: what of it is here; None for all.
     """
 
     name: str
     method: QuantizationMethod
     dtype: torch.dtype
+    shard: Shard | None = None
 
 
 class Matrix(nn.Module):
@@ -45,8 +72,10 @@ class Matrix(nn.Module):
     def __init__(self, place: Place, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__()
         self.name = place.name
-        self.shape = MatrixShape(in_features, sum(parts.values()), bias)
         self.parts = dict(parts)
+        self.shard = place.shard
+        self._rows = {part: (range(size),) for part, size in parts.items()} if place.shard is None else place.shard.rows
+        self.shape = MatrixShape(in_features, sum(len(rows) for part in parts for rows in self._rows[part]), bias)
         self.method = place.method
         for name, weight in place.method.create_weights(self.shape, place.dtype, place.name).items():
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
@@ -66,10 +95,12 @@ class Matrix(nn.Module):
             for tensor, form in self.method.checkpoint_tensors(shape).items():
                 load = partial(self._load, part, tensor, start)
                 yield CheckpointSlot(f"{owner}.{tensor}", form, load, tensor in self.method.filled)
-            start += features
+            start += sum(map(len, self._rows[part]))
 
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
-        self.method.load(self.weights, self.shape, tensor, loaded, start)
+        for rows in self._rows[part]:  # of a mapped file, the others are never read
+            self.method.load(self.weights, self.shape, tensor, loaded[rows.start : rows.stop], start)
+            start += len(rows)
         if self._waiting:
             self._waiting.discard(f".{part}.{tensor}" if part else f".{tensor}")
             if not self._waiting:
@@ -80,8 +111,7 @@ class Linear(Matrix):
     """``x @ W.T + b``: [M, in_features] -> [M, out_features].
 
     Args:
-        outputs: number of output features, or those of each part of a merged layer.
-        split: how ranks would share it.
+        outputs: number of output features, or those of each part of a merged layer; of all ranks together.
     """
 
     def __init__(
@@ -91,11 +121,11 @@ class Linear(Matrix):
         outputs: int | Mapping[str, int],
         *,
         bias: bool = False,
-        split: Split | None = None,
     ) -> None:
         super().__init__(place, in_features, outputs if isinstance(outputs, Mapping) else {"": outputs}, bias=bias)
-        self.split = split
 
     def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         """See the class; `step` is None for the output head, whose rows are not a step's tokens."""
-        return self.method.apply(self.weights, self.shape, x, wide=wide)
+        if self.shard is None:
+            return self.method.apply(self.weights, self.shape, x, wide=wide)
+        return self.shard.give(self.method.apply(self.weights, self.shape, self.shard.bring(x), wide=wide))

@@ -14,11 +14,12 @@ import torch
 from quire.attention.base import AttentionBackend, AttentionSpec
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
-from quire.layers.linear import Linear, Place, Split
+from quire.layers.linear import Linear, Place, Shard
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.models.joined import JoinedLinear
+from quire.models.sharding import Sharding
 from quire.protocol.cache import LayerCache, group_layers
 from quire.quantization.base import MatrixShape
 from quire.quantization.registry import WeightFormats
@@ -30,12 +31,14 @@ class BuildContext:
 
     Attributes:
         dtype: of activations and vectors.
+        sharding: what this rank has of each layer.
         cache_layers: what each attention layer keeps of a token, in the order of the step's caches.
     """
 
     backend: AttentionBackend[Any]
     formats: WeightFormats
     dtype: torch.dtype
+    sharding: Sharding = field(default_factory=Sharding)
     cache_layers: list[LayerCache] = field(default_factory=list)
     attentions: list[SelfAttention] = field(default_factory=list)
 
@@ -81,16 +84,16 @@ class Builder:
         outputs: int | Mapping[str, int],
         *,
         bias: bool = False,
-        split: Split | None = None,
+        shard: Shard | None = None,
         plain: bool = False,
     ) -> Linear:
         """A linear layer, or a merged one of `outputs` by part; see `Linear`. Never quantized where `plain`."""
         parts = tuple(outputs) if isinstance(outputs, Mapping) else ()
         out_features = sum(outputs.values()) if isinstance(outputs, Mapping) else outputs
-        place = self._place(name, MatrixShape(in_features, out_features, bias), parts=parts)
+        place = replace(self._place(name, MatrixShape(in_features, out_features, bias), parts=parts), shard=shard)
         if plain:
             place = replace(place, method=self.context.formats.plain)
-        return Linear(place, in_features, outputs, bias=bias, split=split)
+        return Linear(place, in_features, outputs, bias=bias)
 
     def joined(
         self, name: str, in_features: Sequence[int], outputs: int | Mapping[str, int], *, bias: bool = False
@@ -102,7 +105,8 @@ class Builder:
 
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""
-        return VocabEmbedding(self._place(name, MatrixShape(size, num_rows), table=True), num_rows, size)
+        place = self._place(name, MatrixShape(size, num_rows), table=True)
+        return VocabEmbedding(replace(place, shard=self.context.sharding.vocab(num_rows)), num_rows, size)
 
     def positions(self, name: str, num_positions: int, size: int, offset: int = 0) -> LearnedPositions:
         """A table of vectors by position; that of position 0 is row `offset`."""
@@ -113,8 +117,9 @@ class Builder:
         """The output head for the vocabulary of an embedding; with its very weights where `tied`."""
         if tied:
             return TiedHead(embedding)
-        shape = embedding.shape
-        return Linear(self._place("lm_head", shape, table=True), shape.in_features, shape.out_features, split="out")
+        size, num_rows = embedding.shape.in_features, embedding.parts[""]
+        place = self._place("lm_head", MatrixShape(size, num_rows), table=True)
+        return Linear(replace(place, shard=embedding.shard), size, num_rows)
 
     def rms_norm(self, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
         """An RMSNorm, that multiplies by 1 + weight where `plus_one`."""
@@ -154,15 +159,18 @@ class Builder:
             layer=len(self.context.cache_layers),
         )
         inner = size if isinstance(size, int) else size[-1]
+        shards = self.context.sharding.attention(self.prefix, spec, inner, fused)
+        spec = shards.spec
         if isinstance(size, int):
-            qkv_proj = self.linear("qkv_proj", size, outputs, bias=qkv_bias, split="out")
+            qkv_proj = self.linear("qkv_proj", size, outputs, bias=qkv_bias, shard=shards.qkv)
         else:
+            assert shards.qkv is None, "joined projections are not shared among ranks"
             qkv_proj = self.joined("qkv_proj", size, outputs, bias=qkv_bias)
         block = SelfAttention(
             self.context.backend,
             spec,
             qkv_proj,
-            self.linear("o_proj", query_size, inner, bias=output_bias, split="out"),
+            self.linear("o_proj", query_size, inner, bias=output_bias, shard=shards.output),
             q_norm,
             k_norm,
         )
@@ -173,13 +181,15 @@ class Builder:
     def gated_mlp(self, size: int, inner_size: int, *, activation: str, bias: bool = False) -> GatedMLP:
         """A gated MLP; this builder's name is the block's."""
         parts = {"gate_proj": inner_size, "up_proj": inner_size}
-        gate_up = self.linear("gate_up_proj", size, parts, bias=bias, split="out")
-        return GatedMLP(gate_up, self.linear("down_proj", inner_size, size, bias=bias, split="out"), activation)
+        inner, whole = self.context.sharding.inner(self.prefix, size, inner_size, *parts)
+        gate_up = self.linear("gate_up_proj", size, parts, bias=bias, shard=inner)
+        return GatedMLP(gate_up, self.linear("down_proj", inner_size, size, bias=bias, shard=whole), activation)
 
     def mlp(self, size: int, inner_size: int, *, activation: str, bias: bool = False) -> MLP:
         """A plain MLP; this builder's name is the block's."""
-        fc1 = self.linear("fc1", size, inner_size, bias=bias, split="out")
-        return MLP(fc1, self.linear("fc2", inner_size, size, bias=bias, split="out"), activation)
+        inner, whole = self.context.sharding.inner(self.prefix, size, inner_size, "")
+        fc1 = self.linear("fc1", size, inner_size, bias=bias, shard=inner)
+        return MLP(fc1, self.linear("fc2", inner_size, size, bias=bias, shard=whole), activation)
 
     def experts(
         self, size: int, inner_size: int, routing: Routing, *, activation: str, shared_size: int = 0

@@ -11,6 +11,8 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
+from quire.models.sharding import Sharding
+from quire.ops.gather import Meeting
 from quire.quantization.registry import WeightFormats, uniform
 from quire.quantization.unquantized import Unquantized
 
@@ -30,18 +32,22 @@ def check_architecture(config: ModelConfig) -> None:
 
 
 def build_model(
-    config: ModelConfig, attention_backend: AttentionBackend[Any], formats: WeightFormats | None = None
+    config: ModelConfig,
+    attention_backend: AttentionBackend[Any],
+    formats: WeightFormats | None = None,
+    group: Meeting | None = None,
 ) -> CausalLM:
     """Build the model that `config` describes; its parameters are allocated and not yet filled.
 
     Args:
         formats: the weight formats; None keeps the checkpoint's weights, multiplied by torch.
+        group: whose ranks share the model, this one's part of which is built.
 
     Raises:
-        ModelLoadError: an architecture, activation or rope type that is not supported.
+        ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
     """
     check_architecture(config)
     module, _, function = BY_ARCHITECTURE[config.architecture].build.partition(":")
     build = getattr(importlib.import_module(module), function)
-    context = BuildContext(attention_backend, formats or uniform(Unquantized()), DTYPES[config.dtype])
+    context = BuildContext(attention_backend, formats or uniform(Unquantized()), DTYPES[config.dtype], Sharding(group))
     return build(config, Builder(context)).eval()

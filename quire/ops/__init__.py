@@ -16,6 +16,9 @@ from quire.ops.add import add as add
 from quire.ops.attention import attend as attend
 from quire.ops.attention import paged_attention as paged_attention
 from quire.ops.embedding import embedding as embedding
+from quire.ops.gather import gather as gather
+from quire.ops.gather import gather_rows as gather_rows
+from quire.ops.gather import own_rows as own_rows
 from quire.ops.host import host as host
 from quire.ops.host import on_rows as on_rows
 from quire.ops.linear import linear as linear

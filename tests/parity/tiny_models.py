@@ -18,7 +18,8 @@ from quire.config.model import ModelConfig
 from quire.layers.step import Step, Taps
 from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
-from quire.ops.native.library import TORCH
+from quire.ops.gather import Meeting
+from quire.ops.native.library import TORCH, Target, default_target
 from quire.protocol.cache import group_layers
 from quire.quantization.registry import select_formats
 
@@ -241,18 +242,29 @@ class Ours:
 
 
 def build_ours(
-    directory: Path, dtype: str = "float32", kernels: str = TORCH, tapped: tuple[int, ...] = (), **options: Any
+    directory: Path,
+    dtype: str = "float32",
+    kernels: str = TORCH,
+    tapped: tuple[int, ...] = (),
+    *,
+    group: Meeting | None = None,
+    quantization: str | None = None,
+    **options: Any,
 ) -> Ours:
-    """Our model of a saved one, on plain torch or recorded for the level of compiled kernels in use."""
+    """Our model of a saved one, on plain torch or recorded for the level of compiled kernels in use.
+
+    `group`: whose ranks share it; ranks that are threads of one process need different numbers of threads.
+    """
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
     native = kernels != TORCH
     backend = select_backend("native" if native else "reference")
-    formats = select_formats(None, DTYPES[config.dtype], zeros) if native else None
-    model = build_model(config, backend, formats)
+    formats = select_formats(quantization, DTYPES[config.dtype], zeros if native else None)
+    model = build_model(config, backend, formats, group)
     loaded = model.load_weights(checkpoint(directory))
     assert loaded == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights
-    return Ours(model, CompiledModel(model, tapped=tapped) if native else model, backend)
+    target = None if group is None or not native else Target(default_target().level, group.rank + 1)
+    return Ours(model, CompiledModel(model, target, tapped) if native else model, backend)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:

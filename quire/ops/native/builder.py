@@ -130,6 +130,7 @@ class ProgramBuilder:
         self._steps: list[NativeStep | HostStep] = []
         self._inputs: list[Value] = []
         self._held: list[object] = []  # tensors that instructions point to
+        self.check: Callable[[], None] | None = None  # raises after a run that other ranks have spoiled
 
     @property
     def ids(self) -> StepIndex:
@@ -202,19 +203,26 @@ class ProgramBuilder:
 
     def add(self, x: Value, y: Value) -> Value:
         """The sum of two activations; `x` is best the product that was just recorded."""
-        product = self.fusible_product(x)
-        if product is not None and y is not x and y.type == self.type:
+        last = self._steps[-1] if self._steps else None
+        if not isinstance(last, NativeStep):
+            product = None
+        elif last.op == "gather" and last.writes is x and not x.kept:  # each rank adds its columns of the sum
+            product = self.fusible_product(last.reads[0], -2)
+        else:
+            product = self.fusible_product(x)
+        if isinstance(last, NativeStep) and product is not None and y is not x and y.type == self.type:
+            product.spec.residual_start = 0 if last is product else last.spec.first
             product.reads.append(y)
-            return self.fuse(product, x.width)
+            return self.fuse(last, x.width)
         return self.append("add", [x, y], x.width, type=x.type, size=x.width)
 
     def scale(self, x: Value, factor: float) -> Value:
         """``x * factor``."""
         return self.append("scale", [x], x.width, type=x.type, size=x.width, factor=factor)
 
-    def fusible_product(self, x: Value) -> NativeStep | None:
-        """The product that made `x`, if it is the latest step and nothing has been fused to it yet."""
-        step = self._steps[-1] if self._steps else None
+    def fusible_product(self, x: Value, place: int = -1) -> NativeStep | None:
+        """The product that made `x`, if it is the step at `place` and nothing has been fused to it yet."""
+        step = self._steps[place] if len(self._steps) >= -place else None
         if not isinstance(step, NativeStep) or step.writes is not x or step.op != "linear":
             return None
         whole = len(step.reads) == 1 and step.spec.epilogue == Epilogue.NONE
@@ -260,7 +268,7 @@ class ProgramBuilder:
         if len({id(value) for value in bound}) < len(bound):
             raise ValueError("an output must be computed, and be there once")
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
-        return Program(_plan(self._steps, bound), self.target, self._held)
+        return Program(_plan(self._steps, bound), self.target, self._held, self.check)
 
     def _check_alive(self, step: NativeStep | HostStep) -> None:
         assert not any(value.fused for value in step.values()), "a value was used after it was fused into another"

@@ -180,10 +180,12 @@ class Program:
 
     Args:
         held: what the instructions point to, to live as long as the program.
+        check: called after each native part; raises where it can't have computed what it should.
     """
 
-    def __init__(self, plan: Plan, target: Target, held: list[object]) -> None:
+    def __init__(self, plan: Plan, target: Target, held: list[object], check: Callable[[], None] | None = None) -> None:
         self.target = target
+        self._check = check
         self._library = loaded_library()
         self._held = held
         self._parts = plan.parts
@@ -278,6 +280,8 @@ class Program:
                     self._bind(number, torch.empty(num_rows, width, dtype=DTYPE_OF[type]), shared, bound, strides)
                 arguments.first, arguments.last = part.first, part.last
                 self._library.quire_program_run(self._handle, ctypes.addressof(arguments))
+                if self._check is not None:
+                    self._check()
                 continue
             for number, result in zip(part.outputs, self._call_host(part, shared, steps), strict=True):
                 self._bind(number, result, shared, bound, strides)

@@ -38,11 +38,12 @@ SHAPES: dict[str, Arguments] = {
     "softcap": lambda n, t: (1, [1.5]),
 }
 OF_STEPS = {"embedding"}  # given ids, see below
+OF_RANKS = {"gather", "gather_rows", "own_rows"}  # tests/unit/distributed
 NOT_RECORDED = {"paged_attention", "rotary", "write_kv"}  # natively `prepare` and `attend`: tests/unit/attention
 
 
 def test_every_operation_has_shapes() -> None:
-    assert OPERATIONS.keys() == SHAPES.keys() | OF_STEPS | NOT_RECORDED
+    assert OPERATIONS.keys() == SHAPES.keys() | OF_STEPS | OF_RANKS | NOT_RECORDED
     assert {name for name, operation in OPERATIONS.items() if operation.build is None} == NOT_RECORDED
     assert all(getattr(ops, name) is operation for name, operation in OPERATIONS.items())
 

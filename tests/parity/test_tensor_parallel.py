@@ -1,0 +1,125 @@
+"""Every family shared by the ranks of a group, against the same model on one rank: logits equal to the last bit.
+
+Ranks are threads here, each with its own model, caches and view of the group; tests/engine has real processes.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from quire.distributed.groups import Group, GroupAbortedError, segment_bytes
+from quire.errors import ModelLoadError
+
+pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parent))
+tiny: Any = importlib.import_module("tiny_models")
+
+PROMPT = [5, 9, 33, 7, 21, 60, 8, 96, 0, 1, 17, 50, 51, 52, 4, 88, 91, 12, 12, 30]
+CASES = (
+    *tiny.FAMILIES,
+    "llama-tied-mha",
+    "llama-biases-mqa",
+    "qwen3-window-tied",
+    "gemma2-caps",
+    "opt-350m",
+    "gpt2-inverse-scale",
+    "qwen2-moe-dense-layers",
+)
+T = TypeVar("T")
+
+
+def on_ranks(size: int, home: Path, function: Callable[[Group], T]) -> list[T]:
+    """What the function returns on each rank; the group is aborted where it raises on one."""
+    path = home / "group"
+    path.write_bytes(bytes(segment_bytes(97)))
+    groups = [Group(str(path), rank, size) for rank in range(size)]
+
+    def run(group: Group) -> T:
+        try:
+            return function(group)
+        except BaseException:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, group) for group in groups]
+    return [future.result() for future in futures]
+
+
+def logits(ours: Any) -> torch.Tensor:
+    """Of a prompt in chunks beside another sequence, and of a few tokens after it."""
+    paged = tiny.Paged(ours, num_sequences=2)
+    parts = [paged.prefill(0, PROMPT, 7)]
+    parts += [paged.step({0: [token], 1: PROMPT[i : i + 2]})[0] for i, token in enumerate((3, 44, 96))]
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def save(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny.save(tiny.build_theirs(name), tmp_path_factory.mktemp("ranks") / name)
+        return made[name]
+
+    return save
+
+
+def check(directory: Path, home: Path, size: int, **options: Any) -> None:
+    expected = logits(tiny.build_ours(directory, **options))
+
+    def run(group: Group) -> torch.Tensor:
+        ours = tiny.build_ours(directory, group=group, **options)
+        group.agree(None)  # all are built: packing takes turns with rank 0's kernels, which wait for others
+        return logits(ours)
+
+    for found in on_ranks(size, home, run):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES[1:])])
+def test_two_ranks_compute_what_one_does(
+    saved: Callable[[str], Path], tmp_path: Path, kernels: str, dtype: str, name: str
+) -> None:
+    check(saved(name), tmp_path, 2, dtype=dtype, kernels=kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_two_ranks_of_quantized_weights(
+    saved: Callable[[str], Path], tmp_path: Path, kernels: str, quantization: str, name: str
+) -> None:
+    check(saved(name), tmp_path, 2, dtype="bfloat16", kernels=kernels, quantization=quantization)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llama-biases-mqa", "gpt2"])
+def test_four_ranks(saved: Callable[[str], Path], tmp_path: Path, kernels: str, name: str) -> None:
+    """More than KV heads; parts of a vocabulary of 97 that are not even."""
+    check(saved(name), tmp_path, 4, kernels=kernels)
+
+
+def test_three_ranks_are_refused_by_name(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="self_attn' has 4 heads and 2 KV heads, which 3 ranks can't share"):
+        on_ranks(3, tmp_path, lambda group: tiny.build_ours(saved("llama"), group=group))
+
+
+def test_an_abort_ends_all(saved: Callable[[str], Path], tmp_path: Path, kernels: str) -> None:
+    def run(group: Group) -> None:
+        ours = tiny.build_ours(saved("llama"), group=group, kernels=kernels)
+        group.agree(None)
+        if group.rank == 1:
+            raise ZeroDivisionError
+        logits(ours)
+
+    with pytest.raises(GroupAbortedError, match="rank 0 of 2 stops"):
+        on_ranks(2, tmp_path, run)
