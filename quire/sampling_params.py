@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import broken
+from quire.errors import InvalidRequestError, broken
 from quire.structured_outputs import CONSTRAINTS, GuidedDecodingParams, StructuredOutputsParams
 from quire.utils.keywords import NamesUnknownKeywords, UnknownParameterError
 
@@ -96,7 +96,14 @@ class _TakesGuided(NamesUnknownKeywords):
         old = {name: kwargs.pop(f"guided_{name}", None) for name in CONSTRAINTS}
         if given := {name: value for name, value in old.items() if value is not None}:
             kwargs["guided_decoding"] = [given, other] if (other := kwargs.get("guided_decoding")) else given
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except InvalidRequestError as error:
+            if not given or error.param != "structured_outputs":
+                raise
+            names = " and ".join(f"guided_{name}" for name in given)
+            message = str(error).replace("structured_outputs.", "guided_").replace("structured_outputs", names)
+            raise InvalidRequestError(message, names.partition(" ")[0]) from None
 
 
 class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True, repr_omit_defaults=True):

@@ -379,6 +379,14 @@ def test_the_oldest_names_of_structures() -> None:
     assert SamplingParams(guided_json=None) == SamplingParams()
     with pytest.raises(InvalidRequestError, match=r"2 are given \(json, regex\)"):
         SamplingParams(guided_json="{}", guided_regex="a")
+    for fields, param, reason in [
+        ({"guided_regex": ""}, "guided_regex", "guided_regex must be a non-empty string"),
+        ({"guided_json": 3}, "guided_json", "guided_json must be a dict, or JSON text"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "guided_json and guided_regex must have exactly one"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=f"^{reason}") as caught:
+            SamplingParams(**fields)
+        assert caught.value.param == param
     with pytest.raises(InvalidRequestError, match="^guided_decoding must be "):
         SamplingParams(guided_json="{}", guided_decoding={"regex": "a"})
     with pytest.raises(InvalidRequestError, match="^guided_decoding must be None where "):
