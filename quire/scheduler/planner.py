@@ -16,6 +16,7 @@ from quire.scheduler.policies.base import Load, Policy, Prompt
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.scheduler.state import PlanCounts
 from quire.scheduler.swapping import Swapping
 from quire.scheduler.waiting import WaitingQueue
 
@@ -31,9 +32,8 @@ class Planner:
         planned: sequences of the last plan, in its order.
         preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once; more may run still, where it was lowered.
-        num_preemptions, num_forks: sequences preempted, and begun with the blocks of another, since the start.
+        counts: what became of sequences since the start.
         swapping: decides which of them go to the host.
-        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found, at requests' first admission.
 
     Raises:
         ConfigError: no such policy.
@@ -43,11 +43,8 @@ class Planner:
         self.running = SequenceQueue()
         self.planned: list[Sequence] = []
         self.preparing: dict[int, Sequence] = {}
-        self.num_preemptions = 0
-        self.num_forks = 0
+        self.counts = PlanCounts()
         self.swapping = Swapping(kv)
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
         self._config = config
         self._kv = kv
         # Left free at admission so that what runs can grow a little before anything is preempted again.
@@ -67,7 +64,7 @@ class Planner:
         Schedules something whenever any sequence is neither preparing nor ahead of a result; otherwise there is a plan
         only if `may_be_empty` and workers have something to forget.
         """
-        builder = PlanBuilder(self._budget())
+        builder = PlanBuilder(self.budget())
         self._reason = None
         if self._kv.settled:
             self._wake_readers()
@@ -131,7 +128,7 @@ class Planner:
         self.watches_steps = type(policy).on_step is not Policy.on_step
         self.waiting = WaitingQueue(policy.rank)
 
-    def _budget(self) -> int:
+    def budget(self) -> int:
         """Tokens of the next step: one each for what runs, at least, for limits may have been lowered meanwhile."""
         limit, num_running = self._config.max_num_batched_tokens, len(self.running.items)
         if self._config.enable_chunked_prefill:  # a prompt can be no smaller otherwise
@@ -167,7 +164,7 @@ class Planner:
         self.waiting.remove(sequence)
         self._start(sequence)
         sequence.announced = True
-        self.num_forks += 1
+        self.counts.num_forks += 1
         self._forks[sequence.sequence_id] = fork
 
     def drop(self, sequence: Sequence) -> None:
@@ -228,11 +225,6 @@ class Planner:
         self._reason = None
 
     # What may be asked.
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens of a step."""
-        return self._budget()
 
     @property
     def reason(self) -> str:
@@ -360,8 +352,8 @@ class Planner:
         self._start(sequence)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = match.num_tokens
-            self.prefix_cache_hits += match.num_tokens
-            self.prefix_cache_queries += sequence.num_tokens
+            self.counts.prefix_cache_hits += match.num_tokens
+            self.counts.prefix_cache_queries += sequence.num_tokens
             self.policy.on_admitted(group.request, num_left)
             self.waiting.reorder(group.lane)
         builder.add(sequence, num_new, NOTHING_APPENDED)
@@ -439,7 +431,7 @@ class Planner:
             self.swapping.try_swap(sequence)
         builder.drop(sequence)
         self._withdraw(sequence)
-        self.num_preemptions += 1
+        self.counts.num_preemptions += 1
         if sequence.num_in_flight:
             self._prepare(sequence, "result")
             return

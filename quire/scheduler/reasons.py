@@ -46,7 +46,7 @@ def why(planner: Planner, kv: KVManager, sequence: Sequence) -> str:
     text = REASONS[reason].format(
         num_running=len(planner.running),
         max_running=planner.max_running,
-        budget=planner.max_num_tokens,
+        budget=planner.budget(),
         num_blocks=-(-sequence.num_tokens // kv.block_size),
         num_free=min(kv.num_free_blocks),
     )

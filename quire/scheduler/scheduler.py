@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import Any
 
+from msgspec import structs
+
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
@@ -213,17 +215,17 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The figures of this moment."""
-        planner = self._planner
+        planner, counts = self._planner, self._planner.counts
         return EngineStats(
             num_requests_running=self.num_running,
             num_requests_waiting=self.num_waiting,
             kv_cache_usage_perc=self.kv.usage,
-            num_preemptions_total=planner.num_preemptions,
-            prefix_cache_queries_total=planner.prefix_cache_queries,
-            prefix_cache_hits_total=planner.prefix_cache_hits,
+            num_preemptions_total=counts.num_preemptions,
+            prefix_cache_queries_total=counts.prefix_cache_queries,
+            prefix_cache_hits_total=counts.prefix_cache_hits,
             waiting_reasons=waiting_reasons(planner),
             prefix_cache_evictions_total=self.kv.num_evicted,
-            num_forks_total=planner.num_forks,
+            num_forks_total=counts.num_forks,
             kv_blocks_shared=self.kv.num_shared,
             kv_blocks_pinned=sum(self.kv.pins.num_blocks),
             kv_block_residency=self.kv.times.counts(),
@@ -279,9 +281,7 @@ class Scheduler:
             num_added=self._num_added,
             num_sequences=self._outcomes.num_sequences,
             step_id=self._step_id,
-            num_preemptions=planner.num_preemptions,
-            prefix_cache_queries=planner.prefix_cache_queries,
-            prefix_cache_hits=planner.prefix_cache_hits,
+            counts=structs.replace(planner.counts),
             limits=self.limits,
             policy=planner.policy.state(),
             speculation=self._outcomes.drafts.stats(),
@@ -294,8 +294,7 @@ class Scheduler:
         self._outcomes.num_sequences = state.num_sequences
         self._outcomes.drafts.restore(state.speculation)
         planner = self._planner
-        planner.num_preemptions = state.num_preemptions
-        planner.prefix_cache_queries, planner.prefix_cache_hits = state.prefix_cache_queries, state.prefix_cache_hits
+        planner.counts = structs.replace(state.counts)
         self._apply(restored(self._most, state.limits))
         if state.policy is not None:
             planner.policy.restore(state.policy)

@@ -33,6 +33,15 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SequenceState]
 
 
+class PlanCounts(msgspec.Struct):
+    """What the planner has counted since the start."""
+
+    num_preemptions: int = 0  # sequences whose blocks were taken from them
+    num_forks: int = 0  # sequences that began with the blocks of another
+    prefix_cache_queries: int = 0  # prompt tokens looked up, at requests' first admission
+    prefix_cache_hits: int = 0  # and found
+
+
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """A scheduler between two calls."""
 
@@ -40,9 +49,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_added: int
     num_sequences: int
     step_id: int  # of the next plan
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
+    counts: PlanCounts
     limits: Limits
     policy: Any  # as the policy says it
     speculation: SpeculationStats | None = None
