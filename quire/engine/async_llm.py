@@ -180,19 +180,7 @@ class AsyncLLM:
             params = prompt.params
         else:
             params = sampling_params = sampling_params or self.get_default_sampling_params()
-        if params.logits_processors and self._options.engine == "process":
-            raise InvalidRequestError(
-                'logits_processors are Python functions, which only AsyncOptions(engine="thread") can call.',
-                "logits_processors",
-            )
-        self.check_room()
-        number = next(self._ids)
-        external = str(number) if request_id is None else request_id
-        # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
-        internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
-        stream = OutputStream(merge=params.output_kind == RequestOutputKind.DELTA)
-        self._streams[internal], self._external[internal] = stream, external
-        self._queued.add(internal)
+        external, internal, stream = self._open(request_id, params)
         finished = False
         try:
             arrival = time.monotonic() if arrival_time is None else arrival_time
@@ -326,6 +314,23 @@ class AsyncLLM:
         self._inputs.close()
 
     # On the way down.
+
+    def _open(self, request_id: str | None, params: SamplingParams) -> tuple[str, str, OutputStream]:
+        """Queue a request that is still to be prepared: its caller's id, the engine's own, and where outputs go."""
+        if params.logits_processors and self._options.engine == "process":
+            raise InvalidRequestError(
+                'logits_processors are Python functions, which only AsyncOptions(engine="thread") can call.',
+                "logits_processors",
+            )
+        self.check_room()
+        number = next(self._ids)
+        external = str(number) if request_id is None else request_id
+        # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
+        internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
+        stream = OutputStream(merge=params.output_kind == RequestOutputKind.DELTA)
+        self._streams[internal], self._external[internal] = stream, external
+        self._queued.add(internal)
+        return external, internal, stream
 
     def _submit(self, processed: ProcessedInput) -> None:
         self._monitor.check()
