@@ -12,7 +12,7 @@ from quire.kvcache.manager import KVManager
 from quire.kvcache.table import NOTHING_APPENDED, PrefixMatch
 from quire.protocol.step import Fork, StepPlan
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.policies.base import Load, Policy, Prompt
+from quire.scheduler.policies.base import Policy
 from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -143,21 +143,6 @@ class Planner:
         group.lane = lane = policy.lane(request)
         policy.on_added(request, not is_new or self.waiting.has(lane), self.waiting.lowest_rank)
         group.key = policy.key(request, group.order)
-
-    def load(self) -> Load:
-        """What a request finds that is just coming. O(all that wait)."""
-        running = self.running.items
-        prompts: list[Prompt] = []
-        for sequence in [*running, *self.preparing.values(), *self.waiting]:
-            if not sequence.output_token_ids:
-                request, num_left = sequence.group.request, sequence.num_tokens - sequence.num_computed_tokens
-                prompts.append(Prompt(request, num_left, sequence.status is SequenceStatus.RUNNING))
-        return Load(
-            num_seats=self.max_running,
-            budget=self._config.max_num_batched_tokens,
-            tokens_left=sorted(sequence.limit - sequence.num_tokens for sequence in running),
-            prompts=prompts,
-        )
 
     def start_fork(self, sequence: Sequence, fork: Fork) -> None:
         """A waiting sequence has got its parent's blocks: it runs, and the next plan copies the row."""

@@ -28,6 +28,7 @@ from quire.scheduler.limits import check_request_fits, check_width
 from quire.scheduler.live_limits import changed, limits_of, restored
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
+from quire.scheduler.policies.base import Load, Prompt
 from quire.scheduler.reasons import waiting_reasons, why
 from quire.scheduler.sequence import Sequence, SequenceStatus
 from quire.scheduler.state import RequestState, SchedulerState, SequenceState
@@ -88,11 +89,27 @@ class Scheduler:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use; choose another.", "request_id")
         task = check_request_fits(request, self.config, self.kv)
         check_width(task, self.config)
-        self._planner.policy.check(request, now, self._planner.load)
+        self._planner.policy.check(request, now, self._load)
         group = self._outcomes.open(request, self._make_continuation(task), self._num_added)
         self._num_added += 1
         self._outcomes.make_sequence(group, 0, [])
         self.guidance.open(group)
+
+    def _load(self) -> Load:
+        """What a request finds that is just coming. O(all that wait)."""
+        planner = self._planner
+        running = planner.running.items
+        prompts: list[Prompt] = []
+        for sequence in [*running, *planner.preparing.values(), *planner.waiting]:
+            if not sequence.output_token_ids:
+                request, num_left = sequence.group.request, sequence.num_tokens - sequence.num_computed_tokens
+                prompts.append(Prompt(request, num_left, sequence.status is SequenceStatus.RUNNING))
+        return Load(
+            num_seats=planner.max_running,
+            budget=self.config.max_num_batched_tokens,
+            tokens_left=sorted(sequence.limit - sequence.num_tokens for sequence in running),
+            prompts=prompts,
+        )
 
     def abort(self, request_ids: str | Iterable[str]) -> list[SequenceOutput]:
         """End requests now; returns one output for each sequence that had not ended. Unknown ids are ignored."""
