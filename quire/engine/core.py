@@ -130,7 +130,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
         with self.interrupts:
-            done = self.scheduler.reset_prefix_cache()
+            done = self.scheduler.kv.reset_prefix_cache()
             if self._publisher is not None:
                 self._publish(self._publisher)
         return done

@@ -108,10 +108,6 @@ class KVManager:
         """Blocks of a full-attention group that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def fits_ever(self, num_tokens: int) -> bool:
-        """Whether a sequence that computes so many tokens can run, if need be by itself."""
-        return num_tokens <= self.max_tokens_ever()
-
     def max_tokens_ever(self) -> int:
         """Tokens of the longest sequence that can run by itself; sys.maxsize where windows alone are kept."""
         return min(group.max_tokens() for group in self._groups)

@@ -45,19 +45,18 @@ def longest_prefix(
     groups: Sequence[KVGroup],
     name_of: Callable[[int], bytes],
     num_blocks: int,
-    further: Sequence[Sequence[Callable[[bytes], bool]]] = (),
+    lookups: Sequence[Callable[[bytes], bool]] = (),
 ) -> int:
     """How many of a sequence's first `num_blocks` blocks need not be computed again.
 
     So many that every full group holds them all, and every windowed one those that later positions still see. A block
-    is looked up once in each group, and named only when it is looked up; what the group's pool lacks, by `further`,
-    which has other lookups for each group.
+    is looked up once in each group, and named only when it is looked up: by `lookups`, one a group, or in the pools.
     """
-    elsewhere = dict(zip(groups, further, strict=True)) if further else {}
+    holds = dict(zip(groups, lookups or [group.pool.holds for group in groups], strict=True))
     for group in groups:
         if group.window is None:
-            found, holds = 0, _lookup(group, elsewhere)
-            while found < num_blocks and holds(name_of(found)):
+            found = 0
+            while found < num_blocks and holds[group](name_of(found)):
                 found += 1
             num_blocks = found
     # Windows: from the end, as the last gap is what decides. Blocks [known[group], num_blocks) are there.
@@ -67,24 +66,11 @@ def longest_prefix(
     while num_blocks and waiting:
         group = waiting.pop()
         index = min(known[group], num_blocks)
-        first, holds = group.first_visible(num_blocks * group.block_size), _lookup(group, elsewhere)
-        while index > first and holds(name_of(index - 1)):
+        first = group.first_visible(num_blocks * group.block_size)
+        while index > first and holds[group](name_of(index - 1)):
             index -= 1
         known[group] = index
         if index > first:
             num_blocks = index - 1
             waiting = list(windowed)
     return num_blocks
-
-
-def _lookup(group: KVGroup, elsewhere: dict[KVGroup, Sequence[Callable[[bytes], bool]]]) -> Callable[[bytes], bool]:
-    """Whether a group's pool, or another place, holds a block of a name."""
-    find = group.pool.find
-    others = elsewhere.get(group, ())
-
-    def holds(block_hash: bytes) -> bool:
-        if find(block_hash) is not None:
-            return True
-        return any(other(block_hash) for other in others)
-
-    return holds

@@ -6,6 +6,7 @@ complete. It turns tables and matches into moves of the `HostTier`; plans and po
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -102,11 +103,12 @@ class SwapSpace:
 
     def longest_known(self, name_of: Callable[[int], bytes], limit: int, on_disk: bool = False) -> int:
         """As `longest_prefix`, of what the device, the host and, if asked, the disk hold."""
-        further: list[list[Callable[[bytes], bool]]] = [[pool.holds] for pool in self.tier.pools]
-        if on_disk and self.disk is not None:
-            for group, lookups in enumerate(further):
-                lookups.append(self.disk.knows(group))
-        return longest_prefix(self._groups, name_of, limit, further)
+        disk = self.disk if on_disk else None
+        lookups: list[Callable[[bytes], bool]] = []
+        for number, (group, pool) in enumerate(zip(self._groups, self.tier.pools, strict=True)):
+            places = [group.pool.holds, pool.holds, *([disk.knows(number)] if disk is not None else ())]
+            lookups.append(partial(_is_in, places))
+        return longest_prefix(self._groups, name_of, limit, lookups)
 
     def fetch(self, table: BlockTable, num_known: int, limit: int) -> bytes | None:
         """Have the disk's part of a prefix read to the host, after `num_known` blocks that are here or on the device.
@@ -233,6 +235,10 @@ class SwapSpace:
     def _forget_evicted(self) -> None:
         for group in self._groups:
             group.pool.evicted = []
+
+
+def _is_in(places: Sequence[Callable[[bytes], bool]], name: bytes) -> bool:
+    return any(holds(name) for holds in places)
 
 
 def first_from_host(match: PrefixMatch) -> int:

@@ -33,7 +33,7 @@ def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManag
         raise prompt_too_long(num_prompt, limit)
     # The last token that is sampled is never computed, so it takes no place.
     longest = min(num_prompt + task.max_tokens, limit) - 1
-    if not kv.fits_ever(longest):
+    if longest > kv.max_tokens_ever():
         num_needed = -(-longest // kv.block_size)
         raise InvalidRequestError(
             f"the request can never fit: {num_prompt} prompt tokens and max_tokens={task.max_tokens} need "

@@ -84,7 +84,9 @@ class Outcomes:
         # Whole requests fail, so before anything is made of their other sequences' results.
         outputs = self._take_failures(sequences, result)
         decode, num_failed = self._decode, len(outputs)
-        served = self._groups_of(sequences) if self._planner.watches_service else {}
+        served: dict[str, SequenceGroup] = {}
+        if self._planner.watches_service:
+            served = {s.group.request_id: s.group for s in sequences if s.status is not _FINISHED}
         for sequence, item, found in zip(sequences, plan.scheduled, result.results, strict=True):
             if sequence.status is _FINISHED:
                 continue
@@ -110,12 +112,6 @@ class Outcomes:
                 if group.continuation.tells_tokens:
                     self._planner.note_served(group, len(output.new_token_ids))
         return outputs
-
-    @staticmethod
-    def _groups_of(sequences: list[Sequence]) -> dict[str, SequenceGroup]:
-        """The live requests that a plan computes, by id."""
-        groups = [sequence.group for sequence in sequences if sequence.status is not _FINISHED]
-        return {group.request_id: group for group in groups}
 
     def _take_failures(self, sequences: list[Sequence], result: StepResult) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []

@@ -153,10 +153,6 @@ class Scheduler:
         if (config.policy, config.policy_options) != (last.policy, last.policy_options):
             self._planner.change_policy(config, self._outcomes.groups.values())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, with nothing done, while a sequence is running."""
-        return self.kv.reset_prefix_cache()
-
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None = None) -> PinnedPrefix:
         """Keep the full blocks of a prompt that has been computed, until `kv.pins.remove` or a reset.
 

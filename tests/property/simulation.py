@@ -253,7 +253,7 @@ def run(scenario: Scenario) -> World:
                 del world.disk[rng.choice(list(world.disk))]
             if step % 64 == 0:
                 world.check_integrity()
-            if step % 500 == 0 and world.scheduler.reset_prefix_cache():
+            if step % 500 == 0 and world.scheduler.kv.reset_prefix_cache():
                 world.ends["reset"] += 1
         world.drain()
         return world

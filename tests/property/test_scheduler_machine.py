@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.world.scheduler.reset_prefix_cache()
+        self.world.scheduler.kv.reset_prefix_cache()
 
     @invariant()
     def consistent(self) -> None:

@@ -192,7 +192,6 @@ class Program:
         self._has_host = any(isinstance(part, HostCall) for part in plan.parts)
         self._num_bound = plan.num_bound
         self._buffers = [(b.width, Type(b.type)) for b in plan.buffers]
-        self._num_shared = sum(b.bound for b in plan.buffers)
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
         self._needs_step = plan.needs_step
         self._num_layers = 1 + max((h.layer for h in plan.heads), default=-1)

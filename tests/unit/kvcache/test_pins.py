@@ -96,8 +96,7 @@ def test_the_longest_request_always_has_room() -> None:
     with pytest.raises(InvalidRequestError, match="a request of 384 tokens could not run any more"):
         kv.pins.add("a", PROMPT)
     kv.pins.add("b", PROMPT[: 2 * SIZE])
-    assert kv.fits_ever(6 * SIZE)
-    assert not kv.fits_ever(6 * SIZE + 1)
+    assert kv.max_tokens_ever() == 6 * SIZE
 
 
 def test_a_reset_ends_all_pins() -> None:

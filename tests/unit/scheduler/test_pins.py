@@ -22,7 +22,7 @@ def test_pinned_blocks_survive_preemption_and_count_as_used(driver) -> None:
     d.add("later", [*PROMPT, 1], max_tokens=1)
     (output,) = d.step()
     assert output.num_cached_tokens == 12
-    assert d.scheduler.reset_prefix_cache()
+    assert d.scheduler.kv.reset_prefix_cache()
     assert d.num_free() == 20
 
 

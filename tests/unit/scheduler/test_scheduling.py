@@ -178,9 +178,9 @@ def test_reset_prefix_cache(driver) -> None:
     d = driver()
     d.add("a", [1] * 9, max_tokens=2)
     d.step()
-    assert not d.scheduler.reset_prefix_cache()
+    assert not d.scheduler.kv.reset_prefix_cache()
     d.step()
-    assert d.scheduler.reset_prefix_cache()
+    assert d.scheduler.kv.reset_prefix_cache()
     d.add("b", [1] * 9)
     assert d.schedule() == {"b": 9}
 
