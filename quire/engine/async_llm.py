@@ -62,6 +62,7 @@ class AsyncLLM:
         prepare, encode, render_chat: see `AsyncInputs`.
         metrics: counts and times what happens to requests.
         num_blocks: KV blocks of the engine.
+        limits: the scheduler's limits and its policy, as they were last set.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class AsyncLLM:
         self._aborted_early: set[str] = set()  # while their prompts are encoded: the engine has not heard of them yet
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._limits = limits_of(config.scheduler, config.scheduler)
-        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=self._limits)
+        self.limits = limits_of(config.scheduler, config.scheduler)
+        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=self.limits)
         self._monitor = Monitor(client, options.step_timeout, self._on_event, self._end_all)
 
     @classmethod
@@ -221,7 +222,7 @@ class AsyncLLM:
         limit, queued = self._options.max_num_queued_reqs, len(self._queued)
         if limit is None or queued + num_requests <= limit:
             return
-        seats = self._limits.max_num_seqs
+        seats = self.limits.max_num_seqs
         if num_requests > limit + seats:
             raise InvalidRequestError(
                 f"{num_requests} prompts are too many at once: this engine holds at most {limit + seats} requests "
@@ -281,19 +282,9 @@ class AsyncLLM:
         """The pinned prefixes, in the order in which they were pinned."""
         return await self._call("pinned_prefixes")
 
-    @property
-    def limits(self) -> Limits:
-        """The scheduler's limits and its policy, as they were last set."""
-        return self._limits
-
-    @property
-    def policy(self) -> str:
-        """The scheduling policy's name."""
-        return self._limits.policy
-
     async def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on: see `LLMEngine.set_limits`."""
-        self._limits = limits = await self._call("set_limits", changes)
+        self.limits = limits = await self._call("set_limits", changes)
         self._inputs.processor.policy = limits.policy
         return limits
 

@@ -371,7 +371,7 @@ def test_limits_and_policy_change_while_it_runs(engine: Engine) -> None:
             await llm.set_limits(max_num_seqs=10_000)
         assert found.value.param == "max_num_seqs"
         limits = await llm.set_limits(max_num_seqs=2, policy="priority")
-        assert (limits, limits.max_num_seqs, llm.policy) == (llm.limits, 2, "priority")
+        assert (limits, limits.max_num_seqs, llm.limits.policy) == (llm.limits, 2, "priority")
         several = [llm.generate(prompt, params, priority=place) for place, prompt in enumerate(PROMPTS)]
         await asyncio.gather(*(_last(outputs) for outputs in several))
         assert llm.stats().limits == limits

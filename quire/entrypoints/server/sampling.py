@@ -79,7 +79,7 @@ def terms_of(body: GenerationRequest, llm: AsyncLLM) -> Terms:
         ttft_target=body.ttft_target,
         tpot_target=body.tpot_target,
     )
-    check_terms(terms, llm.policy)
+    check_terms(terms, llm.limits.policy)
     return terms
 
 

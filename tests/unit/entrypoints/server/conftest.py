@@ -42,10 +42,6 @@ class FakeAsyncLLM:
         self.is_idle = True
         self.num_aborted = self.num_shutdowns = 0
 
-    @property
-    def policy(self) -> str:
-        return self.limits.policy
-
     async def pin_prefix(self, prompt: Any, name: str | None, add_special_tokens: bool = True) -> PinnedPrefix:
         await self.check_health()
         self.pinned.append((prompt, add_special_tokens))
