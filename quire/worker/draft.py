@@ -32,7 +32,7 @@ class DraftModel(Drafter):
         assert config.speculative is not None, "a draft model, and nothing that uses it"
         self._config, self._draft, self._device = config, config.draft, device
         self._speculative = config.speculative
-        self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device)
+        self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device, False)
         self.module, self.layers = self.model, self.model.cache_layers
         layers = [*model.cache_layers, *self.layers]
         model.assign_groups(layers, 0)

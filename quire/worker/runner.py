@@ -6,7 +6,6 @@ remember the new tokens, draft more. It keeps rows and KV tensors and knows noth
 
 import ctypes
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -104,7 +103,7 @@ class ModelRunner:
     def begin(self, plan: StepPlan) -> None:
         """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
         assert self._begun is None, "a step is begun and not finished"
-        start = time.perf_counter() if self.pace is not None else 0.0
+        start = self.device.clock() if self.pace is not None else 0.0
         self._update_rows(plan)
         if not plan.scheduled:
             self._begun = _Begun(plan, [], [], _NO_HIDDEN, 0.0)
@@ -123,7 +122,7 @@ class ModelRunner:
         if reads and proposer is not None and proposer.taps:
             step = replace(step, taps=Taps(proposer.taps, taps))
         hidden = self.model(input_ids, step)
-        seconds = time.perf_counter() - start if timed else 0.0
+        seconds = self.device.clock() - start if timed else 0.0
         self._begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
@@ -135,9 +134,9 @@ class ModelRunner:
         if self.table.num_with_prompt_logprobs:
             self._prompt_logprobs(begun, results)
         if begun.reads and self.proposer is not None:
-            start = time.perf_counter()
+            start = self.device.clock()
             self._let_read(self.proposer, begun)
-            begun.reading = time.perf_counter() - start
+            begun.reading = self.device.clock() - start
         for one, row in zip(scheduled, rows, strict=True):
             row.num_computed += one.num_new_tokens
         sampled = [place for place, one in enumerate(scheduled) if one.sampling]
@@ -233,7 +232,7 @@ class ModelRunner:
                 token_rows.append(begun.ends[place] - 1)
         if not lanes:
             return
-        start = time.perf_counter() if self.pace is not None else 0.0
+        start = self.device.clock() if self.pace is not None else 0.0
         hidden = self.device.take_rows(begun.hidden, token_rows)
         logits = self.model.compute_logits(hidden)
         if guide is not None:
@@ -246,7 +245,7 @@ class ModelRunner:
         else:
             self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
         if self.pace is not None and begun.seconds and len(token_rows) == begun.ends[-1]:
-            seconds = begun.seconds + time.perf_counter() - start
+            seconds = begun.seconds + self.device.clock() - start
             self.pace.learn(len(token_rows), seconds)
             self._known_seconds, self._num_drafted = begun.start + seconds + begun.reading, 0
         if self.table.tree is not None:
@@ -348,10 +347,10 @@ class ModelRunner:
             hidden = self.device.take_rows(hidden, newest)
         num_read, start = 0, 0.0
         if self.pace is not None:
-            num_read, start = sum([proposer.num_behind(drafted) for drafted in seen]), time.perf_counter()
+            num_read, start = sum([proposer.num_behind(drafted) for drafted in seen]), self.device.clock()
         proposed = proposer.propose(seen, hidden, [])
         if self.pace is not None:
-            seconds = time.perf_counter() - start
+            seconds = self.device.clock() - start
             self.pace.drafted([len(drafts) for drafts in proposed], num_read, seconds)
             if self._known_seconds:  # what it reads for its drafts, they must pay for
                 self._known_seconds, self._num_drafted = self._known_seconds + seconds - begun.reading, len(seen)

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from quire.config.worker import WorkerConfig
+from quire.errors import ConfigError
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
@@ -62,9 +63,11 @@ class Worker:
     """
 
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
+        if config.kv_cache_dir is not None and config.num_ranks > 1:
+            raise ConfigError(f"kv_cache_dir: {config.num_ranks} ranks can't keep blocks there yet; leave it out.")
         self._config = config
         self.device: Device = CpuDevice(config)
-        self._model, self._store = build_packed(config, config.model, config.quantization, self.device)
+        self._model, self._store = build_packed(config, config.model, config.quantization, self.device, True)
         self._drafter: Drafter | None = None
         if config.speculative is not None and config.speculative.method in DRAFTERS:
             num_threads = config.speculative.num_threads
@@ -110,6 +113,8 @@ class Worker:
     def cache_report(self) -> CacheReport:
         """Measure what is free now that the weights are loaded, and what a step takes of it."""
         config, device = self._config, self.device
+        if device.group is not None:
+            device.group.agree(None)  # all have loaded, and share what is left
         # A mapped file counts as memory that could be freed; steps read all of it.
         stores = (self._store, self._drafter.store if self._drafter is not None else None)
         mapped = sum(store.mapped_bytes for store in stores if store is not None)
@@ -121,7 +126,7 @@ class Worker:
         ]
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         return CacheReport(
-            available_bytes=max(0, device.available_bytes() - mapped),
+            available_bytes=max(0, device.available_bytes() - mapped * config.num_ranks) // config.num_ranks,
             activation_bytes=device.activation_bytes(
                 self._loaded(), self._layers, config.max_num_batched_tokens, max_rows
             ),

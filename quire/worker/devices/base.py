@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
+from quire.distributed.groups import Group
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
 from quire.models.eagle import EagleHead, RunnableHead
@@ -51,11 +52,15 @@ class Device(ABC):
         backend: the attention backend to build models with.
         packs_weights: weights lie packed in a store, of which a later start may map a file.
         num_threads: host threads that compute.
+        group: of the ranks that share the model; None for one alone.
+        clock: seconds, by rank 0's clock for all ranks: what follows from times is then the same on each.
         target: what compiled kernels run on; None where the sampler's alone are used, on what there is.
         is_small_model: one thread computes although there are more, as the model is small.
     """
 
     kernels: str
+    group: Group | None
+    clock: Callable[[], float]
     kernels_reason: Literal["asked", "best", "unserved"]
     backend: AttentionBackend[Any]
     packs_weights: bool

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
 from quire.config.speculative import OPTION
 from quire.config.worker import WorkerConfig
+from quire.distributed.groups import Group
 from quire.errors import ConfigError
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
@@ -56,6 +58,8 @@ class CpuDevice(Device):
 
     def __init__(self, config: WorkerConfig) -> None:
         self._dtype = DTYPES[config.model.dtype]
+        self.group = group = Group(config.group, config.rank, config.num_ranks) if config.num_ranks > 1 else None
+        self.clock = time.perf_counter if group is None else lambda: group.agree(time.perf_counter())
         self.kernels = choose_level(config.kernels)
         if self.kernels != TORCH and self._dtype not in (torch.float32, torch.bfloat16):
             logger.info("no compiled kernels for %s: plain torch is used", config.model.dtype)
@@ -131,7 +135,8 @@ class CpuDevice(Device):
     ) -> dict[int, float]:
         caches, num_groups = self._caches_of_a_block(layers), num_groups or len(group_layers(list(layers)))
         with self.computing():
-            return measure_steps(model, lambda arrays: self.upload(arrays, caches), num_groups, sizes, limit)
+            upload = partial(self.upload, caches=caches)
+            return measure_steps(model, upload, num_groups, sizes, limit, self.clock)
 
     def _caches_of_a_block(self, layers: Sequence[LayerCache]) -> list[Tensor]:
         dtype = self.backend.kv_cache_dtype(self._dtype)

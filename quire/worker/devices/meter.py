@@ -83,6 +83,7 @@ def measure_steps(
     num_groups: int,
     sizes: Sequence[int],
     limit: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """Seconds of a step of so many tokens, each of which is sampled: the least of a few rounds through the sizes.
 
@@ -90,14 +91,14 @@ def measure_steps(
     one.
     """
     found: dict[int, float] = {}
-    start = time.perf_counter()
+    start = clock()
     for _ in range(_MOST_ROUNDS):
         for count in sizes:
-            begin = time.perf_counter()
+            begin = clock()
             if len(found) >= 2 and begin - start > limit:
                 break
             model.compute_logits(model(*upload(_one_sequence(count, num_groups))))
-            found[count] = min(time.perf_counter() - begin, found.get(count, math.inf))
+            found[count] = min(clock() - begin, found.get(count, math.inf))
     least = math.inf
     for count in sorted(found, reverse=True):
         found[count] = least = min(found[count], least)

@@ -13,18 +13,21 @@ from quire.worker.weights.store import StaleStoreError, WeightStore
 
 
 def build_packed(
-    config: WorkerConfig, model: ModelConfig, quantization: str | None, device: Device, keep: bool = True
+    config: WorkerConfig, model: ModelConfig, quantization: str | None, device: Device, shared: bool, keep: bool = True
 ) -> tuple[CausalLM, WeightStore | None]:
     """A model and the store of its weights, where the device packs them.
 
+    `shared`: among the ranks of the device's group.
     `keep`: as far as the configuration allows that, map what an earlier start has packed, or leave it to a later one.
     """
     place = store = None
+    group = device.group if shared else None
+    part = () if group is None else (group.rank, group.size)
     if device.packs_weights:
         if keep and config.weight_cache and config.load_format not in ("dummy", "none"):
-            place = place_of(model, quantization, int(config.weight_cache_size * 2**30))
+            place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
         store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
-        return build_model(model, device.backend, device.weight_formats(quantization, store)), store
+        return build_model(model, device.backend, device.weight_formats(quantization, store), group), store
     except StaleStoreError:  # removed, or where that is not allowed done without
-        return build_packed(config, model, quantization, device, place is not None and not place.path.exists())
+        return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,13 @@ def cache_folder() -> Path | None:
         return None
 
 
-def place_of(config: ModelConfig, quantization: str | None, limit: int = DEFAULT_LIMIT) -> StorePlace | None:
-    """The place of a model's packed weights, or None: see `find_place`."""
+def place_of(
+    config: ModelConfig, quantization: str | None, limit: int = DEFAULT_LIMIT, part: Sequence[int] = ()
+) -> StorePlace | None:
+    """The place of a model's packed weights, of one rank's part where there are several, or None: see `find_place`."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     shapes = [getattr(config, name) for name in names]
-    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, config.tie_word_embeddings])
+    layout = json.dumps([config.architecture, config.dtype, quantization, shapes, config.tie_word_embeddings, *part])
     weights = config.dtype if quantization is None else f"{quantization} ({config.dtype})"
     return find_place(config.path.glob("*.safetensors"), config.model, weights, layout, limit)
 
