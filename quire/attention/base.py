@@ -8,7 +8,7 @@ is the specification.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ class AttentionBatch:
     tails: "Tails | None" = None
 
 
-@dataclass(frozen=True)
-class Tails:
+class Tails(NamedTuple):
     """Positions that are not where block tables say.
 
     Attributes:

@@ -56,7 +56,8 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
         builder = ProgramBuilder(qkv.dtype)
         program = builder.finish(_record(builder.input(spec.qkv_size), spec))
         out = qkv.new_empty(qkv.shape[0], spec.num_heads * spec.head_dim)
-        data = [step_data(step.attention[spec.group], positions=step.positions)] * (spec.group + 1)
+        batch: AttentionBatch = step.attention[spec.group]
+        data = [StepData(ids=batch.slot_mapping, positions=step.positions, **vars(batch))] * (spec.group + 1)
         cache = step.caches[spec.layer]
         program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
         return out
@@ -81,21 +82,6 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
             kv_cache.index_fill_(0, blocks, -1 if value != value else int(value))
         else:
             super().fill_blocks(kv_cache, blocks, value)
-
-
-def step_data(batch: AttentionBatch, ids: Tensor | None = None, positions: Tensor | None = None) -> StepData:
-    """The step for a program's run; ids and positions where it has embeddings or rotations."""
-    unused = batch.slot_mapping
-    return StepData(
-        ids=unused if ids is None else ids,
-        positions=unused if positions is None else positions,
-        slots=batch.slot_mapping,
-        query_start_loc=batch.query_start_loc,
-        seq_lens=batch.seq_lens,
-        block_tables=batch.block_tables,
-        block_size=batch.block_size,
-        tails=None if batch.tails is None else (batch.tails.starts, batch.tails.counts, batch.tails.slots),
-    )
 
 
 def _record(qkv: Value, spec: AttentionSpec) -> Value:

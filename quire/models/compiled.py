@@ -10,12 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.attention.native import step_data
 from quire.layers.step import Step, Taps
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
-from quire.ops.native.program import Caches, Program
+from quire.ops.native.program import Caches, Program, StepData
 from quire.ops.native.rounds import Rounds
 from quire.ops.native.structs import TYPE_OF
 
@@ -66,7 +65,7 @@ class CompiledModel:
         caches = self._caches
         if caches is None or caches.tensors is not step.caches:
             caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
-        steps = [step_data(batch, input_ids, step.positions) for batch in step.attention]
+        steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
         if step.taps is None:
             self._untapped.run([hidden], steps, caches)
             return hidden

@@ -40,20 +40,20 @@ class StepData:
         *,
         ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
+        slot_mapping: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_tables: Tensor,
         block_size: int,
         tails: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        self.ids, self.positions, self.slots = _int32(ids), _int32(positions), _int32(slots)
+        self.ids, self.positions, self.slot_mapping = _int32(ids), _int32(positions), _int32(slot_mapping)
         self.query_start_loc, self.seq_lens = _int32(query_start_loc), _int32(seq_lens)
         self.block_tables = _int32(block_tables)
         self.block_size = block_size
         self.tails = None if tails is None else [_int32(tensor) for tensor in tails]
         num_tokens, num_seqs = ids.shape[0], seq_lens.shape[0]  # len() of a tensor takes a microsecond
-        if positions.shape[0] != num_tokens or slots.shape[0] != num_tokens:
+        if positions.shape[0] != num_tokens or slot_mapping.shape[0] != num_tokens:
             raise ValueError("ids, positions and slots must be of one length")
         if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
             raise ValueError("query_start_loc, seq_lens and block_tables are of different numbers of sequences")
@@ -68,7 +68,7 @@ class StepData:
             block_size=self.block_size,
             ids=self.ids.data_ptr(),
             positions=self.positions.data_ptr(),
-            slots=self.slots.data_ptr(),
+            slots=self.slot_mapping.data_ptr(),
             query_start_loc=self.query_start_loc.data_ptr(),
             seq_lens=self.seq_lens.data_ptr(),
             block_tables=self.block_tables.data_ptr(),

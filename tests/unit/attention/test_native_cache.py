@@ -212,7 +212,7 @@ def test_what_many_threads_and_long_contexts_take_is_bounded(native_level: None)
     step = StepData(
         ids=torch.zeros(count, dtype=torch.int32),
         positions=torch.zeros(count, dtype=torch.int32),
-        slots=torch.zeros(count, dtype=torch.int32),
+        slot_mapping=torch.zeros(count, dtype=torch.int32),
         query_start_loc=torch.arange(count + 1),
         seq_lens=torch.full((count,), length),
         block_tables=torch.zeros(count, -(-length // 1024), dtype=torch.int32),

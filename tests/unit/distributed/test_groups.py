@@ -65,7 +65,7 @@ def steps(ids: Tensor) -> StepData:
     return StepData(
         ids=ids,
         positions=ints,
-        slots=ints,
+        slot_mapping=ints,
         query_start_loc=one,
         seq_lens=lens,
         block_tables=tables,

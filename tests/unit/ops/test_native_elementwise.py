@@ -145,7 +145,7 @@ def step_of(ids: Tensor, positions: Tensor) -> StepData:
     return StepData(
         ids=ids,
         positions=positions,
-        slots=torch.arange(len(ids)),
+        slot_mapping=torch.arange(len(ids)),
         query_start_loc=torch.tensor([0, len(ids)]),
         seq_lens=torch.tensor([len(ids)]),
         block_tables=torch.zeros(1, 1, dtype=torch.int64),

@@ -222,7 +222,7 @@ def step(**changes: Any) -> StepData:
     fields: dict[str, Any] = {
         "ids": torch.zeros(4, dtype=torch.int64),
         "positions": torch.tensor([0, 1, 2, 7]),
-        "slots": torch.tensor([16, 17, 18, 39]),
+        "slot_mapping": torch.tensor([16, 17, 18, 39]),
         "query_start_loc": torch.tensor([0, 3, 4]),
         "seq_lens": torch.tensor([3, 8]),
         "block_tables": torch.tensor([[1, 0], [2, 3]]),
@@ -249,14 +249,14 @@ def attending(num_layers: int = 1, dtype: torch.dtype = F32) -> tuple[Program, T
     ("changes", "message"),
     [
         ({"ids": torch.zeros(4)}, "contiguous int32 .*, got torch.float32"),
-        ({"slots": torch.zeros(8, dtype=torch.int64)[::2]}, "contiguous int32"),
+        ({"slot_mapping": torch.zeros(8, dtype=torch.int64)[::2]}, "contiguous int32"),
         ({"block_tables": torch.zeros(2, 2, dtype=torch.int32).t()}, "contiguous int32"),
         ({"positions": torch.arange(5)}, "ids, positions and slots must be of one length"),
-        ({"slots": torch.arange(3)}, "ids, positions and slots must be of one length"),
+        ({"slot_mapping": torch.arange(3)}, "ids, positions and slots must be of one length"),
         ({"query_start_loc": torch.tensor([0, 4])}, "different numbers of sequences"),
         ({"seq_lens": torch.tensor([3])}, "different numbers of sequences"),
         ({"block_tables": torch.tensor([[1, 0]])}, "different numbers of sequences"),
-        ({n: torch.arange(5) for n in ("ids", "positions", "slots")}, "needs a step of as many tokens as rows"),
+        ({n: torch.arange(5) for n in ("ids", "positions", "slot_mapping")}, "needs a step of as many tokens as rows"),
     ],
 )
 def test_a_step_is_checked(level: str, changes: dict[str, Tensor], message: str) -> None:
@@ -282,7 +282,7 @@ def test_no_rows_no_step(level: str) -> None:
     adding_program().run([torch.zeros(0, 6)] * 3)
     program, qkv, out, caches = attending()
     nobody = torch.zeros(0, dtype=torch.int64)
-    names = ("ids", "positions", "slots", "seq_lens")
+    names = ("ids", "positions", "slot_mapping", "seq_lens")
     empty = step(
         **dict.fromkeys(names, nobody),
         query_start_loc=torch.zeros(1, dtype=torch.int64),
@@ -413,7 +413,7 @@ def test_a_tap_is_not_fused_away(level: str) -> None:
 def test_kv_groups_have_steps_of_their_own(level: str) -> None:
     """Two layers whose tokens lie in other blocks, of another size, equal two programs of one layer each."""
     rows = draw(4, 64)
-    other = step(slots=torch.tensor([40, 41, 42, 15]), block_tables=torch.tensor([[5, 0], [0, 1]]), block_size=8)
+    other = step(slot_mapping=torch.tensor([40, 41, 42, 15]), block_tables=torch.tensor([[5, 0], [0, 1]]), block_size=8)
     caches = [torch.zeros(NativeBackend().kv_cache_shape(8, size, 2, 8)) for size in (16, 8)]
 
     def made(layers: list[tuple[int, int]]) -> Program:

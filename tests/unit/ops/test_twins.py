@@ -81,7 +81,7 @@ def test_embedding(level: str, dtype: torch.dtype, as_packed: bool) -> None:
     value: Any = ops.embedding(index, packed(table, TYPE_OF[dtype]) if as_packed else table)
     one = torch.tensor([3])
     step = StepData(
-        ids=ids, positions=ids, slots=ids, query_start_loc=torch.tensor([0, 3]), seq_lens=one,
+        ids=ids, positions=ids, slot_mapping=ids, query_start_loc=torch.tensor([0, 3]), seq_lens=one,
         block_tables=one[None], block_size=16,
     )  # fmt: skip
     assert torch.equal(run(builder.finish(value), [], 40, dtype, step), ops.embedding(ids, table))
