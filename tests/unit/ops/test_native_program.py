@@ -373,8 +373,8 @@ def test_a_host_function_may_ask_for_the_step(level: str) -> None:
     builder = ProgramBuilder(F32)
 
     def function(x: Tensor, positions: Tensor, step: StepData) -> Tensor:
-        assert positions.dtype == step.slots.dtype == torch.int32
-        return x * positions[:, None] + step.slots[:, None]
+        assert positions.dtype == step.slot_mapping.dtype == torch.int32
+        return x * positions[:, None] + step.slot_mapping[:, None]
 
     inputs: list[Any] = [builder.input(6), builder.positions + 1]
     [out] = builder.host(function, inputs, [6], wants_step=True)
