@@ -6,6 +6,7 @@ GET /metrics calls `render`. Nothing is kept: the figures are read off the recor
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,22 +20,6 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name", "engine")
 # Name, help, and value; or a label, and a value for each of its own.
 _Figure = tuple[str, str, float | tuple[str, Mapping[str, float]]]
-# The counters of `TierStats`, as they are called there before "_total".
-_TIERS = {
-    "num_swaps": "Preempted sequences whose blocks went to the host.",
-    "swapped_out_blocks": "KV blocks copied to the host, evicted prefixes included.",
-    "swapped_in_blocks": "KV blocks copied back.",
-    "swapped_out_bytes": "Bytes of them.",
-    "swapped_in_bytes": "Bytes of them.",
-    "host_evictions": "KV blocks of prefixes that were evicted to the host.",
-    "host_hits": "KV blocks of prefixes found on the host.",
-    "disk_hits": "KV blocks of prefixes read from the disk.",
-    "disk_misses": "KV blocks that should have been on the disk and were not.",
-    "disk_written_blocks": "KV blocks written to the disk.",
-    "disk_failed_writes": "KV blocks that the disk did not take.",
-    "disk_damaged_files": "Files of KV blocks that were damaged or foreign, and ignored.",
-    "disk_removed_files": "Files of KV blocks removed to stay within the limit.",
-}
 
 
 def render(metrics: ServingMetrics, stats: EngineStats, model_name: str, now: float) -> tuple[bytes, str]:
@@ -107,8 +92,9 @@ class _Serving(Collector):
         yield "vllm:num_preemptions", "Sequences whose blocks were taken from them.", stats.num_preemptions_total
         yield "quire:forks", "Sequences that began with the blocks of another.", stats.num_forks_total
         if stats.tiers is not None:
-            for name, help in _TIERS.items():
-                yield f"quire:{name}", help, getattr(stats.tiers, f"{name}_total")
+            for field in structs.fields(stats.tiers):
+                if (name := field.name.removesuffix("_total")) != field.name:
+                    yield f"quire:{name}", field.type.__metadata__[0], getattr(stats.tiers, field.name)
         if (drafts := stats.speculation) is not None:
             of_drafts = "vllm:spec_decode_num"
             yield f"{of_drafts}_drafts", "Times that a sequence's drafts were verified.", drafts.num_drafts

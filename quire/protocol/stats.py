@@ -4,6 +4,8 @@
 scheduler counts; nothing is measured here.
 """
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -15,22 +17,22 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierStats(msgspec.Struct):
-    """The KV cache's host memory and disk: gauges at a moment, and counters since the start."""
+    """The KV cache's host memory and disk: a gauge at a moment, and counters since the start, as /metrics has them."""
 
     host_cache_usage_perc: float = 0.0  # share of the host blocks that sequences own, 0 to 1, of the fullest group
-    num_swaps_total: int = 0  # preemptions whose blocks went to the host
-    swapped_out_blocks_total: int = 0  # blocks copied to the host, evicted prefixes included
-    swapped_in_blocks_total: int = 0  # and back
-    swapped_out_bytes_total: int = 0
-    swapped_in_bytes_total: int = 0
-    host_evictions_total: int = 0  # blocks that the device's prefix cache evicted to the host
-    host_hits_total: int = 0  # blocks of prefixes found on the host
-    disk_hits_total: int = 0  # blocks of prefixes read from the disk
-    disk_misses_total: int = 0  # blocks that should have been there and were not
-    disk_written_blocks_total: int = 0
-    disk_failed_writes_total: int = 0  # the disk was full, read-only or too slow
-    disk_damaged_files_total: int = 0  # ignored
-    disk_removed_files_total: int = 0  # to stay within the limit
+    num_swaps_total: Annotated[int, "Preempted sequences whose blocks went to the host."] = 0
+    swapped_out_blocks_total: Annotated[int, "KV blocks copied to the host, evicted prefixes included."] = 0
+    swapped_in_blocks_total: Annotated[int, "KV blocks copied back."] = 0
+    swapped_out_bytes_total: Annotated[int, "Bytes of them."] = 0
+    swapped_in_bytes_total: Annotated[int, "Bytes of them."] = 0
+    host_evictions_total: Annotated[int, "KV blocks of prefixes that were evicted to the host."] = 0
+    host_hits_total: Annotated[int, "KV blocks of prefixes found on the host."] = 0
+    disk_hits_total: Annotated[int, "KV blocks of prefixes read from the disk."] = 0
+    disk_misses_total: Annotated[int, "KV blocks that should have been on the disk and were not."] = 0
+    disk_written_blocks_total: Annotated[int, "KV blocks written to the disk."] = 0
+    disk_failed_writes_total: Annotated[int, "KV blocks that the disk did not take."] = 0
+    disk_damaged_files_total: Annotated[int, "Files of KV blocks that were damaged or foreign, and ignored."] = 0
+    disk_removed_files_total: Annotated[int, "Files of KV blocks removed to stay within the limit."] = 0
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
