@@ -23,13 +23,13 @@ from quire.entrypoints.server.info_requests import (
     TokenizerInfo,
     Version,
 )
+from quire.entrypoints.server.prometheus import render
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sse import JsonParts
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import EngineDeadError, InvalidRequestError
-from quire.metrics.prometheus import render
 from quire.text.tokenizer import Tokenizer
 
 _PART = 1 << 16  # entries of a list that are encoded at a time: a millisecond's worth

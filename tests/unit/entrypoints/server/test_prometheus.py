@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.metrics.prometheus import render
+from quire.entrypoints.server.prometheus import render
 from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import Counts, EngineStats, Limits, SpeculationStats, TierStats
 
