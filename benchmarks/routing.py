@@ -18,7 +18,7 @@ from typing import NamedTuple, get_args
 
 from prefix_trace import HASH_TOKENS, Item, ideal_hits, read_trace
 
-from quire.engine.clients.router import Router, RouterOptions, RouterPolicy
+from quire.entrypoints.server.router import Router, RouterOptions, RouterPolicy
 
 PREFILL_SECONDS = 1 / 10_000  # of a token
 DECODE_SECONDS = 0.03  # of a token

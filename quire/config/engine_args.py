@@ -135,6 +135,9 @@ class EngineArgs:
     tensor_parallel_size: int = option_of(ParallelConfig, "tensor_parallel_size")
     pipeline_parallel_size: int = option_of(ParallelConfig, "pipeline_parallel_size")
     data_parallel_size: int = option_of(ParallelConfig, "data_parallel_size")
+    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option_of(
+        ParallelConfig, "data_parallel_router"
+    )
     enable_expert_parallel: bool = option_of(ParallelConfig, "enable_expert_parallel")
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option_of(
         ParallelConfig, "distributed_executor_backend"

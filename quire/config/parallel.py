@@ -14,7 +14,6 @@ from quire.errors import NotYetSupportedError
 _SERVED: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "uni"),
 }
@@ -30,7 +29,12 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, "Processes that share each layer.", 1, short="-tp")
     pipeline_parallel_size: int = option(1, "Processes that share the stack of layers.", 1, short="-pp")
-    data_parallel_size: int = option(1, "Engines behind one server.", 1, short="-dp")
+    data_parallel_size: int = option(1, "Engines behind one server, each with a copy of the model.", 1, short="-dp")
+    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option(
+        "cache_aware",
+        "Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; "
+        "or each in turn.",
+    )
     enable_expert_parallel: bool = option(False, "Split experts by whole experts instead of by rows.")
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(
         None,

@@ -7,7 +7,7 @@ engine core (in its own process, or in a thread) and the output processor, on on
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import (
+    ConfigError,
     EngineDeadError,
     EngineStoppedError,
     InvalidRequestError,
@@ -40,6 +41,7 @@ from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingP
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
 
+Starter = Callable[[EngineArgs, EngineConfig, "AsyncOptions"], CoreClient]
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
 
 
@@ -93,8 +95,14 @@ class AsyncLLM:
         self._monitor = Monitor(client, options.step_timeout, self._on_event, self._end_all)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *, options: AsyncOptions | None = None) -> "AsyncLLM":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, options: AsyncOptions | None = None, start: Starter | None = None
+    ) -> "AsyncLLM":
         """Start the engine and wait until its model is loaded.
+
+        Args:
+            start: what starts it, called with arguments, configuration and options; one process or thread by default.
+                `quire.entrypoints.server.replicas.ReplicasClient` starts data_parallel_size engines.
 
         Raises:
             ConfigError, NotYetSupportedError: the options.
@@ -103,8 +111,7 @@ class AsyncLLM:
         """
         options = options or AsyncOptions()
         config = engine_args.resolve()
-        thread = options.engine == "thread"
-        client: CoreClient = ThreadClient(config) if thread else ProcessClient(engine_args, options.log_level)
+        client = (start or _start)(engine_args, config, options)
         try:
             tokenizer = config_tokenizer(config)  # while the engine's process loads the model
             return cls(config, client, client.wait_ready(), tokenizer, options)
@@ -222,7 +229,7 @@ class AsyncLLM:
         limit, queued = self._options.max_num_queued_reqs, len(self._queued)
         if limit is None or queued + num_requests <= limit:
             return
-        seats = self.limits.max_num_seqs
+        seats = self.limits.max_num_seqs * self.config.args.data_parallel_size
         if num_requests > limit + seats:
             raise InvalidRequestError(
                 f"{num_requests} prompts are too many at once: this engine holds at most {limit + seats} requests "
@@ -402,7 +409,9 @@ class AsyncLLM:
         if event.request_id in self._outputs:
             self._outputs.discard(event.request_id)
             self.metrics.on_finished(event.request_id, ["error"], 0, time.monotonic())
-        if stream is not None and event.message is not None and event.retry_after is not None:
+        if stream is not None and event.message is not None and event.is_lost:
+            stream.fail(EngineDeadError(event.message))
+        elif stream is not None and event.message is not None and event.retry_after is not None:
             stream.fail(OverloadedError(event.message, event.retry_after))
         elif stream is not None and event.message is not None:
             stream.fail(InvalidRequestError(event.message, event.param, event.code))
@@ -416,6 +425,12 @@ class AsyncLLM:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(type(error)(str(error)))
+
+
+def _start(args: EngineArgs, config: EngineConfig, options: AsyncOptions) -> CoreClient:
+    if (size := args.data_parallel_size) > 1:
+        raise ConfigError(f"data_parallel_size={size} needs start=quire.entrypoints.server.replicas.ReplicasClient.")
+    return ThreadClient(config) if options.engine == "thread" else ProcessClient(args, options.log_level)
 
 
 def _check_errors(output: RequestOutput) -> None:

@@ -55,13 +55,16 @@ def _options(kind: type[T], config: EngineConfig, **facts: Any) -> T:
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
-def build_core(config: EngineConfig, show_progress: bool, executor: Executor | None = None) -> EngineCore:
+def build_core(
+    config: EngineConfig, show_progress: bool, executor: Executor | None = None, rank: int = 0
+) -> EngineCore:
     """Load the model and build the engine around it; its scheduler's `config` has the context that the KV cache holds.
 
     Args:
         config: the resolved options.
         show_progress: with a progress bar while weights are loaded.
         executor: not started yet; the one that suits the options where None.
+        rank: the engine's, where there are several.
 
     Raises:
         ConfigError: the options don't suit the model or the memory.
@@ -93,7 +96,7 @@ def build_core(config: EngineConfig, show_progress: bool, executor: Executor | N
     if config.kv_events.is_on:
         from quire.engine.kv_events import KVEventPublisher  # ZeroMQ comes in here: few engines need it
 
-        publisher = KVEventPublisher(config.kv_events)
+        publisher = KVEventPublisher(config.kv_events, rank)
     kv = KVManager(layout, config.args.enable_prefix_caching, publisher is not None, stored)
     scheduler = Scheduler(config.scheduler, kv, grammars=_grammars(config))
     return EngineCore(scheduler, executor, publisher=publisher, debug=config.args.debug)

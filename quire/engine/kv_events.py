@@ -7,6 +7,7 @@ DEALER, and gets those that are still kept, one message each, then the number -1
 
 import logging
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -35,8 +36,9 @@ class KVEventPublisher:
         ConfigError: an address can't be used.
     """
 
-    def __init__(self, config: KVEventsConfig) -> None:
-        self.num_lost = 0
+    def __init__(self, config: KVEventsConfig, rank: int = 0) -> None:
+        """`rank`: the engine's, where there are several; its events say so, and its addresses are as many further."""
+        self.num_lost, self._rank = 0, rank
         self._topic = config.topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.Queue[tuple[int, KVEventBatch] | None] = queue.Queue(config.max_queue_size)
@@ -47,10 +49,11 @@ class KVEventPublisher:
         self._publisher.set_hwm(config.hwm)
         self._replay = self._context.socket(zmq.ROUTER) if config.replay_endpoint else None
         try:
-            binds = "*" in config.endpoint or config.endpoint.startswith(("ipc://", "inproc://"))
-            (self._publisher.bind if binds else self._publisher.connect)(config.endpoint)
+            endpoint = _address(config.endpoint, rank)
+            binds = "*" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+            (self._publisher.bind if binds else self._publisher.connect)(endpoint)
             if self._replay is not None:
-                self._replay.bind(config.replay_endpoint or "")
+                self._replay.bind(_address(config.replay_endpoint or "", rank))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             places = f"endpoint={config.endpoint!r}, replay_endpoint={config.replay_endpoint!r}"
@@ -62,7 +65,7 @@ class KVEventPublisher:
         """Send what happened in a step; never waits."""
         number, self._num_published = self._num_published, self._num_published + 1
         try:
-            self._queue.put_nowait((number, KVEventBatch(time.time(), events, 0)))
+            self._queue.put_nowait((number, KVEventBatch(time.time(), events, self._rank)))
         except queue.Full:
             if not self.num_lost:
                 logger.warning("KV events are lost: too many wait to be sent; subscribers see a gap in the numbers")
@@ -105,3 +108,10 @@ class KVEventPublisher:
             if number >= first:  # big-endian: bytes compare as numbers do
                 replay.send_multipart((asker, b"", number, batch))
         replay.send_multipart((asker, b"", _END, b""))
+
+
+def _address(address: str, rank: int) -> str:
+    """The one of several engines: with the port `rank` higher, or with a name of its own."""
+    if address.startswith("tcp://"):
+        return re.sub(r"\d+$", lambda port: str(int(port[0]) + rank), address)
+    return f"{address}_dp{rank}" if rank else address

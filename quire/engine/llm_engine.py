@@ -15,7 +15,7 @@ from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
 from quire.engine.tokenizer import config_tokenizer
-from quire.errors import NotYetSupportedError
+from quire.errors import ConfigError, NotYetSupportedError
 from quire.executor.base import Executor
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
@@ -51,6 +51,8 @@ class LLMEngine:
             ConfigError, NotYetSupportedError: the options.
             ModelLoadError: the model's or the tokenizer's files.
         """
+        if (size := engine_args.data_parallel_size) > 1:
+            raise ConfigError(f"data_parallel_size={size} needs processes of its own: use quire serve, or AsyncLLM.")
         config = engine_args.resolve()
         check_architecture(config.model)  # the first thing to say of a model that can't run
         tokenizer = config_tokenizer(config)

@@ -5,6 +5,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -27,11 +28,13 @@ class Monitor:
         step_timeout: float,
         on_event: Callable[[Event], None],
         on_end: Callable[[EngineDeadError], None],
+        name: str = "the engine",
     ) -> None:
         """`step_timeout`: seconds in one step, or without a sign of life, that are the end."""
         self.dead: EngineDeadError | None = None
         self._client, self._step_timeout = client, step_timeout
         self._on_event, self._on_end = on_event, on_end
+        self._name = name
         self._death: asyncio.Future[EngineDeadError] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -64,7 +67,7 @@ class Monitor:
     def die(self, reason: str) -> None:
         """The engine is dead by itself; a second reason counts for nothing."""
         if self.dead is None:
-            self.end(EngineDeadError(f"the engine is dead: {reason}."))
+            self.end(EngineDeadError(f"{self._name} is dead: {reason}."))
             logger.error("%s", self.dead)
 
     def end(self, error: EngineDeadError) -> None:
@@ -88,6 +91,6 @@ class Monitor:
             await asyncio.sleep(interval)
             # Where it was this process that stopped (Ctrl-Z, a frozen container), signs of life are yet to be read.
             late = time.monotonic() - start > 2 * interval
-            if not late and self._client.seconds_stuck() > limit:
-                self.die(f"it gave no sign of life for {limit:g} s")
+            if not late and (seconds := self._client.seconds_stuck()) > limit:
+                self.die("it gave no sign of life" + (f" for {limit:g} s" if seconds < math.inf else ""))
                 await asyncio.to_thread(self._client.close)

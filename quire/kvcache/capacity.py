@@ -35,6 +35,7 @@ class CacheRequest:
         kv_cache_memory: bytes of all blocks, in place of a measure.
         memory_share: of the available memory, 0 to 1; None for the default.
         swap_bytes: host memory for swapped blocks.
+        data_parallel_size: engines that share the available memory.
     """
 
     block_size: int
@@ -47,6 +48,7 @@ class CacheRequest:
     kv_cache_memory: int | None = None
     memory_share: float | None = None
     swap_bytes: int = 0
+    data_parallel_size: int = 1
 
 
 def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
@@ -179,4 +181,5 @@ def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:
 def _budget(request: CacheRequest, report: CacheReport) -> int:
     if request.kv_cache_memory is not None:
         return request.kv_cache_memory
-    return int(report.available_bytes * (request.memory_share or CPU_SHARE)) - report.activation_bytes
+    share = (request.memory_share or CPU_SHARE) / request.data_parallel_size
+    return int(report.available_bytes * share) - report.activation_bytes

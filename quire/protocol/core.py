@@ -76,9 +76,9 @@ class News(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request was not taken, or broke in being taken (`message` None).
+    """A request was not taken, or broke in being taken (`message` None), or was lost with one of several engines.
 
-    It is an InvalidRequestError, or, where `retry_after` is given, an OverloadedError.
+    It is an InvalidRequestError, or, where `retry_after` is given, an OverloadedError, or an EngineDeadError.
     """
 
     request_id: str
@@ -86,6 +86,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds
+    is_lost: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):

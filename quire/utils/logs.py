@@ -7,10 +7,10 @@ alone. What comes from a stranger is logged `quoted`.
 import logging
 
 
-def configure_logging(level: str) -> None:
-    """Send Quire's log (logger "quire" and below) to standard error, from this level up."""
+def configure_logging(level: str, origin: str = "") -> None:
+    """Send Quire's log (logger "quire" and below) to standard error, from this level up; `origin` begins each line."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)-7s {origin}%(message)s", "%H:%M:%S"))
     logger = logging.getLogger("quire")
     logger.handlers = [handler]
     logger.setLevel(level.upper())

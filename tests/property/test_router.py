@@ -6,7 +6,7 @@ from collections import OrderedDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.clients.router import Router, RouterOptions
+from quire.entrypoints.server.router import Router, RouterOptions
 
 PROMPTS = [
     tuple(prompt[: i + 1].encode() for i in range(len(prompt))) for prompt in ("", "abcd", "abxy", "abcdefgh", "q")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import shutil
 import signal
@@ -43,6 +44,7 @@ class Birth(msgspec.Struct, frozen=True):
     args: EngineArgs
     directory: str  # of the sockets
     log_level: str
+    rank: int = 0  # among several engines
 
 
 def _address(directory: str, name: str) -> str:
@@ -52,13 +54,15 @@ def _address(directory: str, name: str) -> str:
 class ProcessClient:
     """Starts the child (a `CoreClient`)."""
 
-    def __init__(self, args: EngineArgs, log_level: str) -> None:
+    def __init__(self, args: EngineArgs, log_level: str, rank: int = 0, most_silent: float = math.inf) -> None:
+        """`rank`: the engine's, where there are several; `most_silent`: seconds after which it counts as stuck."""
+        self._most_silent = most_silent
         self._process = start_child("quire.engine.clients.process")
         # Made with mode 0700; removed at the latest when the interpreter ends, or by the child, who is told of it at
         # once, if a signal cuts this short.
         self._home = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
         self._directory = self._home.name
-        _tell(self._process, Birth(args, self._directory, log_level))
+        _tell(self._process, Birth(args, self._directory, log_level, rank))
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, "commands")
         self._events = self._socket(zmq.PULL, "events")
@@ -116,7 +120,13 @@ class ProcessClient:
 
     def seconds_stuck(self) -> float:
         silence = time.monotonic() - self._last_beat
+        if silence > self._most_silent:
+            return math.inf
         return max(0.0, self._in_step + silence - BEAT_SECONDS)  # at least: the next beat is not due before that
+
+    def kill(self) -> None:
+        """End the child at once; `close` is still to be called."""
+        self._process.kill()
 
     def close(self) -> None:
         with self._turn:  # a second caller waits until the first has ended the child
@@ -173,7 +183,8 @@ def main() -> int:
     if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
         return _EXIT_ORPHANED
     birth = msgspec.json.decode(line, type=Birth)
-    configure_logging(birth.log_level)
+    configure_logging(birth.log_level, f"engine {birth.rank}: " if birth.args.data_parallel_size > 1 else "")
+    _take_share(birth.args, birth.rank)
     leaving = threading.Event()
     threading.Thread(target=_watch_parent, args=(birth.directory, leaving), daemon=True).start()
     context = zmq.Context()
@@ -196,7 +207,8 @@ def main() -> int:
         from quire.engine.build import build_core  # torch comes in here: the watch above must not wait for it
         from quire.engine.loop import CoreLoop
 
-        loop = CoreLoop(build_core(birth.args.resolve(), show_progress=sys.stderr.isatty()), receive, send)
+        core = build_core(birth.args.resolve(), show_progress=sys.stderr.isatty(), rank=birth.rank)
+        loop = CoreLoop(core, receive, send)
     except QuireError as error:
         send(Failed(type(error).__name__, str(error)))
         context.destroy(linger=1000)
@@ -212,6 +224,18 @@ def main() -> int:
         loop.core.stop()
     _let_finish(CLOSE_SECONDS - 1.0)
     return 0 if alive else 1
+
+
+def _take_share(args: EngineArgs, rank: int) -> None:
+    """Of several engines, each takes its part of the cores: its number of threads, and those very cores by default."""
+    size = args.data_parallel_size
+    if size == 1:
+        return
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    share = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+    if share and args.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
 
 
 def _let_finish(seconds: float) -> None:

@@ -49,13 +49,14 @@ def run(namespace: Namespace) -> None:
     with _open_output(namespace.output_file) as sink:
         import asyncio
 
-        from quire.engine.async_llm import AsyncLLM, AsyncOptions
+        from quire.engine.async_llm import AsyncOptions
         from quire.entrypoints.server.launch import read_chat_template
+        from quire.entrypoints.server.replicas import start_engines
         from quire.entrypoints.server.state import ServerState
 
         args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))
         options = AsyncOptions(args.engine, log_level="warning", step_timeout=args.step_timeout)
-        llm = AsyncLLM.from_engine_args(engine_args, options=options)
+        llm, _ = start_engines(engine_args, options)
         try:
             batch = Batch(ServerState(llm, args, args.served_model_name or [engine_args.model]))
             window = _LINES_PER_SEQUENCE * engine_args.max_num_seqs

@@ -1,17 +1,19 @@
-"""GET and POST /admin/limits: what the scheduler keeps to, and how to change it while the server runs.
+"""/admin/limits: what the scheduler keeps to, and how to change it while the server runs; /admin/engines: who computes.
 
 Only a server with an API key lets itself be changed: a loopback address proves nothing, as proxies and a browser's
 pages have it too. What may be changed is for the scheduler to say.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.replicas import ReplicaState
 from quire.entrypoints.server.state import ServerState, get_state
+from quire.errors import InvalidRequestError
 from quire.protocol.stats import Limits
 
 router = APIRouter(route_class=JsonRoute)
@@ -62,3 +64,41 @@ async def set_limits(body: LimitChanges, state: State) -> LimitsAnswer:
         raise HTTPException(403, "limits can be changed on a server with an API key only; start it with --api-key.")
     given: dict[str, Any] = body.model_dump(exclude_unset=True)
     return LimitsAnswer.of(await state.llm.set_limits(**given))
+
+
+class Engine(BaseModel):
+    """One of the engines behind the server."""
+
+    rank: int = Field(description="Its label in /metrics.")
+    state: Literal["up", "draining", "starting"] = Field(description="Draining: it finishes what it has, and restarts.")
+    num_requests: int
+    num_restarts: int
+
+    @classmethod
+    def of(cls, state: ReplicaState) -> "Engine":
+        """As the engine's client tells it."""
+        return cls(**{name: getattr(state, name) for name in cls.model_fields})
+
+
+class EngineList(BaseModel):
+    """All of them, by rank."""
+
+    data: list[Engine]
+
+
+@router.get("/admin/engines", tags=["admin"])
+async def list_engines(state: State) -> EngineList:
+    """The engines; more than one with --data-parallel-size."""
+    one = [ReplicaState(0, "up", state.llm.num_unfinished, 0)]
+    return EngineList(data=list(map(Engine.of, one if state.replicas is None else state.replicas.states())))
+
+
+@router.post("/admin/engines/{rank}/restart", tags=["admin"], status_code=202)
+async def restart_engine(rank: int, state: State) -> EngineList:
+    """Send an engine no more requests, and start it anew when it has finished those it has; the others go on."""
+    if not state.args.api_key:
+        raise HTTPException(403, "a server with an API key only restarts its engines; start it with --api-key.")
+    if state.replicas is None:
+        raise InvalidRequestError("there is one engine only; --data-parallel-size 2 would let one restart.", "rank")
+    state.replicas.restart(rank)
+    return await list_engines(state)

@@ -172,5 +172,5 @@ async def load(state: State) -> Load:
 @router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(state: State) -> Response:
     """Counters, gauges and histograms in Prometheus' text form."""
-    body, media_type = render(state.llm.metrics, state.llm.stats(), state.model_names[0], time.monotonic())
+    body, media_type = render(state.llm.metrics, state.engine_stats(), state.model_names[0], time.monotonic())
     return Response(body, media_type=media_type)

@@ -34,6 +34,7 @@ from quire.entrypoints.server.log_line import ThroughputLine
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
 from quire.entrypoints.server.parsing import warm_up
+from quire.entrypoints.server.replicas import start_engines
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.metrics.serving import ServingMetrics
@@ -74,9 +75,9 @@ def serve(args: ServerArgs, engine_args: EngineArgs) -> None:
         where = "in its own process" if args.engine == "process" else "in a thread"
         logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
         options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
-        llm = AsyncLLM.from_engine_args(engine_args, options=options)
+        llm, replicas = start_engines(engine_args, options)
         try:
-            state = ServerState(llm, args, args.served_model_name or [engine_args.model])
+            state = ServerState(llm, args, args.served_model_name or [engine_args.model], replicas)
             death = asyncio.run(_run(state, listener, context))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):

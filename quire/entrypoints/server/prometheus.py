@@ -3,8 +3,9 @@
 GET /metrics calls `render`. Nothing is kept: the figures are read off the recorder and the engine's stats as they are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import structs
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -22,8 +23,12 @@ _LABELS = ("model_name", "engine")
 _Figure = tuple[str, str, float | tuple[str, Mapping[str, float]]]
 
 
-def render(metrics: ServingMetrics, stats: EngineStats, model_name: str, now: float) -> tuple[bytes, str]:
-    """The body of an answer, and its content type."""
+def render(metrics: ServingMetrics, stats: Sequence[EngineStats], model_name: str, now: float) -> tuple[bytes, str]:
+    """The body of an answer, and its content type.
+
+    Each engine's figures have its number as their label "engine", the server's own an empty one, which is none, where
+    there are several.
+    """
     metrics.advance(now)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Serving(metrics, stats, model_name))
@@ -34,32 +39,41 @@ def render(metrics: ServingMetrics, stats: EngineStats, model_name: str, now: fl
 @dataclass(eq=False)
 class _Serving(Collector):
     metrics: ServingMetrics
-    stats: EngineStats
+    stats: Sequence[EngineStats]
     model_name: str
 
     def collect(self) -> Iterator[Metric]:
-        labels = (self.model_name, "0")
-        for kind, figures in ((GaugeMetricFamily, self._gauges()), (CounterMetricFamily, self._counters())):
-            for name, help, value in figures:
-                label, values = value if isinstance(value, tuple) else ("", {"": value})
-                family = kind(name, help, labels=(*_LABELS, label) if label else _LABELS)
-                for shown, figure in values.items():
-                    family.add_metric((*labels, shown) if label else labels, figure)
-                yield family
-        for histogram in [*self.metrics.histograms, *self._residency()]:
-            family = HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
+        engines = [(str(rank), stats) for rank, stats in enumerate(self.stats)]
+        server = "0" if len(engines) == 1 else ""
+        gauges, counters = ([(server, figures)] for figures in (self._server_gauges(), self._server_counters()))
+        gauges += [(engine, self._gauges(stats)) for engine, stats in engines]
+        counters += [(engine, self._counters(stats)) for engine, stats in engines]
+        for kind, sources in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            families: dict[str, Any] = {}
+            for engine, figures in sources:
+                for name, help, value in figures:
+                    label, values = value if isinstance(value, tuple) else ("", {"": value})
+                    labels = (*_LABELS, label) if label else _LABELS
+                    family = families.get(name) or families.setdefault(name, kind(name, help, labels=labels))
+                    for shown, figure in values.items():
+                        family.add_metric((self.model_name, engine, shown)[: len(labels)], figure)
+            yield from families.values()
+        histograms = [(server, histogram) for histogram in self.metrics.histograms]
+        histograms += [(engine, histogram) for engine, stats in engines for histogram in _residency(stats)]
+        named: dict[str, HistogramMetricFamily] = {}
+        for engine, histogram in histograms:
+            family = named.setdefault(
+                histogram.name, HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
+            )
             buckets = [(_le(bound), count) for bound, count in histogram.cumulative()]
-            family.add_metric(labels, buckets, histogram.total)
-            yield family
+            family.add_metric((self.model_name, engine), buckets, histogram.total)
+        yield from named.values()
 
-    def _residency(self) -> list[Histogram]:
-        histograms = residency_histograms()
-        for histogram, counted in zip(histograms, self.stats.kv_block_residency, strict=False):
-            histogram.counts, histogram.total = counted.counts, counted.total
-        return histograms
+    def _server_gauges(self) -> Iterator[_Figure]:
+        stall = self.metrics.event_loop_max_stall
+        yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
 
-    def _gauges(self) -> Iterator[_Figure]:
-        stats = self.stats
+    def _gauges(self, stats: EngineStats) -> Iterator[_Figure]:
         yield "vllm:num_requests_running", "Sequences that are being computed.", stats.num_requests_running
         yield "vllm:num_requests_waiting", "Sequences that wait to be computed.", stats.num_requests_waiting
         yield "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_cache_usage_perc
@@ -72,18 +86,19 @@ class _Serving(Collector):
         if stats.tiers is not None:
             usage = stats.tiers.host_cache_usage_perc
             yield "vllm:cpu_cache_usage_perc", "Share of the host's KV blocks that swapped sequences own.", usage
-        stall = self.metrics.event_loop_max_stall
-        yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
         reasons = "reason", stats.waiting_reasons
         yield "quire:requests_waiting_by_reason", "Sequences that wait, by why.", reasons
         if stats.limits is not None:
             yield "quire:scheduling_policy_info", "The policy; always 1.", ("policy", {stats.limits.policy: 1})
 
-    def _counters(self) -> Iterator[_Figure]:
-        metrics, stats = self.metrics, self.stats
+    def _server_counters(self) -> Iterator[_Figure]:
+        metrics = self.metrics
         yield "vllm:prompt_tokens", "Prompt tokens of requests whose first token came.", metrics.num_prompt_tokens
         yield "vllm:prompt_tokens_cached", "Those taken from the prefix cache.", metrics.num_cached_prompt_tokens
         yield "vllm:generation_tokens", "Tokens generated.", metrics.num_generation_tokens
+        yield "vllm:request_success", "Sequences that ended, by why.", ("finished_reason", metrics.finished)
+
+    def _counters(self, stats: EngineStats) -> Iterator[_Figure]:
         queries, hits = stats.prefix_cache_queries_total, stats.prefix_cache_hits_total
         yield "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries
         yield "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits
@@ -103,7 +118,13 @@ class _Serving(Collector):
             by_place = {str(place): count for place, count in enumerate(drafts.num_accepted_tokens_per_pos)}
             help = "Those accepted, by place among the drafts."
             yield f"{of_drafts}_accepted_tokens_per_pos", help, ("position", by_place)
-        yield "vllm:request_success", "Sequences that ended, by why.", ("finished_reason", metrics.finished)
+
+
+def _residency(stats: EngineStats) -> list[Histogram]:
+    histograms = residency_histograms()
+    for histogram, counted in zip(histograms, stats.kv_block_residency, strict=False):
+        histogram.counts, histogram.total = counted.counts, counted.total
+    return histograms
 
 
 def _le(bound: float) -> str:

@@ -30,6 +30,7 @@ class FakeAsyncLLM:
         self.config = types.SimpleNamespace(model=self.model_config, args=types.SimpleNamespace(max_logprobs=20))
         self.metrics = ServingMetrics()
         self.num_blocks = 64
+        self.num_unfinished = 3
         self.limits = Limits(8, 100, "fcfs", {}, 8, 100)
         self.words = ["Once ", "more ", "é."]
         self.pause = 0.0  # seconds before each

@@ -7,6 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.replicas import ReplicaState
 from quire.errors import InvalidRequestError
 
 KEY = {"Authorization": "Bearer sk-1"}
@@ -68,3 +69,34 @@ def test_what_the_scheduler_refuses(make_state: Callable[..., Any], async_llm: A
     client = TestClient(build_app(make_state(api_key=["sk-1"])))
     answer = client.post(PATH, headers=KEY, json={"max_seqs": 3})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_seqs")
+
+
+class FakeReplicas:
+    """Two engines."""
+
+    second = "up"
+
+    def states(self) -> list[ReplicaState]:
+        return [ReplicaState(0, "up", 3, 0), ReplicaState(1, self.second, 0, 1)]
+
+    def restart(self, rank: int) -> None:
+        if rank != 1:
+            raise InvalidRequestError(f"engine {rank} can't restart", "rank")
+        self.second = "draining"
+
+
+def test_engines_are_shown_and_restarted(make_state: Callable[..., Any]) -> None:
+    state = make_state(api_key=["sk-1"])
+    client = TestClient(build_app(state))
+    first = {"rank": 0, "state": "up", "num_requests": 3, "num_restarts": 0}
+    assert client.get("/admin/engines", headers=KEY).json() == {"data": [first]}
+    assert client.post("/admin/engines/0/restart", headers=KEY).status_code == 400, "there is no other"
+    state.replicas = FakeReplicas()
+    second = {"rank": 1, "state": "up", "num_requests": 0, "num_restarts": 1}
+    assert client.get("/admin/engines", headers=KEY).json() == {"data": [first, second]}
+    answer = client.post("/admin/engines/1/restart", headers=KEY)
+    assert (answer.status_code, answer.json()["data"][1]["state"]) == (202, "draining")
+    assert client.post("/admin/engines/2/restart", headers=KEY).status_code == 400
+    assert client.post("/admin/engines/1/restart").status_code == 401
+    without = TestClient(build_app(make_state()))
+    assert without.post("/admin/engines/1/restart").status_code == 403

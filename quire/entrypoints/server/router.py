@@ -50,6 +50,11 @@ class Router:
         self._holders: dict[bytes, int] = {}  # block -> a bit for each replica that holds it
         self._turn = 0
 
+    @property
+    def uses_names(self) -> bool:
+        """Whether the names of blocks make a difference."""
+        return self._options.policy == "cache_aware"
+
     def choose(self, names: Sequence[bytes] = ()) -> int | None:
         """The replica for a prompt, whose load grows by one; None where none is open.
 
@@ -66,13 +71,13 @@ class Router:
             loads = self.loads
             bound = self._bound(candidates)
             candidates = [replica for replica in candidates if loads[replica] < bound]
-            if self._options.policy == "cache_aware":
+            if self.uses_names:
                 num_found = self._find(names)
         size, turn = len(loads), self._turn
         chosen = min(candidates, key=lambda replica: (-num_found[replica], loads[replica], (replica - turn) % size))
         self._turn = chosen + 1
         self.loads[chosen] += 1
-        if self._options.policy == "cache_aware":
+        if self.uses_names:
             self._remember(chosen, names)
         return chosen
 

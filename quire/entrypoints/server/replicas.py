@@ -1,0 +1,416 @@
+"""Several engines behind one client: each request goes to the one that the router names, each call to all of them.
+
+`launch` gives it to `AsyncLLM` where data_parallel_size > 1. An engine that dies or hangs is started again; what it had
+not begun goes to another, and the rest ends with the reason. One can be drained and started anew while the others
+serve. It knows engines by their `ProcessClient`s, and nothing of what is inside, such as ranks of a tensor group.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.engine.clients.process import ProcessClient
+from quire.engine.monitor import Monitor
+from quire.entrypoints.server.router import Router, RouterOptions
+from quire.entrypoints.server.totals import total_reply, total_stats
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
+from quire.kvcache.prefix import BlockHasher, root_hash
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.stats import EngineStats
+from quire.sampling_params import SamplingParams
+from quire.scheduler.live_limits import limits_of
+
+_SILENCE_SECONDS = 7.0  # without a beat, which comes every second: the engine has stopped
+_STEADY_SECONDS = 60.0  # an engine that lived so long is started again at once
+_LONGEST_WAIT = 30.0  # seconds before an engine that keeps dying is tried again
+_MOST_HASHED = 512  # blocks of a prompt that are looked at: what is beyond makes no difference
+_TOTALS_SECONDS = 0.1  # for which sums are good
+_NO_ANSWER = -1  # id of calls that are nobody's
+
+logger = logging.getLogger("quire")
+
+
+class ReplicaState(NamedTuple):
+    """One of the engines, as it is shown."""
+
+    rank: int
+    state: str  # "up", "draining" (it finishes what it has, and restarts) or "starting"
+    num_requests: int  # that it has
+    num_restarts: int
+
+
+class _Route:
+    """Where a request went."""
+
+    __slots__ = ("aborted", "left", "moved", "rank", "request", "request_id")
+
+    def __init__(self, request: NewRequest) -> None:
+        num_sequences = request.task.num_sequences if isinstance(request.task, SamplingTask) else 1
+        self.request_id = request.request_id
+        self.request: NewRequest | None = request  # until something of it has come
+        self.rank: int | None = None  # None: it waits for an engine
+        self.left = set(range(num_sequences))  # sequences that go on
+        self.moved = self.aborted = False
+
+
+class _Replica:
+    """One of the engines."""
+
+    def __init__(self, rank: int, client: ProcessClient) -> None:
+        self.rank, self.client = rank, client
+        self.state = "starting"
+        self.monitor: Monitor | None = None
+        self.starter: threading.Thread | None = None
+        self.born, self.wait = time.monotonic(), 0.0
+        self.num_restarts = 0
+
+    @property
+    def serves(self) -> bool:
+        return self.state != "starting"
+
+
+def start_engines(args: EngineArgs, options: AsyncOptions) -> "tuple[AsyncLLM, ReplicasClient | None]":
+    """As many engines as were asked for, and their client where they are several; raises as `from_engine_args` does."""
+    started: list[ReplicasClient] = []
+
+    def start(*given: Any) -> ReplicasClient:
+        started.append(ReplicasClient(*given))
+        return started[0]
+
+    llm = AsyncLLM.from_engine_args(args, options=options, start=start if args.data_parallel_size > 1 else None)
+    return llm, started[0] if started else None
+
+
+class ReplicasClient:
+    """Starts the engines (a `CoreClient`).
+
+    Attributes:
+        stats: of each engine, by rank.
+    """
+
+    def __init__(self, args: EngineArgs, config: EngineConfig, options: AsyncOptions) -> None:
+        """`config` is what the arguments came to.
+
+        Raises:
+            ConfigError: the engines are to be threads.
+        """
+        if options.engine == "thread":
+            raise ConfigError(f"data_parallel_size={args.data_parallel_size} needs engine='process', not a thread.")
+        if args.data_parallel_size > (cores := os.cpu_count() or 1):
+            logger.warning("data_parallel_size=%d is more than there are cores, %d", args.data_parallel_size, cores)
+        self._args, self._options = args, options
+        idle = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=limits_of(config.scheduler, config.scheduler))
+        self.stats = [idle] * args.data_parallel_size
+        self._totals, self._totals_due = self.stats[0], 0.0
+        self._replicas: list[_Replica] = []
+        self._routes: dict[str, _Route] = {}  # by request, in order of arrival
+        self._calls: dict[int, tuple[Call, set[int], list[Reply]]] = {}  # and who has yet to answer
+        self._limits: dict[str, Any] = {}  # that were changed
+        self._pins: dict[str, list[Any]] = {}  # name -> arguments
+        self._pinning: dict[str, Call] = {}  # prompts that are computed to be pinned again
+        self._turn, self._closed = threading.Lock(), threading.Event()
+        try:
+            for rank in range(args.data_parallel_size):
+                self._replicas.append(_Replica(rank, self._make(rank)))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> Ready:
+        ready = [replica.client.wait_ready() for replica in self._replicas]
+        longest = min(one.max_model_len for one in ready)
+        # One that starts again must hold what was promised.
+        self._args = dataclasses.replace(self._args, max_model_len=longest)
+        options = RouterOptions(self._args.data_parallel_router)
+        self._router = Router(options, [one.num_blocks for one in ready])
+        self._hasher = BlockHasher(ready[0].block_size)
+        return Ready(longest, sum(one.num_blocks for one in ready), ready[0].block_size)
+
+    def attach(self, on_event: Callable[[Event], None]) -> None:
+        self._loop, self._on_event = asyncio.get_running_loop(), on_event
+        for replica in self._replicas:
+            self._join(replica)
+
+    def send(self, command: Command) -> None:
+        match command:
+            case Add(request):
+                route = self._routes[request.request_id] = _Route(request)
+                self._place(route)
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    if (route := self._routes.get(request_id)) is not None:
+                        route.aborted = True
+                        self._tell(route, Abort([request_id]))
+            case Finish(sequences):
+                for request_id, index in sequences:
+                    if (route := self._routes.get(request_id)) is not None:
+                        self._tell(route, Finish([(request_id, index)]))
+                        self._end(route, index)
+            case Call():
+                self._call(command)
+
+    def seconds_stuck(self) -> float:
+        return 0.0  # each engine has a monitor of its own
+
+    def states(self) -> list[ReplicaState]:
+        """Of each engine, by rank."""
+        return [ReplicaState(r.rank, r.state, self._router.loads[r.rank], r.num_restarts) for r in self._replicas]
+
+    def restart(self, rank: int) -> None:
+        """Send an engine nothing more, and start it anew once it has finished what it has; returns at once.
+
+        Raises:
+            InvalidRequestError: there is no such engine, or it is not up, or no other one is.
+        """
+        up = [replica.rank for replica in self._replicas if replica.state == "up"]
+        if rank not in up or len(up) == 1:
+            raise InvalidRequestError(
+                f"engine {rank} can't restart: it and another have to be up, and {up} are.", "rank"
+            )
+        replica = self._replicas[rank]
+        replica.state = "draining"
+        self._router.is_open[rank] = False
+        logger.info("engine %d finishes its requests (%d), and starts anew then", rank, self._router.loads[rank])
+        self._renew_if_drained(replica)
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._turn:  # nobody is started from here on
+            for replica in self._replicas:
+                if replica.starter is not None:
+                    replica.client.kill()
+        for replica in self._replicas:
+            if replica.starter is not None:
+                replica.starter.join()
+        with ThreadPoolExecutor(len(self._replicas) or 1) as threads:
+            list(threads.map(lambda replica: replica.client.close(), self._replicas))
+
+    def _make(self, rank: int) -> ProcessClient:
+        return ProcessClient(self._args, self._options.log_level, rank, _SILENCE_SECONDS)
+
+    # Requests.
+
+    def _tell(self, route: _Route, command: Command) -> None:
+        """What concerns a request, where it is; one that waits for an engine is told when it is sent on."""
+        if route.rank is not None:
+            self._replicas[route.rank].client.send(command)
+
+    def _place(self, route: _Route) -> None:
+        """Send a request on, or leave it until there is an engine that takes it."""
+        assert route.request is not None, "what has begun stays where it is"
+        route.rank = self._router.choose(self._names(route.request))
+        self._tell(route, Add(route.request))
+        if route.aborted:
+            self._tell(route, Abort([route.request_id]))
+
+    def _names(self, request: NewRequest) -> list[bytes]:
+        """Of the blocks of a prompt's beginning."""
+        if not (self._router.uses_names and self._args.enable_prefix_caching):
+            return []
+        digest = b"" if request.adapter is None else request.adapter.digest
+        length = _MOST_HASHED * self._hasher.block_size
+        return self._hasher.names(root_hash(request.cache_salt, digest), request.prompt_token_ids[:length])
+
+    def _end(self, route: _Route, index: int) -> None:
+        """A sequence has ended, and perhaps its request."""
+        route.left.discard(index)
+        if not route.left:
+            self._drop(route)
+
+    def _drop(self, route: _Route) -> None:
+        del self._routes[route.request_id]
+        if route.rank is not None:
+            self._router.finish(route.rank)
+            self._renew_if_drained(self._replicas[route.rank])
+
+    # What engines say.
+
+    def _join(self, replica: _Replica) -> None:
+        """From now on an engine serves."""
+        replica.state = "up"
+        take, lose = partial(self._take, replica, replica.client), partial(self._lose, replica)
+        replica.monitor = Monitor(replica.client, self._options.step_timeout, take, lose, f"engine {replica.rank}")
+        replica.monitor.attach()
+
+    def _take(self, replica: _Replica, client: ProcessClient, event: Event) -> None:
+        if replica.client is not client or not replica.serves:
+            return  # last words of one that is over
+        if event.__class__ is News:
+            for item in event.outputs:  # type: ignore[union-attr]
+                route = self._routes.get(item.request_id)
+                if route is None:
+                    if item.finish_reason is not None and item.request_id in self._pinning:
+                        client.send(self._pinning.pop(item.request_id))
+                    continue
+                if item.new_token_ids:
+                    route.request = None
+                if item.finish_reason is not None:
+                    self._end(route, item.sequence_index)
+            event = self._with_totals(replica.rank, event)  # type: ignore[arg-type]
+        elif isinstance(event, Reply):
+            return self._collect(replica.rank, event)
+        elif isinstance(event, Dead) and replica.monitor is not None:
+            return replica.monitor.die(event.message)
+        elif isinstance(event, Refused):
+            if (call := self._pinning.pop(event.request_id, None)) is not None:
+                self._collect(replica.rank, Reply(call.call_id, error=event.message or "", param=event.param))
+            elif (route := self._routes.get(event.request_id)) is not None:
+                self._drop(route)
+        self._on_event(event)
+
+    def _with_totals(self, rank: int, news: News) -> News:
+        """News of an engine with the stats of all, which are summed up now and again, and when it has no more to do."""
+        self.stats[rank] = stats = news.stats
+        if news.end >= self._totals_due or not stats.num_requests_running + stats.num_requests_waiting:
+            self._totals, self._totals_due = total_stats(self.stats), news.end + _TOTALS_SECONDS
+        return msgspec.structs.replace(news, stats=self._totals)
+
+    def _lose(self, replica: _Replica, error: EngineDeadError) -> None:
+        """An engine is dead: move what it had not begun, once; end the rest; start it again."""
+        self._leave(replica, str(error))
+        routes = [route for route in self._routes.values() if route.rank == replica.rank]
+        self._router.loads[replica.rank] = 0
+        if not any(other.serves for other in self._replicas):
+            self._on_event(Dead(f"{error} No other engine is up"))
+            return
+        for route in routes:
+            if route.request is None or route.moved:
+                del self._routes[route.request_id]
+                reason = f"{error} This request is not complete; another try goes to another engine."
+                self._on_event(Refused(route.request_id, reason, is_lost=True))
+            else:
+                route.moved = True
+                self._place(route)
+        lived = time.monotonic() - replica.born
+        replica.wait = 0.0 if lived > _STEADY_SECONDS else min(_LONGEST_WAIT, 2 * replica.wait + 1.0)
+        self._start_again(replica)
+
+    def _leave(self, replica: _Replica, reason: str) -> None:
+        """An engine serves no more; calls do without its answer."""
+        replica.state = "starting"
+        self._router.is_open[replica.rank] = False
+        self._router.forget(replica.rank)
+        if replica.monitor is not None:
+            replica.monitor.close()
+        for call_id in list(self._calls):
+            self._collect(replica.rank, Reply(call_id, error=reason))
+        now, idle = time.monotonic(), EngineStats(0, 0, 0.0, 0, 0, 0, {})
+        self._on_event(self._with_totals(replica.rank, News([], [], now, now, idle)))
+
+    # Calls, which go to all.
+
+    def _call(self, call: Call) -> None:
+        if call.name == "reset_prefix_cache" and self._routes:
+            self._on_event(Reply(call.call_id, False))  # one engine might have done it, and another not
+        else:
+            serving = [replica for replica in self._replicas if replica.serves]
+            self._calls[call.call_id] = (call, {replica.rank for replica in serving}, [])
+            for replica in serving:
+                if call.name == "pin_prefix":
+                    self._pin(replica, call)
+                else:
+                    replica.client.send(call)
+
+    def _pin(self, replica: _Replica, call: Call) -> None:
+        """Have an engine compute a prompt, and pin it then."""
+        name, token_ids, cache_salt = call.arguments
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        task = SamplingTask(params=params, max_tokens=1, stop_token_ids=frozenset(), seed=0)
+        request_id = f"\0pin {replica.rank} {call.call_id} {name}"  # no request's id has such a character
+        self._pinning[request_id] = call
+        request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, cache_salt=cache_salt)
+        replica.client.send(Add(request))
+
+    def _collect(self, rank: int, reply: Reply) -> None:
+        """An engine's answer, or its death."""
+        if reply.call_id not in self._calls:
+            if reply.error is not None:
+                logger.warning("engine %d: %s", rank, reply.error)
+            return
+        call, missing, replies = self._calls[reply.call_id]
+        if rank in missing:
+            missing.discard(rank)
+            if self._replicas[rank].serves:
+                replies.append(reply)
+        if not missing:
+            del self._calls[reply.call_id]
+            answer = total_reply(replies or [reply])
+            if answer.error is None:
+                self._remember(call, answer)
+            elif call.name == "pin_prefix" and call.arguments[0] not in self._pins:
+                self._call(Call(_NO_ANSWER, "unpin_prefix", call.arguments[:1]))  # all have it, or none
+            self._on_event(answer)  # nobody's, perhaps
+
+    def _remember(self, call: Call, answer: Reply) -> None:
+        """Keep what an engine that starts again has to be told."""
+        if call.name == "set_limits":
+            self._limits |= call.arguments[0]
+        elif call.name == "pin_prefix":
+            self._pins[call.arguments[0]] = call.arguments
+        elif call.name == "unpin_prefix":
+            self._pins.pop(call.arguments[0], None)
+        elif call.name == "reset_prefix_cache" and answer.value:
+            self._pins.clear()
+            for replica in self._replicas:
+                self._router.forget(replica.rank)
+
+    # An engine's end and return.
+
+    def _renew_if_drained(self, replica: _Replica) -> None:
+        if replica.state == "draining" and not self._router.loads[replica.rank]:
+            self._leave(replica, "it restarts")
+            replica.wait = 0.0
+            self._start_again(replica)
+
+    def _start_again(self, replica: _Replica) -> None:
+        replica.num_restarts += 1
+        replica.starter = threading.Thread(target=self._start, args=(replica,), name="quire-restart", daemon=True)
+        replica.starter.start()
+
+    def _start(self, replica: _Replica) -> None:
+        """In a thread: end what is left of an engine, and try until there is a new one."""
+        replica.client.close()
+        while not self._closed.wait(replica.wait):
+            try:
+                with self._turn:
+                    if self._closed.is_set():
+                        return
+                    replica.client = self._make(replica.rank)
+                replica.client.wait_ready()
+                with contextlib.suppress(RuntimeError):  # the event loop is closed
+                    self._loop.call_soon_threadsafe(self._return, replica)
+                return
+            except (QuireError, OSError) as error:
+                if not self._closed.is_set():
+                    logger.error("engine %d does not start: %s", replica.rank, error)
+                replica.client.close()
+                replica.wait = min(_LONGEST_WAIT, 2 * replica.wait + 1.0)
+
+    def _return(self, replica: _Replica) -> None:
+        """A new engine is ready: tell it what was changed, and let it serve."""
+        if self._closed.is_set():
+            return
+        replica.starter, replica.born = None, time.monotonic()
+        self._join(replica)
+        self._router.is_open[replica.rank] = True
+        logger.info("engine %d is back", replica.rank)
+        if self._limits:
+            replica.client.send(Call(_NO_ANSWER, "set_limits", [self._limits]))
+        for arguments in self._pins.values():
+            self._pin(replica, Call(_NO_ANSWER, "pin_prefix", arguments))
+        for route in list(self._routes.values()):
+            if route.rank is None:
+                self._place(route)

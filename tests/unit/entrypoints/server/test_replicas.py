@@ -1,0 +1,347 @@
+"""Who gets what, and what becomes of it when an engine goes: `ReplicasClient` over engines that compute nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.config.engine_args import EngineArgs
+from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.entrypoints.server import replicas
+from quire.entrypoints.server.replicas import ReplicasClient
+from quire.errors import ConfigError, InvalidRequestError, ModelLoadError
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.stats import EngineStats
+from quire.protocol.step import SequenceOutput
+from quire.sampling_params import SamplingParams
+
+STATS = EngineStats(1, 0, 0.0, 0, 0, 0, {})
+
+
+class FakeEngine:
+    """A `ProcessClient` that notes what it is sent, and says what the test has it say."""
+
+    born: list["FakeEngine"] = []
+    refuses_to_start = 0
+
+    def __init__(self, args: EngineArgs, log_level: str, rank: int, most_silent: float) -> None:
+        self.args, self.rank, self.sent, self.closed = args, rank, [], False
+        self.say: Callable[[Event], None] = lambda event: None
+        self.stuck = 0.0
+        FakeEngine.born.append(self)
+
+    def wait_ready(self) -> Ready:
+        if FakeEngine.refuses_to_start and len(FakeEngine.born) > 2:
+            FakeEngine.refuses_to_start -= 1
+            raise ModelLoadError("not now")
+        return Ready(100 + self.rank, 8, 2)
+
+    def attach(self, on_event: Callable[[Event], None]) -> None:
+        self.say = on_event
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+    def seconds_stuck(self) -> float:
+        return self.stuck
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+    def ids(self) -> list[str]:
+        return [command.request.request_id for command in self.sent if isinstance(command, Add)]
+
+    def news(self, request_id: str, end: str | None = None, index: int = 0) -> None:
+        self.say(News([SequenceOutput(request_id, index, [5], finish_reason=end)], [], 0.0, 0.0, STATS))
+
+
+class World:
+    """A client of two fake engines, on a running event loop."""
+
+    def __init__(self) -> None:
+        args = EngineArgs(model="demo", data_parallel_size=2)
+        self.client = ReplicasClient(args, args.resolve(), AsyncOptions())
+        self.ready = self.client.wait_ready()
+        self.events: list[Event] = []
+        self.client.attach(self.events.append)
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return [replica.client for replica in self.client._replicas]  # type: ignore[misc]
+
+    def add(self, request_id: str, tokens: list[int] | None = None, n: int = 1, salt: str | None = None) -> int:
+        """Send a request; the rank that got it."""
+        task = SamplingTask(params=SamplingParams(n=n), max_tokens=4, stop_token_ids=frozenset(), seed=0)
+        request = NewRequest(request_id=request_id, prompt_token_ids=tokens or [1], task=task, cache_salt=salt)
+        self.client.send(Add(request))
+        return next(engine.rank for engine in self.engines if request_id in engine.ids())
+
+    async def until_up(self) -> None:
+        deadline = time.monotonic() + 10
+        while any(state.state != "up" for state in self.client.states()):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
+
+def play(scene: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            await scene(world)
+        finally:
+            world.client.close()
+        assert all(engine.closed for engine in world.engines)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeEngine.born, FakeEngine.refuses_to_start = [], 0
+    monkeypatch.setattr(replicas, "ProcessClient", FakeEngine)
+
+
+def test_the_shortest_context_and_all_blocks_count() -> None:
+    async def scene(world: World) -> None:
+        assert world.ready == Ready(100, 16, 2)
+
+    play(scene)
+
+
+def test_prompts_go_where_their_beginning_is_unless_salted_otherwise() -> None:
+    async def scene(world: World) -> None:
+        first = world.add("a", [1, 2, 3, 4])
+        assert world.add("other", [9, 9, 9, 9]) != first
+        assert world.add("b", [1, 2, 3, 4, 5]) == first
+        assert world.add("c", [1, 2, 3, 4, 5], salt="x") != first
+
+    play(scene)
+
+
+def test_aborts_and_stops_go_to_whoever_has_the_request() -> None:
+    async def scene(world: World) -> None:
+        ranks = {name: world.add(name, n=2) for name in "ab"}
+        assert ranks == {"a": 0, "b": 1}
+        world.client.send(Abort(["a", "b", "unknown"]))
+        world.client.send(Finish([("b", 1), ("unknown", 0)]))
+        assert world.engines[0].sent[1:] == [Abort(["a"])]
+        assert world.engines[1].sent[1:] == [Abort(["b"]), Finish([("b", 1)])]
+        for name in "ab":
+            world.engines[ranks[name]].news(name, "abort", 0)
+        assert [state.num_requests for state in world.client.states()] == [1, 0], "b's second was stopped, a's goes on"
+        world.engines[1].news("b", "length", 1)  # it had ended by itself meanwhile
+        assert [state.num_requests for state in world.client.states()] == [1, 0]
+
+    play(scene)
+
+
+def test_what_a_dead_engine_had_not_begun_moves_and_the_rest_ends() -> None:
+    async def scene(world: World) -> None:
+        begun, waiting = world.engines[world.add("begun")], world.add("other")
+        world.add("late")
+        assert begun.ids() == ["begun", "late"]
+        begun.news("begun")
+        world.client.send(Abort(["late"]))
+        begun.say(Dead("it broke"))
+        assert world.client.stats[0].num_requests_running == 0, "it runs nothing any more"
+        (lost,) = [event for event in world.events if isinstance(event, Refused)]
+        assert (lost.request_id, lost.is_lost) == ("begun", True)
+        assert lost.message == (
+            "engine 0 is dead: it broke. This request is not complete; another try goes to another engine."
+        )
+        assert world.engines[waiting].ids() == ["other", "late"]
+        assert world.engines[waiting].sent[-1] == Abort(["late"]), "it was aborted, wherever it is"
+        num_events = len(world.events)
+        begun.news("late")
+        assert len(world.events) == num_events, "last words count for nothing"
+        await world.until_up()
+        assert begun.closed
+        assert world.engines[0] is not begun
+        assert world.client.states()[0].num_restarts == 1
+        assert world.engines[0].args.max_model_len == 100, "it has to hold what was promised"
+        assert world.add("next") == 0
+
+    play(scene)
+
+
+def test_a_request_is_moved_once_and_the_last_engines_death_is_the_end() -> None:
+    async def scene(world: World) -> None:
+        FakeEngine.refuses_to_start = 100
+        rank = world.add("poison")
+        world.engines[rank].say(Dead("it broke"))
+        world.engines[1 - rank].say(Dead("it broke too"))
+        assert isinstance(world.events[-1], Dead)
+        assert "No other engine is up" in world.events[-1].message
+
+    play(scene)
+
+
+def test_a_request_that_kills_two_engines_ends() -> None:
+    async def scene(world: World) -> None:
+        rank = world.add("poison")
+        world.engines[rank].say(Dead("it broke"))
+        await world.until_up()
+        world.engines[1 - rank].say(Dead("it broke too"))
+        assert isinstance(world.events[-1], Refused)
+        assert world.events[-1].is_lost
+        await world.until_up()
+        assert [state.num_requests for state in world.client.states()] == [0, 0]
+
+    play(scene)
+
+
+def test_an_engine_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_LONGEST_WAIT", 0.01)
+
+    async def scene(world: World) -> None:
+        FakeEngine.refuses_to_start = 2
+        world.engines[1].say(Dead("it broke"))
+        await world.until_up()
+        assert len(FakeEngine.born) == 5
+        assert all(engine.closed for engine in FakeEngine.born[1:4])
+
+    play(scene)
+
+
+def test_restart_waits_for_requests_and_keeps_one_engine() -> None:
+    async def scene(world: World) -> None:
+        old = world.engines[0]
+        assert world.add("a") == 0
+        world.client.restart(0)
+        assert world.client.states()[0].state == "draining"
+        assert [world.add(str(i)) for i in range(3)] == [1, 1, 1]
+        for rank in (0, 1, 2, -1):
+            with pytest.raises(InvalidRequestError, match=rf"engine {rank} can't restart.*\[1\] are"):
+                world.client.restart(rank)
+        old.news("a")
+        assert not old.closed
+        old.news("a", "stop")
+        await world.until_up()
+        assert old.closed
+        assert world.engines[0] is not old
+
+    play(scene)
+
+
+def test_calls_go_to_all_and_are_answered_once() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(7, "unpin_prefix", ["p"]))
+        for engine, value in zip(world.engines, (True, False), strict=True):
+            assert engine.sent == [Call(7, "unpin_prefix", ["p"])]
+            engine.say(Reply(7, value))
+        assert world.events == [Reply(7, False)]
+
+    play(scene)
+
+
+def test_a_call_does_without_an_engine_that_dies() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(7, "check_integrity"))
+        world.engines[0].say(Reply(7))
+        world.engines[1].say(Dead("it broke"))
+        assert [event for event in world.events if isinstance(event, Reply)] == [Reply(7)]
+
+    play(scene)
+
+
+def test_the_cache_is_reset_everywhere_or_nowhere() -> None:
+    async def scene(world: World) -> None:
+        rank = world.add("a", [1, 2, 3, 4])
+        world.client.send(Call(1, "reset_prefix_cache"))
+        assert world.events == [Reply(1, False)]
+        world.engines[rank].news("a", "stop")
+        world.client.send(Call(2, "reset_prefix_cache"))
+        for engine in world.engines:
+            engine.say(Reply(2, True))
+        assert world.events[-1] == Reply(2, True)
+        assert world.add("b", [1, 2, 3, 4]) != rank, "nobody holds it: the next one's turn"
+
+    play(scene)
+
+
+def test_limits_and_pins_are_told_to_an_engine_that_comes_back() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(1, "set_limits", [{"max_num_seqs": 3}]))
+        world.client.send(Call(2, "pin_prefix", ["p", [1, 2], "salt"]))
+        for engine in world.engines:
+            engine.say(Reply(1))
+            (prompt,) = engine.ids()
+            assert engine.sent[-1].request.cache_salt == "salt"
+            engine.news(prompt, "length")
+            assert engine.sent[-1] == Call(2, "pin_prefix", ["p", [1, 2], "salt"])
+            engine.say(Reply(2))
+        assert [event for event in world.events if isinstance(event, Reply)] == [Reply(1), Reply(2)]
+        world.client.restart(1)
+        await world.until_up()
+        new = world.engines[1]
+        assert new.sent[0] == Call(-1, "set_limits", [{"max_num_seqs": 3}])
+        new.news(new.ids()[0], "length")
+        assert new.sent[-1] == Call(-1, "pin_prefix", ["p", [1, 2], "salt"])
+        new.say(Reply(-1))
+        assert [event for event in world.events if isinstance(event, Reply)] == [Reply(1), Reply(2)]
+
+    play(scene)
+
+
+def test_a_prefix_is_pinned_everywhere_or_nowhere() -> None:
+    async def scene(world: World) -> None:
+        world.client.send(Call(2, "pin_prefix", ["p", [1, 2], None]))
+        first, second = world.engines
+        first.news(first.ids()[0], "length")
+        first.say(Reply(2))
+        second.say(Refused(second.ids()[0], "no room", "prompt"))
+        assert Reply(2, error="no room", param="prompt") in world.events
+        for engine in world.engines:
+            assert engine.sent[-1] == Call(-1, "unpin_prefix", ["p"])
+
+    play(scene)
+
+
+def test_a_silent_engine_is_replaced() -> None:
+    async def scene(world: World) -> None:
+        old = world.engines[1]
+        old.stuck = float("inf")
+        deadline = time.monotonic() + 10
+        while not world.client.states()[1].num_restarts:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await world.until_up()
+        assert old.closed
+
+    play(scene)
+
+
+def test_news_tell_the_sums_of_all() -> None:
+    async def scene(world: World) -> None:
+        for name in "ab":
+            world.engines[world.add(name)].news(name)
+        await asyncio.sleep(0.11)
+        world.engines[0].say(News([], [], 0.0, time.monotonic(), STATS))
+        assert isinstance(world.events[-1], News)
+        assert world.events[-1].stats.num_requests_running == 2
+        assert [stats.num_requests_running for stats in world.client.stats] == [1, 1]
+
+    play(scene)
+
+
+def test_threads_are_refused() -> None:
+    args = EngineArgs(model="demo", data_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size=2 needs engine='process'"):
+        ReplicasClient(args, args.resolve(), AsyncOptions(engine="thread"))
+
+
+def test_where_one_engine_is_all_there_is_more_are_refused() -> None:
+    args = EngineArgs(model="demo", data_parallel_size=2)
+    with pytest.raises(ConfigError, match="ReplicasClient"):
+        AsyncLLM.from_engine_args(args)
+    with pytest.raises(ConfigError, match="quire serve"):
+        LLM("demo", data_parallel_size=2)
+    for size in (0, -1):
+        with pytest.raises(ConfigError, match="data_parallel_size"):
+            EngineArgs(model="demo", data_parallel_size=size)
