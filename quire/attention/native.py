@@ -1,7 +1,7 @@
 """The attention backend of the native kernels.
 
 While a model is recorded, `attend` adds a layer's two instructions to the program: prepare (norms, rotation, cache
-write) and attend. Given tensors it records and runs a program of one layer, for the tests against the reference.
+write) and attend.
 """
 
 from ctypes import addressof
@@ -12,9 +12,8 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep, SlotMoves
 from quire.errors import ModelLoadError
 from quire.ops.attention import attend
-from quire.ops.native.builder import ProgramBuilder, Value, recorded
+from quire.ops.native.builder import Value, recorded
 from quire.ops.native.library import Target, choose_level, loaded_library
-from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import TYPE_OF, c_struct
 from quire.ops.rope import prepare
 
@@ -46,21 +45,17 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
         return batch
 
     def attend(self, qkv: Tensor | Value, spec: AttentionSpec, step: AttentionStep) -> Tensor:
-        """As the contract says.
+        """Record it.
 
         Raises:
             ModelLoadError: the kernels have no such attention.
         """
-        if isinstance(qkv, Value):
-            return recorded(_record(qkv, spec))
-        builder = ProgramBuilder(qkv.dtype)
-        program = builder.finish(_record(builder.input(spec.qkv_size), spec))
-        out = qkv.new_empty(qkv.shape[0], spec.num_heads * spec.head_dim)
-        batch: AttentionBatch = step.attention[spec.group]
-        data = [StepData(ids=batch.slot_mapping, positions=step.positions, **vars(batch))] * (spec.group + 1)
-        cache = step.caches[spec.layer]
-        program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
-        return out
+        assert isinstance(qkv, Value), "the kernels' attention is part of a recorded program"
+        if not spec.causal:
+            raise ModelLoadError(
+                "the compiled kernels have no attention to what comes later; kernels='torch' serves this model."
+            )
+        return recorded(attend(prepare(qkv, spec), spec))
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
         _, _, num_kv_heads, size = kv_cache.shape
@@ -82,11 +77,3 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
             kv_cache.index_fill_(0, blocks, -1 if value != value else int(value))
         else:
             super().fill_blocks(kv_cache, blocks, value)
-
-
-def _record(qkv: Value, spec: AttentionSpec) -> Value:
-    if not spec.causal:
-        raise ModelLoadError(
-            "the compiled kernels have no attention to what comes later; kernels='torch' serves this model."
-        )
-    return attend(prepare(qkv, spec), spec)

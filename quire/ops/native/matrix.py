@@ -77,10 +77,3 @@ class PackedMatrix:
         )
         target = target or default_target()
         loaded_library().quire_pack(target.kernels, target.num_threads, ctypes.addressof(arguments))
-
-    def unpack(self) -> Tensor:
-        """What the kernels multiply with, as float32 [rows, cols]."""
-        out = torch.empty(self.rows, self.cols)
-        matrix = self.struct()
-        loaded_library().quire_unpack(default_target().kernels, ctypes.addressof(matrix), 0, self.rows, out.data_ptr())
-        return out

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
+from quire.attention.native import NativeBackend
 from quire.layers.step import Step
+from quire.ops.native.builder import ProgramBuilder, recorded
+from quire.ops.native.program import Caches, StepData
+from quire.ops.native.structs import TYPE_OF
 
 
 @dataclass
@@ -74,6 +78,21 @@ def make_spec(sequence: Sequence, window: int | None = None, **options: Any) -> 
     return AttentionSpec(num_heads, num_kv_heads, head_dim, window=window, **options)
 
 
+def attend_now(backend: AttentionBackend[Any], qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
+    """One layer's attention by itself: what records it is run as a program of its own."""
+    if not isinstance(backend, NativeBackend):
+        return backend.attend(qkv, spec, step)
+    builder = ProgramBuilder(qkv.dtype)
+    attended: Any = backend.attend(recorded(builder.input(spec.qkv_size)), spec, step)
+    program = builder.finish(attended)
+    out = qkv.new_empty(qkv.shape[0], spec.num_heads * spec.head_dim)
+    batch: AttentionBatch = step.attention[spec.group]
+    data = [StepData(ids=batch.slot_mapping, positions=step.positions, **vars(batch))] * (spec.group + 1)
+    cache = step.caches[spec.layer]
+    program.run([qkv.contiguous(), out], data, Caches([cache] * (spec.layer + 1), TYPE_OF[cache.dtype]))
+    return out
+
+
 def attend_once(
     backend: AttentionBackend[Any],
     sequence: Sequence,
@@ -83,7 +102,7 @@ def attend_once(
 ) -> Tensor:
     """One step with all tokens of what is given, at the positions 0 ..: [T, Hq, D]."""
     qkv = torch.cat((sequence.query, sequence.key, sequence.value), 1).flatten(1)
-    out = backend.attend(qkv, spec, Step(torch.arange(len(sequence), dtype=torch.int32), [cache], [metadata]))
+    out = attend_now(backend, qkv, spec, Step(torch.arange(len(sequence), dtype=torch.int32), [cache], [metadata]))
     return out.view(sequence.query.shape)
 
 

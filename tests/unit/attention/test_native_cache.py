@@ -7,6 +7,7 @@ from paged import (
     Sequence,
     alone,
     attend,
+    attend_now,
     attend_once,
     dense,
     make_sequences,
@@ -162,7 +163,7 @@ def test_norms_and_rotation(
             count = torch.tensor([0, len(positions)])
             batch = AttentionBatch(count, count[1:] + low, blocks[None], slots, block_size)
             step = Step(positions, [cache], [backend.build(batch)])
-            parts.append(backend.attend(at_page_end(rows[positions]), layer.spec, step))
+            parts.append(attend_now(backend, at_page_end(rows[positions]), layer.spec, step))
         return torch.cat(parts)
 
     found = computed(90, 16)

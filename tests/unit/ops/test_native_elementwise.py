@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from native_cases import DTYPES, EPSILON, FUNCTIONS, Threads, assert_near, at_page_end, draw, elementwise, packed, run
 from torch import Tensor
+from unpacking import unpacked
 
 from quire import ops
 from quire.attention.native import NativeBackend
@@ -170,7 +171,7 @@ def test_embedding(level: str, dtype: torch.dtype, type: Type, size: int) -> Non
         program = builder.finish(embedded(index, table))
         return run(program, [], size, dtype, step_of(ids, positions))
 
-    rows = table.unpack().to(dtype)
+    rows = unpacked(table).to(dtype)
     assert torch.equal(lookup(False), rows[ids])
     assert torch.equal(lookup(True), rows[positions])
     assert torch.equal(lookup(True, 2), rows[positions + 2])
@@ -188,7 +189,7 @@ def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: T
     by_id = builder.finish(embedded(builder.ids, table))
     builder = ProgramBuilder(dtype)
     by_position = builder.finish(embedded(builder.positions + 2, table))
-    rows = table.unpack().to(dtype)
+    rows = unpacked(table).to(dtype)
     found = run(by_id, [], 40, dtype, step_of(ids, ids))
     assert torch.equal(found[[1, 3]], rows[[3, 49]])
     assert not found[[0, 2, 4, 5, 6]].any()

@@ -17,6 +17,7 @@ from native_cases import (
     product_error,
 )
 from torch import Tensor
+from unpacking import unpacked
 
 from quire import ops
 from quire.ops.native.builder import ProgramBuilder, recorded
@@ -34,7 +35,7 @@ def test_equals_fp64_and_no_row_depends_on_another(
     x = draw(MAX_ROWS, shape[1], dtype=dtype)
     product = Product(matrix, dtype)
     whole = product(x)
-    dense = matrix.unpack()
+    dense = unpacked(matrix)
     assert_near(whole, x.double() @ dense.double().t(), product_error(x, dense))
     for rows in ROWS:
         start = (rows * 13) % (MAX_ROWS - rows + 1)  # another place each time
@@ -55,7 +56,7 @@ def test_bias_activation_and_residual(
     level: str, dtype: torch.dtype, type: Type, function: Epilogue, features: int
 ) -> None:
     matrix, x = packed(draw(features, 70, seed=1) * 0.2, type), draw(37, 70, dtype=dtype)
-    dense, bias = matrix.unpack(), draw(features, dtype=dtype, seed=2)
+    dense, bias = unpacked(matrix), draw(features, dtype=dtype, seed=2)
     error = product_error(x, dense)
     expected = x.double() @ dense.double().t() + bias.double()
     # Where kernels are not fused, what lies between them is rounded.
@@ -115,7 +116,7 @@ def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, typ
     others = [i for i in range(rows) if i not in (1, 2)]
     assert torch.equal(found[others], clean[others])
     assert found[1].isnan().all()
-    expected = (x[2].double() @ matrix.unpack().double().t()).to(dtype)
+    expected = (x[2].double() @ unpacked(matrix).double().t()).to(dtype)
     assert torch.equal(found[2].isinf() * found[2].sign(), expected.isinf() * expected.sign())
 
 
@@ -130,7 +131,7 @@ def test_int4_weights_are_the_bfloat16_ones_that_unpack_tells(level: str, rows: 
     """Bit for bit, with scales large and small: kernels expand int4 codes by other means than `unpack`."""
     matrix = packed(draw(300, 200) * 10.0 ** torch.linspace(-15, 15, 300)[:, None], Type.I4)
     x = draw(rows, 200, dtype=torch.bfloat16, seed=1)
-    expected = Product(packed(matrix.unpack(), Type.BF16), torch.bfloat16)(x)
+    expected = Product(packed(unpacked(matrix), Type.BF16), torch.bfloat16)(x)
     assert expected.isfinite().all()
     assert expected.count_nonzero() > 0.9 * expected.numel()
     assert torch.equal(Product(matrix, torch.bfloat16)(x), expected)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from native_cases import SHAPES, Threads, at_page_end, draw, packed
 from torch import Tensor
+from unpacking import unpacked
 
 from quire.ops.native.library import Target
 from quire.ops.native.matrix import PackedMatrix
@@ -27,17 +28,17 @@ def expanded(codes: Tensor, scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, shape: tuple[int, int]) -> None:
     dense = at_page_end(draw(*shape, dtype=source) * 0.1)
-    assert torch.equal(packed(dense, Type.F32).unpack(), dense.float())
-    assert torch.equal(packed(dense, Type.BF16).unpack(), dense.bfloat16().float())
+    assert torch.equal(unpacked(packed(dense, Type.F32)), dense.float())
+    assert torch.equal(unpacked(packed(dense, Type.BF16)), dense.bfloat16().float())
     codes, scales = quantize_int8(dense.float())
-    assert torch.equal(packed(dense, Type.I8).unpack(), codes * scales)
-    assert torch.equal(packed(dense, Type.I4).unpack(), expanded(*quantize_int4(dense.float())))
+    assert torch.equal(unpacked(packed(dense, Type.I8)), codes * scales)
+    assert torch.equal(unpacked(packed(dense, Type.I4)), expanded(*quantize_int4(dense.float())))
 
 
 def test_quantization_is_as_good_as_its_bits(level: str) -> None:
     dense = draw(64, 256)
     for type, bound in ((Type.I8, 0.008), (Type.I4, 0.1)):
-        error = (packed(dense, type).unpack() - dense).square().mean().sqrt()
+        error = (unpacked(packed(dense, type)) - dense).square().mean().sqrt()
         assert bound / 3 < error < bound
 
 
@@ -71,7 +72,7 @@ def test_every_level_packs_alike(level: str, type: Type) -> None:
     here = packed(dense, type)
     there = empty(*dense.shape, type)
     there.pack(dense, 0, Target("portable"))
-    assert torch.equal(here.unpack(), there.unpack())
+    assert torch.equal(unpacked(here), unpacked(there))
     assert torch.equal(here.data, there.data)
 
 
@@ -79,7 +80,7 @@ def test_every_level_packs_alike(level: str, type: Type) -> None:
 def test_rows_of_zeros_and_ends_of_the_range(level: str, type: Type) -> None:
     dense = torch.zeros(4, 64)
     dense[1, 0], dense[1, 32], dense[2, 5], dense[2, 33], dense[3] = 3.0, -3.0, 1e-12, -1e12, 1.0
-    found = packed(dense, type).unpack()
+    found = unpacked(packed(dense, type))
     assert not found[0].any()
     assert found.isfinite().all()
     torch.testing.assert_close(found[1], dense[1], rtol=0.01, atol=0)
@@ -95,7 +96,7 @@ def test_rows_of_zeros_and_ends_of_the_range(level: str, type: Type) -> None:
 def test_a_broken_weight_shows(level: str, type: Type, broken: float, place: int) -> None:
     dense = draw(3, 40)
     dense[1, place] = broken
-    found = packed(dense, type).unpack()
+    found = unpacked(packed(dense, type))
     assert found[[0, 2]].isfinite().all()
     assert not found[1, place].isfinite()
     if type in (Type.I8, Type.I4):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from native_cases import DTYPES, EPSILON, Product, Threads, assert_near, draw, elementwise, packed, run
 from torch import Tensor
+from unpacking import unpacked
 
 from quire import ops
 from quire.attention.native import NativeBackend
@@ -68,7 +69,7 @@ def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, 
         if kind == "linear":  # the product itself may be fused to what follows, so only the sum is kept
             matrix = packed(draw(24, 24, seed=i) * 0.2, Type.BF16)
             values.append(product_of(values[a], matrix) + values[b])
-            exact.append(exact[a] @ matrix.unpack().double().t() + exact[b])
+            exact.append(exact[a] @ unpacked(matrix).double().t() + exact[b])
         elif kind == "add":
             values.append(values[a] + values[b])
             exact.append(exact[a] + exact[b])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from unpacking import unpacked
 
 from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
@@ -116,7 +117,7 @@ def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dty
     hidden = draw(9, 40, dtype=dtype, seed=4)
     found = recorded(lambda v: TiedHead(pair[0])(v, wide=True), hidden, width=50, dtype=F32)
     torch.testing.assert_close(found, TiedHead(pair[1])(hidden).float(), atol=0.1, rtol=0.1)
-    matrix = packed(pair[0]).unpack()
+    matrix = unpacked(packed(pair[0]))
     torch.testing.assert_close(matrix.to(dtype), pair[1](torch.arange(50)), atol=0, rtol=0.01)
 
 
@@ -131,7 +132,7 @@ def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> N
     value: Any = native(index)
     [step] = value.builder._steps
     assert (step.spec.offset, step.spec.by_position) == (2, 1)
-    rows = packed(native).unpack()
+    rows = unpacked(packed(native))
     assert torch.equal(plain(torch.arange(9)), rows[2:])
 
 
