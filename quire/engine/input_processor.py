@@ -140,10 +140,7 @@ class InputProcessor:
             ),
             arrival_time=arrival_time,
             cache_salt=prompt.cache_salt,
-            priority=terms.priority,
-            client=terms.client,
-            ttft_target=terms.ttft_target,
-            tpot_target=terms.tpot_target,
+            **msgspec.structs.asdict(terms),
         )
         return ProcessedInput(request, prompt.text, params)
 
