@@ -15,7 +15,9 @@ from quire.distributed import groups
 from quire.distributed.groups import Group, GroupAbortedError, segment_bytes
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import Target, levels
+from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.program import StepData
+from quire.ops.native.structs import Type
 
 T = TypeVar("T")
 STARTS = (0, 3, 8, 9)
@@ -96,6 +98,36 @@ def test_recorded_gathering(level: str, tmp_path: Path, dtype: torch.dtype, rows
     for gathered, rows in on_ranks(tmp_path, run, 4096 + 2 * rows_at_once * 40 * dtype.itemsize):
         assert torch.equal(gathered, whole)
         assert torch.equal(rows, table[ids])
+
+
+@pytest.mark.parametrize("type", [Type.F32, Type.BF16, Type.I8, Type.I4])
+def test_a_residual_sum_after_a_gather_is_that_of_one_rank(level: str, tmp_path: Path, type: Type) -> None:
+    """Fused with the product before it, where one rank fuses it: rounded as often, for every level of kernels."""
+    dtype = torch.float32 if type is Type.F32 else torch.bfloat16
+    starts, x, residual = (0, 32, 80, 97), torch.randn(21, 200).to(dtype), torch.randn(21, 97).to(dtype)
+    weight, bias = torch.randn(97, 200), torch.randn(97).to(dtype)
+
+    def run(rows: slice, group: Group | None = None) -> Tensor:
+        builder = ProgramBuilder(dtype, Target(level, 1 if group is None else group.rank + 1))
+        part = weight[rows]
+        data = torch.zeros(PackedMatrix.data_shape(len(part), 200, type), dtype=torch.uint8)
+        scales = torch.zeros(len(part)) if type is Type.I8 else None
+        matrix = PackedMatrix(data, scales, len(part), 200, type)
+        matrix.pack(part, 0, builder.target)
+        inputs: list[Any] = [builder.input(200), builder.input(97)]
+        product: Any = ops.linear(inputs[0], matrix, bias[rows].clone())
+        if group is not None:
+            product = ops.gather(product, group, starts)
+            group.agree(None)
+        total: Any = ops.add(product, inputs[1])
+        out = torch.empty(21, 97, dtype=dtype)
+        builder.finish(total).run([x, residual, out])
+        return out
+
+    expected = run(slice(None))
+    ranges = [slice(*bounds) for bounds in zip(starts, starts[1:], strict=False)]
+    for found in on_ranks(tmp_path, lambda group: run(ranges[group.rank], group)):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("waiting")

@@ -1,0 +1,120 @@
+"""What sharing a model among processes costs on one machine: a gather against gloo's, and a token of a whole model.
+
+    python benchmarks/ranks.py gather
+    python benchmarks/ranks.py decode MODEL [--output-len 64] [--rounds 3]
+
+Two processes each. `gather` runs programs of nothing but gathers of bfloat16 columns. `decode` runs an engine in each
+rank with one thread, both planning alike, against one engine with two threads, by turns.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire import LLM, SamplingParams
+from quire.config.worker import WorkerConfig
+from quire.distributed.groups import Group, segment_bytes
+from quire.engine import build
+from quire.executor.inprocess import InProcessExecutor
+from quire.ops.gather import gather
+from quire.ops.native.builder import ProgramBuilder
+from quire.ops.native.library import Target, levels
+
+SIZES = [(1, 1024), (32, 1024), (512, 1024)]
+GATHERS = 100  # in one program
+
+
+def median_us(function: Callable[[], object], count: int) -> float:
+    taken: list[float] = []
+    for _ in range(count):
+        start = time.perf_counter()
+        function()
+        taken.append((time.perf_counter() - start) * 1e6)
+    return sorted(taken)[count // 2]
+
+
+def gather_rank(rank: int, path: str, report: Any) -> None:
+    torch.set_num_threads(1)
+    group = Group(path, rank, 2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}.gloo", rank=rank, world_size=2)
+    for rows, width in SIZES:
+        builder = ProgramBuilder(torch.bfloat16, Target(levels()[0]))
+        half = width // 2
+        own: Any = builder.input(half)
+        for _ in range(GATHERS - 1):
+            gather(own, group, (0, half, width))  # all of them meet, the last one is the result
+        program = builder.finish(gather(own, group, (0, half, width)))  # pyright: ignore[reportArgumentType]
+        x, out = torch.zeros(rows, half, dtype=torch.bfloat16), torch.empty(rows, width, dtype=torch.bfloat16)
+        ours = median_us(lambda p=program, x=x, out=out: p.run([x, out]), 60) / GATHERS
+        parts = [torch.empty_like(x) for _ in range(2)]
+        gloo = median_us(lambda parts=parts, x=x: torch.distributed.all_gather(parts, x), 600)
+        if rank == 0:
+            report.put((rows, width, ours, gloo))
+    torch.distributed.destroy_process_group()
+
+
+def decode_rank(rank: int, path: str | None, options: argparse.Namespace, report: Any) -> None:
+    torch.set_num_threads(2 if path is None else 1)
+
+    def select(config: WorkerConfig) -> InProcessExecutor:
+        return InProcessExecutor(dataclasses.replace(config, rank=rank, num_ranks=2, group=path) if path else config)
+
+    build.select_executor = select  # pyright: ignore[reportPrivateImportUsage]
+    llm = LLM(options.model, show_progress=False, max_model_len=1024, num_kv_blocks=200, skip_tokenizer_init=True)
+    seconds: list[float] = []
+    for _ in range(2):
+        for length in (1, 1 + options.output_len):
+            params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+            start = time.perf_counter()
+            llm.generate([{"prompt_token_ids": list(range(10, 42))}], params, use_tqdm=False)
+            seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        report.put((seconds[3] - seconds[2]) / options.output_len * 1e3)
+
+
+def in_processes(function: Callable[..., None], num_bytes: int, *given: Any, ranks: int = 2) -> list[Any]:
+    """What rank 0 reports."""
+    spawn = multiprocessing.get_context("spawn")
+    report = spawn.Queue()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+        path = Path(home) / "group"
+        path.write_bytes(bytes(num_bytes))
+        where = str(path) if ranks > 1 else None
+        processes = [spawn.Process(target=function, args=(rank, where, *given, report)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    found: list[Any] = []
+    while not report.empty():
+        found.append(report.get())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["gather", "decode"])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.what == "gather":
+        print("rows x columns   ours (us)   gloo (us)")
+        for rows, width, ours, gloo in in_processes(gather_rank, segment_bytes(0)):
+            print(f"{rows:4} x {width:<10} {ours:9.1f}   {gloo:9.1f}")
+        return
+    for _ in range(options.rounds):
+        [one] = in_processes(decode_rank, 0, options, ranks=1)
+        [two] = in_processes(decode_rank, segment_bytes(2**18), options)
+        print(f"ms a token: one rank of two threads {one:.2f}, two ranks of one thread {two:.2f}: {two / one:.3f}")
+
+
+if __name__ == "__main__":
+    main()
