@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
+from quire.config.worker import WorkerConfig
 from quire.models.registry import build_model
 from quire.ops.native.library import TORCH
 from quire.ops.native.matrix import PackedMatrix
@@ -140,6 +141,24 @@ def test_each_format_and_checkpoint_has_its_file(cache: Path, model: Path) -> No
     assert changed != answers[0]
     assert len(files(cache)) == 1, "those of what was saved over are of no use to anybody"
     assert start(model, **OPTIONS[0]) == changed
+
+
+def test_each_rank_has_a_file_of_its_part(cache: Path, model: Path) -> None:
+    def load(rank: int, num_ranks: int) -> bool:
+        config = ModelConfig.from_pretrained(str(model))
+        worker = Worker(WorkerConfig(config, 16, 4, 64, rank=rank, num_ranks=num_ranks))  # it meets nobody
+        report = worker.load(progress=False)
+        for thread in threading.enumerate():
+            if thread.name == "quire-weight-store":
+                thread.join()
+        return report.from_store
+
+    ranks = [(0, 1), (0, 2), (1, 2)]
+    assert [load(*rank) for rank in ranks] == [False] * 3
+    assert len(files(cache)) == 3
+    whole, *parts = sorted((path.stat().st_size for path in files(cache)), reverse=True)
+    assert all(part < 0.7 * whole for part in parts)
+    assert [load(*rank) for rank in ranks] == [True] * 3
 
 
 def test_what_does_not_decide_the_content_makes_no_second_copy(cache: Path, model: Path, no_packing) -> None:
