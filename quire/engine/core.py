@@ -19,12 +19,12 @@ from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, Limits
 from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity
+from quire.scheduler.outcomes import MANY_GUIDED
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import take_snapshot
 
 T = TypeVar("T")
 _IDLE_WAIT = 0.002  # seconds
-_MANY_GUIDED = 8  # requests with a grammar, from which on their masks are worth a thread's while
 
 
 class EngineCore:
@@ -109,7 +109,7 @@ class EngineCore:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
                 # Where `submit` computes, the masks are made meanwhile; else the engine makes them while it waits.
-                if self.executor.computes_in_submit and self.scheduler.guidance.num_guided >= _MANY_GUIDED:
+                if self.executor.computes_in_submit and self.scheduler.guidance.num_guided >= MANY_GUIDED:
                     self._guiding = self._aside.submit(self.scheduler.guide, plan)
                 self._execute(self.executor.submit, plan)
             if plans:

@@ -7,7 +7,7 @@ matcher's to say. Costs nothing where no live request has a grammar.
 from time import perf_counter
 
 from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
-from quire.scheduler.outcomes import Outcomes
+from quire.scheduler.outcomes import MANY_GUIDED, Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.structured.manager import GrammarManager
@@ -93,6 +93,10 @@ class Guidance:
             rows.append((place, 0))
             if num_drafts:
                 rows += [(place, 1 + position) for position in range(num_drafts)]
+        if self._outcomes.num_guided >= MANY_GUIDED and self._outcomes.drafts_forced:
+            for place in [rows[row][0] for row in masks.single_rows(len(rows))]:
+                if not plan.scheduled[place].num_drafts and (matcher := sequences[place].matcher) is not None:
+                    matcher.ahead = matcher.forced()
         if perf_counter() - start > FREE_SECONDS:  # all together, as a clock takes nearly as long as a mask
             for meter in [sequence.matcher.meter for sequence in sequences if sequence.matcher is not None]:
                 meter.is_watching = True

@@ -27,6 +27,7 @@ from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 _NONE, _DRAW, _RANK = Sampling.NONE, Sampling.DRAW, Sampling.RANK
 _WAITING, _RUNNING, _PREPARING = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.PREPARING
 _FINISHED = SequenceStatus.FINISHED
+MANY_GUIDED = 8  # requests with a grammar, from which on a thread of their own is worth its while
 
 
 class Outcomes:
@@ -38,6 +39,7 @@ class Outcomes:
         num_sequences: sequences since the start.
         num_guided: live requests with a grammar.
         drafts: what became of drafts.
+        drafts_forced: tokens that a grammar forces are drafts.
     """
 
     def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig, drafts: DraftCounts) -> None:
@@ -49,7 +51,7 @@ class Outcomes:
         self._planner = planner
         self._kv = kv
         self._max_model_len = config.max_model_len
-        self._drafts_forced = config.drafts_forced
+        self.drafts_forced = config.drafts_forced
         self._is_tree = config.draft_tree is not None
 
     # Beginnings.
@@ -151,8 +153,12 @@ class Outcomes:
         sequence.proposes = False
         sequence.num_drafts = 0
         if sequence.matcher is not None:
-            sequence.matcher.take(tokens)
-            if self._drafts_forced and (forced := sequence.matcher.forced()):
+            if self.num_guided >= MANY_GUIDED:  # what it takes is done with the masks, aside
+                forced = sequence.matcher.owe(tokens[0])
+            else:
+                sequence.matcher.take(tokens)
+                forced = self.drafts_forced and sequence.matcher.forced()
+            if forced:
                 sequence.draft_token_ids, sequence.forces = forced, True
                 self._settle(sequence, len(forced))
         outputs.append(
@@ -320,7 +326,7 @@ class Outcomes:
         """What a sequence with a grammar is to verify next: tokens that are forced, else allowed drafts. How many."""
         matcher = sequence.matcher
         assert matcher is not None, "a token was drawn without a mask"
-        forced = matcher.forced() if self._drafts_forced else []
+        forced = matcher.forced() if self.drafts_forced else []
         if self._is_tree:  # a mask is of a chain
             proposed = []
         sequence.forces = bool(forced)

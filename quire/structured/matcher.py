@@ -47,6 +47,15 @@ class MaskBuffer:
         self.words = self._bytes.cast("I")
         self.num_rows, self.address = len(array), array.ctypes.data
 
+    def single_rows(self, num_rows: int) -> list[int]:
+        """Those of the first rows that allow one token alone."""
+        found: list[int] = []
+        for row in np.flatnonzero(np.count_nonzero(self.array[:num_rows], 1) == 1).tolist():
+            word = int(self.array[row].max())
+            if word & (word - 1) == 0:
+                found.append(row)
+        return found
+
     def first(self, num_rows: int) -> memoryview:
         """The bytes of so many masks, until they are written anew."""
         return self._bytes[: num_rows * self.num_bytes]
@@ -83,15 +92,27 @@ class Matcher:
 
     Attributes:
         meter: of the time that its request's grammar takes.
+        ahead: where the next mask leaves one token, that and what is forced after it, if somebody has looked.
     """
 
-    __slots__ = ("_end_ids", "_engine", "_goes_on", "meter")
+    __slots__ = ("_end_ids", "_goes_on", "_owed", "_settled", "ahead", "meter")
 
     def __init__(self, engine: Any, end_ids: tuple[int, ...], goes_on: bool, meter: Meter) -> None:
-        self._engine = engine
+        self._settled = engine
+        self._owed: list[int] = []
         self._end_ids = end_ids
         self._goes_on = goes_on
         self.meter = meter
+        self.ahead: list[int] = []
+
+    @property
+    def _engine(self) -> Any:
+        """llguidance's matcher, which has taken all tokens."""
+        if self._owed:
+            for token_id in self._owed:
+                self._settled.consume_token(token_id)
+            self._owed.clear()
+        return self._settled
 
     def copy(self) -> "Matcher":
         """The same, for a fork."""
@@ -106,10 +127,20 @@ class Matcher:
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Go on by these tokens, each of which was allowed."""
+        self.ahead = []
         if len(token_ids) == 1:  # as a rule, and it costs less
             self._engine.consume_token(token_ids[0])
         else:
             self._engine.consume_tokens(token_ids)
+
+    def owe(self, token_id: int) -> list[int]:
+        """Go on by this token, which was allowed, once somebody asks what may follow it; returns what is forced then.
+
+        That is as far as it was seen ahead: nothing is worked out here.
+        """
+        self._owed.append(token_id)
+        forced, self.ahead = self.ahead[1:], []
+        return forced
 
     @property
     def is_stopped(self) -> bool:

@@ -1,6 +1,7 @@
 """Structured output in whole engines: every finished output is of its form, with the same bits however it is run."""
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -19,6 +20,7 @@ from quire.engine.tokenizer import config_tokenizer
 from quire.errors import InvalidRequestError
 from quire.executor.inprocess import InProcessExecutor
 from quire.protocol.step import StepPlan
+from quire.scheduler.outcomes import MANY_GUIDED
 from quire.structured_outputs import StructuredOutputsParams
 
 PROMPTS = ["Once upon a time", "The captain said", "It was", "She had never seen such a thing, and"]
@@ -250,6 +252,23 @@ def test_forced_tokens_are_drafts(monkeypatch: pytest.MonkeyPatch, speculative: 
         assert speculative or one.stats().speculation is None, "they are no speculation"
     assert found[0] == found[1]
     assert steps[0] < steps[1] * 0.9
+
+
+def test_forced_tokens_are_drafts_of_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What many requests' grammars force is found with the masks, while the model computes: a token later, and used."""
+    text = StructuredOutputsParams(regex="[ab ]{8}: a text of which no word is left to the model, whatever it may say")
+    params = [SamplingParams(structured_outputs=text, max_tokens=60, seed=i) for i in range(2 * MANY_GUIDED)]
+    found: list[Any] = []
+    steps: list[int] = []
+    for most in (8, 0):
+        monkeypatch.setattr("quire.structured.matcher.MAX_FORCED", most)
+        one = engine()
+        plans, guide = itertools.count(), one.core.scheduler.guide
+        monkeypatch.setattr(one.core.scheduler, "guide", lambda plan: (next(plans), guide(plan))[1])  # noqa: B023
+        found.append(run(one, params))
+        steps.append(next(plans))
+    assert found[0] == found[1]
+    assert steps[0] < steps[1] * 0.8
 
 
 def test_the_end() -> None:

@@ -227,3 +227,32 @@ def test_what_became_too_complex_says_which_limit_was_met() -> None:
         "the grammar became too complex to follow: Current row has 2001 items; max is 2000; consider another. Use a "
         "simpler one."
     )
+
+
+def test_tokens_that_are_owed_are_as_good_as_taken(grammars: GrammarManager, tokenizer: Tokenizer) -> None:
+    grammar = compiled(grammars, regex="(red|green) shoes")
+    took, owed = grammar.matcher([], False), grammar.matcher([], False)
+    for token_id in tokenizer.encode("green", add_special_tokens=False):
+        took.take([token_id])
+        assert owed.owe(token_id) == []
+    assert took.forced() == owed.forced() != []
+    fork = owed.copy()
+    assert masks_of(fork, []) == masks_of(took, [])
+
+
+def test_what_was_seen_ahead_is_forced_after_its_first_token(grammars: GrammarManager) -> None:
+    grammar = compiled(grammars, choice=["once upon a time"])
+    matcher = grammar.matcher([], False)
+    matcher.ahead = matcher.forced()
+    first, *rest = matcher.ahead
+    assert rest
+    assert matcher.owe(first) == rest == matcher.forced()
+    assert matcher.ahead == []
+
+
+def test_rows_that_allow_one_token_alone() -> None:
+    masks = MaskBuffer(3, 8)
+    masks.array[:6] = [[0, 0, 0], [0, 4, 0], [0, 0x80000000, 0], [4, 4, 0], [0, 5, 0], [1, 0, 0]]
+    masks.array[6] = [1, 0, 0]  # of an earlier step
+    assert masks.single_rows(6) == [1, 2, 5]
+    assert masks.single_rows(0) == []
