@@ -127,6 +127,11 @@ class EngineCore:
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    def check_workers(self) -> None:
+        """Raise EngineDeadError where one has died, while there is nothing to do."""
+        with self.interrupts:
+            self._execute(self.executor.check)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
         with self.interrupts:
@@ -180,6 +185,9 @@ class EngineCore:
                 self.scheduler.cancel()
                 self.executor.reset()
                 raise
+        except EngineDeadError as error:  # it says what happened
+            self._dead = str(error)
+            raise
         except Exception as error:
             self._dead = f"{type(error).__name__}: {error}"
             raise EngineDeadError("the executor failed in a step; the engine can't go on") from error

@@ -26,7 +26,7 @@ class CoreLoop:
     def __init__(
         self, core: EngineCore, receive: Callable[[bool], Iterable[Command]], send: Callable[[Event], None]
     ) -> None:
-        """`receive` returns the commands that have come; called with True it waits until there is one."""
+        """`receive` returns the commands that have come; called with True it waits for one, a second at most."""
         self.core = core
         self.step_start: float | None = None
         self._receive, self._send = receive, send
@@ -50,6 +50,8 @@ class CoreLoop:
             for command in self._receive(idle):
                 self._carry_out(command)
             try:
+                if idle:
+                    self.core.check_workers()
                 self._step()
             except EngineDeadError as error:
                 logger.exception("the engine died")

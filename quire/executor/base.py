@@ -63,6 +63,13 @@ class Executor(ABC):
     def call(self, call: WorkerCall) -> list[WorkerReply]:
         """Ask every worker for something; one reply a worker."""
 
+    def check(self) -> None:  # noqa: B027 - nothing to see where nothing can end by itself
+        """Look whether the workers are alive, for who has nothing to submit.
+
+        Raises:
+            EngineDeadError: one is not; it says which, and what happened.
+        """
+
     @abstractmethod
     def stop(self) -> None:
         """Release the workers; safe to call twice."""

@@ -8,7 +8,7 @@ from quire.executor.base import Executor
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
-from quire.protocol.worker import IntegrityReply, WorkerCall, WorkerReply, WorkerReport
+from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 from quire.speculative.base import Proposer
 from quire.worker.worker import Worker
 
@@ -55,11 +55,7 @@ class InProcessExecutor(Executor):
         self.worker.reset()
 
     def call(self, call: WorkerCall) -> list[WorkerReply]:
-        try:
-            self.worker.check_integrity(call.live_sequence_ids)
-        except AssertionError as error:
-            return [IntegrityReply(str(error))]
-        return [IntegrityReply(None)]
+        return [self.worker.call(call)]
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call the function on the worker's model (inspection, surgery); its result, in a list."""

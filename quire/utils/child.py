@@ -1,4 +1,4 @@
-"""Starts Python processes that Quire runs of itself: the engine's own, and those that render chat templates.
+"""Starts Python processes that Quire runs of itself: the engine's own, workers', and those that render chat templates.
 
 Each is a module run with `python -P -m`, imports the very Quire that started it, is told what to do on its standard
 input, and leaves when that ends. What is said there is for the two ends to agree on.
@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -16,12 +16,15 @@ _HARMLESS = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PAT
 _HARMLESS_PREFIXES = ("LC_", "PYTHON")
 
 
-def start_child(module: str, *arguments: str, answers: bool = False, keys: bool = True) -> subprocess.Popen[bytes]:
+def start_child(
+    module: str, *arguments: str, answers: bool = False, keys: bool = True, shares: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a module as a process with a pipe to its standard input, which no Ctrl-C reaches.
 
     Args:
         answers: read its standard output too; else that is this process's.
         keys: pass on the whole environment, and not only what an interpreter needs to start.
+        shares: descriptors that it gets, under the same numbers.
 
     Raises:
         OSError: the system allows no further process.
@@ -33,7 +36,7 @@ def start_child(module: str, *arguments: str, answers: bool = False, keys: bool 
     # A terminal's Ctrl-C goes to the child as well, and would end it with a traceback while it still imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=environment)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=environment, pass_fds=shares)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -42,3 +45,11 @@ def _environment(given: Mapping[str, str], keys: bool) -> dict[str, str]:
     """What the child gets of an environment, with this copy of Quire first among what it may import."""
     kept = {k: v for k, v in given.items() if keys or k in _HARMLESS or k.startswith(_HARMLESS_PREFIXES)}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, given.get("PYTHONPATH"))))}
+
+
+def how_it_ended(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+    return f"{name}; out of memory, perhaps" if name == "SIGKILL" else name

@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
-from quire.protocol.worker import WorkerReport
+from quire.protocol.worker import IntegrityReply, WorkerCall, WorkerReply, WorkerReport
 from quire.sampling.accept import Rule
 from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
@@ -238,10 +238,14 @@ class Worker:
             self._store.settle()
         return self._model
 
-    def check_integrity(self, live_sequence_ids: list[int] | None = None) -> None:
-        """Raise AssertionError when the rows are inconsistent, or not those of the live sequences."""
-        if self._runner is not None:
-            self._runner.table.check_integrity(live_sequence_ids)
+    def call(self, call: WorkerCall) -> WorkerReply:
+        """Answer a call: whether the rows are consistent, and those of the live sequences."""
+        try:
+            if self._runner is not None:
+                self._runner.table.check_integrity(call.live_sequence_ids)
+        except AssertionError as error:
+            return IntegrityReply(str(error))
+        return IntegrityReply(None)
 
     def _loaded(self) -> RunnableModel:
         assert self._runnable is not None, "load comes first"

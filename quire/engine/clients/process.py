@@ -28,7 +28,7 @@ from quire import errors
 from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError, ModelLoadError, QuireError
 from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
-from quire.utils.child import start_child
+from quire.utils.child import how_it_ended, start_child
 from quire.utils.logs import configure_logging
 
 BEAT_SECONDS = 1.0
@@ -79,7 +79,7 @@ class ProcessClient:
         while isinstance(event, Beat):  # which another socket sends, so it may overtake
             while not self._events.poll(200):
                 if (code := self._process.poll()) is not None and not self._events.poll(0):
-                    raise EngineDeadError(f"the engine's process ended while loading ({_how_it_ended(code)}).")
+                    raise EngineDeadError(f"the engine's process ended while loading ({how_it_ended(code)}).")
             event = self._decode(self._events.recv())
         if isinstance(event, Failed):
             raise getattr(errors, event.kind, ModelLoadError)(event.message)
@@ -108,7 +108,7 @@ class ProcessClient:
         def watch() -> None:
             code = self._process.wait()
             if not self._closing:
-                dead = Dead(f"the engine's process ended unexpectedly ({_how_it_ended(code)})")
+                dead = Dead(f"the engine's process ended unexpectedly ({how_it_ended(code)})")
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(on_event, dead)
 
@@ -166,13 +166,6 @@ def _tell(process: subprocess.Popen[bytes], birth: Birth) -> None:
         process.stdin.flush()
 
 
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-    return f"{name}; out of memory, perhaps" if name == "SIGKILL" else name
-
-
 def main() -> int:
     """The child: load the model, serve, and leave when told to or when the parent is gone."""
     # The front end, whose work is short, goes first: requests that trickle in cost the engine whole steps.
@@ -196,7 +189,7 @@ def main() -> int:
 
     def receive(wait: bool) -> list[Command]:
         received: list[Command] = []
-        while commands.poll(None if wait and not received else 0):
+        while commands.poll(1000 if wait and not received else 0):
             received.append(decode(commands.recv()))
         return received
 

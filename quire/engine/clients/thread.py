@@ -5,6 +5,7 @@ Python, `apply_model`.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -74,7 +75,9 @@ class ThreadClient:
         self._deliver(event)
 
     def _receive(self, wait: bool) -> list[Command]:
-        received = [self._commands.get()] if wait else []
+        received: list[Command] = []
+        with contextlib.suppress(queue.Empty):
+            received += [self._commands.get(timeout=1.0)] if wait else []
         while not self._commands.empty():
             received.append(self._commands.get())
         return received
