@@ -107,10 +107,7 @@ class EngineArgs:
         over=0,
     )
     kv_cache_memory: int | None = option(
-        None,
-        "Size of the KV cache in bytes; overrides gpu_memory_utilization.",
-        1,
-        aliases=("kv_cache_memory_bytes",),
+        None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", 1, aliases=("kv_cache_memory_bytes",)
     )
     num_kv_blocks: int | None = option(
         None, "Number of KV blocks; overrides every measurement.", 1, aliases=("num_gpu_blocks_override",)
@@ -158,7 +155,7 @@ class EngineArgs:
         check_options(self)
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
-        _ = self.parallel
+        _ = self.parallel  # refuses what is not there yet
         self._tell_what_is_not_there_yet()
 
     def _tell_what_is_not_there_yet(self) -> None:

@@ -24,13 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
-_DTYPES = {
-    "float32": "float32",
-    "float": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-}
+_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 _INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
 _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length

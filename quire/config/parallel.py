@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from quire.config.options import option
-from quire.errors import NotYetSupportedError
+from quire.errors import ConfigError, NotYetSupportedError
 
 # What is carried out so far; an entry goes when all of its option's values are.
 _SERVED: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "enable_expert_parallel": (False,),
-    "distributed_executor_backend": (None, "uni"),
+    "distributed_executor_backend": (None, "uni", "mp"),
+    "tp_collective": ("gather",),
 }
 
 
@@ -24,6 +24,7 @@ class ParallelConfig:
     """Options of parallelism, under vLLM's names.
 
     Raises:
+        ConfigError: options contradict each other.
         NotYetSupportedError: a size or a backend that this version lacks.
     """
 
@@ -51,13 +52,21 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name, served in _SERVED.items():
             if (value := getattr(self, name)) not in served:
-                shown = " or ".join(repr(one) for one in served)
-                raise NotYetSupportedError(f"{name}={value!r} is not supported yet; use {shown}.")
+                raise NotYetSupportedError(
+                    f"{name}={value!r} is not supported yet; use {' or '.join(map(repr, served))}."
+                )
+        if self.cpu_bind not in ("auto", "none") and not self.has_processes:
+            raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 
     @property
     def num_ranks(self) -> int:
         """Workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether workers are processes of their own, on this machine."""
+        return self.distributed_executor_backend == "mp" or self.num_ranks > 1
 
 
 PARALLEL_OPTIONS = tuple(field.name for field in fields(ParallelConfig))

@@ -68,12 +68,7 @@ class AsyncLLM:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        client: CoreClient,
-        ready: Ready,
-        tokenizer: Tokenizer | None,
-        options: AsyncOptions,
+        self, config: EngineConfig, client: CoreClient, ready: Ready, tokenizer: Tokenizer | None, options: AsyncOptions
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.tokenizer = tokenizer

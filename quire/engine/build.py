@@ -73,7 +73,7 @@ def build_core(
     start = time.perf_counter()
     check_architecture(config.model)
     if executor is None:
-        executor = select_executor(worker_config(config))
+        executor = select_executor(worker_config(config), config.args.parallel)
     loaded = executor.start(progress=show_progress)
     layout, stored = _initialize_cache(config, executor)
     if layout.max_model_len < config.model.max_model_len:

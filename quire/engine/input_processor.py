@@ -70,6 +70,9 @@ class InputProcessor:
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
         self._check_speculation(params)
+        if params.logits_processors and self._config.args.parallel.has_processes:
+            message = 'logits_processors are Python functions, which only distributed_executor_backend="uni" can call.'
+            raise InvalidRequestError(message, "logits_processors")
         if params.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
             raise InvalidRequestError(message, "truncate_prompt_tokens")

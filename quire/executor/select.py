@@ -1,11 +1,16 @@
 """Which executor an engine gets where none is handed in. The engine's builder asks once, at start-up."""
 
+from quire.config.parallel import ParallelConfig
 from quire.config.worker import WorkerConfig
 from quire.executor.base import Executor
 
 
-def select_executor(config: WorkerConfig) -> Executor:
+def select_executor(config: WorkerConfig, parallel: ParallelConfig) -> Executor:
     """An executor that is not started yet."""
+    if parallel.has_processes:
+        from quire.executor.processes import ProcessesExecutor
+
+        return ProcessesExecutor(config, parallel)
     from quire.executor.inprocess import InProcessExecutor  # with torch: not before it is asked for
 
     return InProcessExecutor(config)

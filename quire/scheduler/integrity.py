@@ -18,11 +18,7 @@ def check_scheduler(planner: Planner, outcomes: Outcomes, kv: KVManager, num_in_
     assert len(waiting) == len(planner.waiting), "the waiting are counted wrong"
     for keys in ([s.key for s in running], list(map(planner.waiting.order_of, waiting))):
         assert all(a < b for a, b in zip(keys, keys[1:], strict=False)), "a queue is out of order"
-    queues = {
-        SequenceStatus.RUNNING: running,
-        SequenceStatus.WAITING: waiting,
-        SequenceStatus.PREPARING: preparing,
-    }
+    queues = {SequenceStatus.RUNNING: running, SequenceStatus.WAITING: waiting, SequenceStatus.PREPARING: preparing}
     for status, queue in queues.items():
         assert all(s.status is status for s in queue), "a sequence is in the wrong queue"
     queued = {s.sequence_id: s for s in [*running, *waiting, *preparing]}

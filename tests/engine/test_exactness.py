@@ -21,6 +21,7 @@ from quire.config.draft_tree import DraftTree
 from quire.config.worker import WorkerConfig
 from quire.engine.build import build_core, worker_config
 from quire.executor.inprocess import InProcessExecutor
+from quire.executor.select import select_executor
 from quire.models.registry import CausalLM
 from quire.ops.native.library import TORCH, levels
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
@@ -185,7 +186,9 @@ def engine(
         scheduler = dataclasses.replace(config.scheduler, draft_tree=tree, max_num_drafts=len(tree))
         config = dataclasses.replace(config, scheduler=scheduler)
     kind = LateExecutor if late else InProcessExecutor
-    if proposer is None:
+    if config.args.parallel.has_processes:
+        executor = select_executor(worker_config(config), config.args.parallel)
+    elif proposer is None:
         executor = kind(worker_config(config))
     else:
         with_drafts = dataclasses.replace(worker_config(config), max_num_drafts=proposer.max_drafts)

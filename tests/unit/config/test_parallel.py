@@ -20,7 +20,12 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensor_parallel_size", 0), ("distributed_executor_backend", "threads"), ("tp_collective", "sum")],
+    [
+        ("tensor_parallel_size", 0),
+        ("distributed_executor_backend", "threads"),
+        ("tp_collective", "sum"),
+        ("cpu_bind", "0"),
+    ],
 )
 def test_what_is_no_value_is_a_config_error(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
