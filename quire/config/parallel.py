@@ -52,9 +52,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name, served in _SERVED.items():
             if (value := getattr(self, name)) not in served:
-                raise NotYetSupportedError(
-                    f"{name}={value!r} is not supported yet; use {' or '.join(map(repr, served))}."
-                )
+                others = " or ".join(map(repr, served))
+                raise NotYetSupportedError(f"{name}={value!r} is not supported yet; use {others}.")
         if self.cpu_bind not in ("auto", "none") and not self.has_processes:
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 

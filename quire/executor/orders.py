@@ -1,6 +1,6 @@
 """What an executor orders of workers in other processes: a table of messages, and the layout of their memory.
 
-Both ends read it: `quire.executor.processes` and `quire.executor.worker_process`. An order is a method of
+Both ends read it: `quire.executor.processes` and `quire.entrypoints.worker`. An order is a method of
 `quire.worker.worker.Worker` with one argument at most, of `quire.protocol`. Must not know torch.
 """
 
@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.config.worker import WorkerConfig
-from quire.executor.transport import Pipe, pipe_bytes
+from quire.executor.transport import PIPE_BYTES, Pipe
 from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 
+BEAT_SECONDS = 0.5
 _BEATS = 4096  # bytes, a line a rank
 
 
@@ -55,13 +56,13 @@ class Lines(NamedTuple):
     def of(cls, descriptor: int, num_ranks: int, rank: int = 0) -> "Lines":
         """The lines in a shared memory of `lines_bytes`, as a rank, or the executor, sees them."""
         memory = mmap.mmap(descriptor, 0)
-        answers = [Pipe(memory, _BEATS + (1 + i) * pipe_bytes(), 1, 0) for i in range(num_ranks)]
+        answers = [Pipe(memory, _BEATS + (1 + i) * PIPE_BYTES, 1, 0) for i in range(num_ranks)]
         return cls(memoryview(memory)[:_BEATS].cast("q")[::8], Pipe(memory, _BEATS, num_ranks, rank), answers)
 
 
 def lines_bytes(num_ranks: int) -> int:
     """Size of the memory that the lines are in."""
-    return _BEATS + (1 + num_ranks) * pipe_bytes()
+    return _BEATS + (1 + num_ranks) * PIPE_BYTES
 
 
 def decoded(body: bytearray, kind: Any) -> Any:

@@ -15,8 +15,6 @@ import time
 import weakref
 from typing import Any
 
-from msgspec import structs
-
 from quire import errors
 from quire.config.parallel import ParallelConfig
 from quire.config.worker import WorkerConfig
@@ -24,9 +22,8 @@ from quire.distributed.groups import segment_bytes
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.executor.binding import cpus_of_ranks
-from quire.executor.orders import FAULT, NUMBERS, ORDERS, Lines, decoded, encoded, lines_bytes
+from quire.executor.orders import BEAT_SECONDS, FAULT, NUMBERS, ORDERS, Lines, decoded, encoded, lines_bytes
 from quire.executor.transport import make_memory
-from quire.executor.worker_process import BEAT_SECONDS
 from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
@@ -67,32 +64,24 @@ class ProcessesExecutor(Executor):
             self._config = dataclasses.replace(self._config, group=f"/proc/self/fd/{memories[1]}")
         try:
             self._lines = Lines.of(memories[0], num_ranks)
-            level = logging.getLevelName(logger.getEffectiveLevel())
             for rank, cpus in enumerate(cpus_of_ranks(self._bind, num_ranks)):
                 numbers = (memories[0], rank, num_ranks, len(cpus) or max(1, num_cores // num_ranks))
-                self._processes.append(
-                    start_child("quire.executor.worker_process", level, *map(str, numbers), shares=memories)
-                )
+                arguments = (logging.getLevelName(logger.getEffectiveLevel()), *map(str, numbers))
+                self._processes.append(start_child("quire.entrypoints.worker", *arguments, shares=memories))
                 with contextlib.suppress(OSError):  # a container may forbid it: the worker runs anywhere then
                     os.sched_setaffinity(self._processes[rank].pid, cpus or os.sched_getaffinity(0))
             for memory in memories:
                 os.close(memory)
             self._beats, self._silent = [0] * num_ranks, [0] * num_ranks  # silent for so many looks
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="quire-watch", daemon=True).start()
-            self.report = self._ask("load", (self._config, progress))[0]
+            self.report = report = self._ask("load", (self._config, progress))[0]
+            return report
         except BaseException:
             self._kill()
             raise
-        assert self.report is not None
-        return self.report
 
     def cache_report(self) -> CacheReport:
-        reports: list[CacheReport] = self._ask("cache_report")
-        return structs.replace(
-            reports[0],
-            available_bytes=min(report.available_bytes for report in reports),
-            activation_bytes=max(report.activation_bytes for report in reports),
-        )
+        return min(self._ask("cache_report"), key=lambda report: report.available_bytes - report.activation_bytes)
 
     def initialize_cache(self, layout: CacheLayout) -> None:
         self._ask("initialize_cache", layout)
@@ -161,8 +150,8 @@ class ProcessesExecutor(Executor):
 
     def _told(self, rank: int, what: str) -> str:
         which = f"the worker of rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
-        doing = ORDERS[self._name].doing
-        return f'{which} {what}; last it was {doing}. Its log is on standard error, after "(rank {rank})"'
+        last = f'last it was {ORDERS[self._name].doing}. Its log is on standard error, after "(rank {rank})"'
+        return f"{which} {what}; {last}"
 
     def look(self) -> None:
         """Look whether all workers run, and beat; where not, end them."""
@@ -173,7 +162,9 @@ class ProcessesExecutor(Executor):
             if (code := process.poll()) is not None:
                 what = f"ended unexpectedly ({how_it_ended(code)})"
             # While libraries are loaded there may be no beat for long, unless it was stopped.
-            elif self._silent[rank] * BEAT_SECONDS >= SILENCE_SECONDS and (self.report or _is_stopped(process.pid)):
+            elif self._silent[rank] * BEAT_SECONDS >= SILENCE_SECONDS and (
+                self.report or os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            ):
                 what = f"has given no sign of life for {SILENCE_SECONDS:.0f} s"
             if what and not self.ended:
                 self._fault = self._told(rank, what)
@@ -187,10 +178,6 @@ class ProcessesExecutor(Executor):
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _watch(executor: "weakref.ref[ProcessesExecutor]") -> None:

@@ -16,12 +16,12 @@ from collections.abc import Callable
 _LINE = 8  # words of a cache line
 _PAGE = 4096
 _CAPACITY = 2**20  # bytes of a pipe
+PIPE_BYTES = _PAGE + _CAPACITY  # that a pipe takes
 _MOST = _CAPACITY // 2  # of a part, header and padding aside
 _HEADER = struct.Struct("=IHBB")  # bytes of the part, kind, whether the message begins here, whether it goes on
 _SPIN_SECONDS = 40e-6
 _PAUSE = 100e-6  # where there is nothing to sleep on
-_MACHINE = platform.machine()
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE)  # the system call's number
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # the system call's number
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
 _libc = ctypes.CDLL(None)
 _libc.syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long]
@@ -65,8 +65,7 @@ class Pipe:
             head = self._words[0]
             self._put(head, _HEADER.pack(len(part), kind, first, bool(rest)))
             self._put(head + _HEADER.size, part)
-            if _MACHINE != "x86_64":
-                _wake(self._address)  # a fence, the kernel's: nobody sees the count before what it counts
+            _wake(self._address)  # for its fence, which some CPUs need: nobody sees the count before what it counts
             self._words[0] = head + size
             _wake(self._address)
             first = False
@@ -105,11 +104,6 @@ class Pipe:
     def _get(self, position: int, size: int) -> bytes:
         start = position % _CAPACITY
         return bytes(self._data[start : start + size]) + bytes(self._data[: max(0, start + size - _CAPACITY)])
-
-
-def pipe_bytes() -> int:
-    """Memory that a pipe takes: whole pages."""
-    return _PAGE + _CAPACITY
 
 
 def _padded(size: int) -> int:

@@ -213,7 +213,7 @@ def test_what_a_worker_raises_is_raised_here(tmp_path: Path, monkeypatch: pytest
         LLM(model="demo", num_kv_blocks=10**9, **MP)
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "if any('worker_process' in word for word in sys.orig_argv):\n"
+        "if any('entrypoints.worker' in word for word in sys.orig_argv):\n"
         "    from quire.worker.runner import ModelRunner\n"
         "    def broken(*given): raise ValueError('sabotage')\n"
         "    ModelRunner.finish = broken\n"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from quire.executor import transport
-from quire.executor.transport import Pipe, make_memory, pipe_bytes
+from quire.executor.transport import PIPE_BYTES, Pipe, make_memory
 
 
 def pipes(num_readers: int) -> list[Pipe]:
     """A writer, and the readers."""
-    memory = mmap.mmap(make_memory(pipe_bytes()), 0)
+    memory = mmap.mmap(make_memory(PIPE_BYTES), 0)
     return [Pipe(memory, 0, num_readers, 0), *(Pipe(memory, 0, num_readers, i) for i in range(num_readers))]
 
 

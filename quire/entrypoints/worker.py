@@ -1,4 +1,4 @@
-"""A worker in a process of its own: what `ProcessesExecutor` starts, one for each rank. Run as a module.
+"""The entry point of a worker in a process of its own, which `ProcessesExecutor` runs as a module, one for each rank.
 
 It carries out orders one after another, beats, and leaves when told to, when it fails, or when its standard input ends:
 then its parent is gone. Each line of its log begins with its rank. Must not know how many steps are planned, nor why.
@@ -15,10 +15,9 @@ import sys
 import threading
 
 from quire.errors import QuireError
-from quire.executor.orders import FAULT, ORDERS, Lines, decoded, encoded
+from quire.executor.orders import BEAT_SECONDS, FAULT, ORDERS, Lines, decoded, encoded
 from quire.utils.logs import configure_logging
 
-BEAT_SECONDS = 0.5
 _EXIT_ORPHANED = 3
 
 logger = logging.getLogger("quire")
