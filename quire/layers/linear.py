@@ -114,14 +114,7 @@ class Linear(Matrix):
         outputs: number of output features, or those of each part of a merged layer; of all ranks together.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        in_features: int,
-        outputs: int | Mapping[str, int],
-        *,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, place: Place, in_features: int, outputs: int | Mapping[str, int], *, bias: bool = False) -> None:
         super().__init__(place, in_features, outputs if isinstance(outputs, Mapping) else {"": outputs}, bias=bias)
 
     def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:

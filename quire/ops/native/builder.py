@@ -17,14 +17,7 @@ from torch import Tensor
 from quire.ops.native.library import Target, default_target
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.program import HostCall, NativePart, Part, Plan, Program, StepInput
-from quire.ops.native.structs import (
-    DTYPE_OF,
-    TYPE_OF,
-    Epilogue,
-    Type,
-    c_struct,
-    instruction,
-)
+from quire.ops.native.structs import DTYPE_OF, TYPE_OF, Epilogue, Type, c_struct, instruction
 
 
 @dataclass(frozen=True)

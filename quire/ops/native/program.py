@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.native.library import Target, loaded_library, operation_names
-from quire.ops.native.structs import (
-    DTYPE_OF,
-    TYPE_OF,
-    Type,
-    c_struct,
-)
+from quire.ops.native.structs import DTYPE_OF, TYPE_OF, Type, c_struct
 
 _MAX_SLOTS = 2**31  # slots are int32
 
@@ -239,10 +234,7 @@ class Program:
         return {name: seconds[i] for i, name in enumerate(operation_names())} | {"host": self._host_seconds}
 
     def run(
-        self,
-        tensors: Sequence[Tensor],
-        step: StepData | Sequence[StepData] | None = None,
-        caches: Caches | None = None,
+        self, tensors: Sequence[Tensor], step: StepData | Sequence[StepData] | None = None, caches: Caches | None = None
     ) -> None:
         """Run the program.
 
