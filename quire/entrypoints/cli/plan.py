@@ -23,7 +23,7 @@ _SMALLER = ("int8", "int4")  # weight formats, each smaller than the one before
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds, in bytes."""
+    """What one rank of one engine holds, in bytes."""
 
     weights: int
     kv_cache: int
@@ -40,7 +40,7 @@ class Plan:
     """A start that was thought through.
 
     Attributes:
-        shares: one a rank; without KV cache where there is a refusal.
+        shares: one a rank, the same for every engine; without KV cache where there is a refusal.
         free: memory that is free now, in bytes.
         num_blocks: of the largest KV group.
         refusal: why it does not fit.
@@ -82,31 +82,43 @@ def make_plan(args: EngineArgs) -> Plan:
     from quire.kvcache.capacity import num_bytes, plan_cache
 
     config = args.resolve()
+    ranks = [_rank(config, rank) for rank in range(config.args.parallel.num_ranks)]
+    loaded = [rank.start(progress=False) for rank in ranks]
+    shares = [Share(each.weight_bytes, 0, 0) for each in loaded]
     free = available_memory_bytes()
-    rank = _rank(config)
-    loaded = rank.start(progress=False)
-    share = Share(loaded.weight_bytes, 0, 0)
-    if share.weights > free:  # and to run through them, to measure the rest, would take minutes
-        refusal = f"the weights take {_size(share.weights)}, and {_size(free)} of memory are free."
-        return Plan(config, loaded, [share], free, refusal=refusal)
-    report = structs.replace(rank.cache_report(), available_bytes=free - share.weights)
-    share = replace(share, activations=report.activation_bytes)
+    engines = config.args.data_parallel_size
+    left = free - engines * sum(share.weights for share in shares)  # all are on this machine
+    if left < 0:  # and to run through them, to measure the rest, would take minutes
+        refusal = f"the weights take {_size(free - left)}, and {_size(free)} of memory are free."
+        return Plan(config, loaded[0], shares, free, refusal=refusal)
+    reports = [rank.cache_report() for rank in ranks]
+    shares = [
+        replace(share, activations=report.activation_bytes) for share, report in zip(shares, reports, strict=True)
+    ]
+    report = structs.replace(
+        reports[0], available_bytes=left // len(ranks), activation_bytes=max(share.activations for share in shares)
+    )
     try:
-        layout = plan_cache(cache_request(config, rank.max_in_flight), report)
+        layout = plan_cache(cache_request(config, ranks[0].max_in_flight), report)
     except ConfigError as error:
-        return Plan(config, loaded, [share], free, refusal=str(error))
-    share = replace(share, kv_cache=num_bytes(layout.num_blocks, report))
-    return Plan(config, loaded, [share], free, max(layout.num_blocks, default=0), layout.max_model_len)
+        return Plan(config, loaded[0], shares, free, refusal=str(error))
+    shares = [
+        replace(share, kv_cache=num_bytes(layout.num_blocks, report))
+        for share, report in zip(shares, reports, strict=True)
+    ]
+    return Plan(config, loaded[0], shares, free, max(layout.num_blocks, default=0), layout.max_model_len)
 
 
-def _rank(config: EngineConfig) -> Executor:
-    """A worker that loads nothing."""
+def _rank(config: EngineConfig, rank: int) -> Executor:
+    """One of the workers, that loads nothing and meets no other."""
     from quire.engine.build import worker_config
     from quire.executor.inprocess import InProcessExecutor
     from quire.models.registry import check_architecture
 
     check_architecture(config.model)
-    return InProcessExecutor(replace(worker_config(config), load_format="none", kv_cache_dir=None))
+    num_ranks = config.args.parallel.num_ranks
+    alone = replace(worker_config(config), rank=rank, num_ranks=num_ranks, load_format="none", kv_cache_dir=None)
+    return InProcessExecutor(alone)
 
 
 def _changes(args: EngineArgs) -> Iterator[str]:
@@ -130,6 +142,7 @@ def _facts(plan: Plan, changes: list[str]) -> dict[str, object]:
         "model": plan.config.model.model,
         "num_parameters": plan.worker.num_parameters,
         "kernels": plan.worker.kernels,
+        "engines": plan.config.args.data_parallel_size,
         "ranks": [asdict(share) | {"total": share.total} for share in plan.shares],
         "free": plan.free,
         "num_kv_blocks": plan.num_blocks,
@@ -150,7 +163,10 @@ def _lines(plan: Plan, changes: list[str]) -> Iterator[str]:
     for rank, share in enumerate(plan.shares):
         sizes = _size(share.weights), _size(share.kv_cache), _size(share.activations), _size(share.total)
         yield f"{f'rank {rank}':8}{sizes[0]:>12}{sizes[1]:>12}{sizes[2]:>14}{sizes[3]:>12}"
-    taken = sum(share.total for share in plan.shares)
+    engines = plan.config.args.data_parallel_size
+    taken = engines * sum(share.total for share in plan.shares)
+    if engines > 1:
+        yield f"{engines} engines, each of {'that' if len(plan.shares) == 1 else 'those ranks'}"
     if plan.refusal is None:
         num_tokens = plan.num_blocks * block_size
         contexts = f"{num_tokens / plan.max_model_len:.1f} contexts of {plan.max_model_len:,}"

@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from msgspec import structs
@@ -14,6 +14,7 @@ from quire.engine.build import cache_request, worker_config
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.plan import make_plan
 from quire.executor.inprocess import InProcessExecutor
+from quire.executor.select import select_executor
 from quire.kvcache.capacity import num_bytes, plan_cache
 from quire.utils.hub import resolve_model_path
 
@@ -40,6 +41,30 @@ def test_it_says_what_a_start_then_measures(
     assert share.kv_cache == pytest.approx(num_bytes(layout.num_blocks, report), rel=0.05)
     assert plan.max_model_len == layout.max_model_len
     assert plan.worker.num_parameters == loaded.num_parameters
+
+
+@pytest.mark.slow
+def test_it_says_what_each_rank_then_holds() -> None:
+    args = EngineArgs(model="demo", tensor_parallel_size=2)
+    plan = make_plan(args)
+    config = args.resolve()
+    executor = select_executor(worker_config(config), args.parallel)
+    try:
+        loaded, report = executor.start(False), executor.cache_report()
+    finally:
+        executor.stop()
+    assert plan.shares[0] == plan.shares[1], "the demo divides by two"
+    assert plan.shares[0].weights == loaded.weight_bytes
+    assert plan.shares[0].activations == pytest.approx(report.activation_bytes, rel=0.05)
+    assert plan.num_blocks == plan_cache(cache_request(config, 1), report).num_blocks[0]
+
+
+def test_engines_share_the_machine() -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 4096, "gpu_memory_utilization": 0.01}
+    one, two = (make_plan(EngineArgs(model="demo", data_parallel_size=size, **limits)) for size in (1, 2))
+    assert two.shares[0].weights == one.shares[0].weights
+    taken = [plan.shares[0].kv_cache + plan.shares[0].activations for plan in (one, two)]
+    assert taken[1] == pytest.approx(taken[0] / 2, rel=0.1)
 
 
 def without_weights(folder: Path, **changes: object) -> str:
