@@ -43,11 +43,18 @@ POSTS = [
 ALIKE = [path for path in POSTS if path.endswith(("/render", "_tokens"))]  # bodies that others have, too
 GETS = [
     *("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/version", "/load", "/metrics"),
-    *("/admin/limits", "/admin/prefixes", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
+    *(
+        "/admin/limits",
+        "/admin/prefixes",
+        "/admin/engines",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
+    ),
 ]
 # A server without a key refuses to be changed, whatever it is sent.
 CHANGES = [
     *(("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")),
+    ("POST", "/admin/engines/{rank}/restart"),
     *(("DELETE", "/v1/responses/{response_id}"), ("POST", "/v1/responses/{response_id}/cancel")),  # there is none
 ]
 
