@@ -83,8 +83,14 @@ def test_pins_limits_and_resets_are_for_both(pair: RunningServer) -> None:
 def begin_all(server: RunningServer, pool: ThreadPoolExecutor, count: int = 6) -> list[Future[Answer]]:
     """Streams of some seconds, which both engines have begun."""
     fields = {"prompt": [5] * 4, "max_tokens": 508, "ignore_eos": True, "n": 8, "stream": True}
-    answers = [pool.submit(server.post, "/v1/completions", fields) for _ in range(count)]
-    wait_until(lambda: all(by_engine(server, "vllm:num_requests_running").values()), TOLD_SECONDS)
+    answers: list[Future[Answer]] = []
+
+    def have_begun() -> bool:
+        if all(answer.done() for answer in answers):  # too quick to be seen, or not yet sent
+            answers[:] = [pool.submit(server.post, "/v1/completions", fields) for _ in range(count)]
+        return all(by_engine(server, "vllm:num_requests_running").values())
+
+    wait_until(have_begun, 60.0)
     return answers
 
 
