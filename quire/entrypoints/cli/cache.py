@@ -7,6 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from quire.entrypoints.cli.flags import human_bytes
 from quire.errors import ConfigError
 from quire.utils.suggest import nearest
 from quire.worker.blockfiles import block_paths
@@ -41,7 +42,7 @@ def run(namespace: Namespace) -> None:
         raise ConfigError(f"{folder} can't be read: {error.strerror}.") from error
     if namespace.action == "list":
         _show(files)
-        print(f"{_size(sum(each.num_bytes for each in files))} in {len(files)} of {folder}")
+        print(f"{human_bytes(sum(each.num_bytes for each in files))} in {len(files)} of {folder}")
         return
     if namespace.all == bool(namespace.name):  # an empty name is a variable that was not set
         raise ConfigError("name one model, as 'quire cache' lists it, or give --all.")
@@ -53,7 +54,7 @@ def run(namespace: Namespace) -> None:
     for each in chosen:
         remove(each.path)
     kept = [each for each in chosen if each.path.exists()]
-    print(f"removed {_size(sum(each.num_bytes for each in chosen if each not in kept))}")
+    print(f"removed {human_bytes(sum(each.num_bytes for each in chosen if each not in kept))}")
     if kept:
         raise ConfigError(f"{len(kept)} of them can't be removed: {kept[0].path} is not yours to remove.")
 
@@ -72,7 +73,7 @@ def _tell_of_blocks(folder: Path, clear: bool, everything: bool) -> None:
             if clear:
                 remove(path)
     models = f"{num_models} {'model' if num_models == 1 else 'models'}"
-    print(f"{'removed ' if clear else ''}{_size(num_bytes)} in {num_files} blocks of {models}")
+    print(f"{'removed ' if clear else ''}{human_bytes(num_bytes)} in {num_files} blocks of {models}")
 
 
 def _show(files: list[StoredWeights]) -> None:
@@ -80,14 +81,10 @@ def _show(files: list[StoredWeights]) -> None:
     now = time.time()
     for each in files:
         model = each.model or "(of another version)"
-        rows.append((model, each.weights, _size(each.num_bytes), _age(now - each.used), each.path.name))
+        rows.append((model, each.weights, human_bytes(each.num_bytes), _age(now - each.used), each.path.name))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows if files else []:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _age(seconds: float) -> str:

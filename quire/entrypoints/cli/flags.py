@@ -32,6 +32,11 @@ def human_int(text: str) -> int:
     raise ArgumentTypeError(f"{text!r} is not a whole number such as 4096, 4k (= 4000) or 4K (= 4096)")
 
 
+def human_bytes(num_bytes: int) -> str:
+    """A size, in GiB or MiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def positive_int(text: str) -> int:
     """`human_int`, at least 1."""
     if (value := human_int(text)) < 1:

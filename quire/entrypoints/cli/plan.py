@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from msgspec import structs
 
 from quire.config.engine_args import EngineArgs, EngineConfig
-from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from
+from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from, human_bytes
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.protocol.worker import WorkerReport
@@ -89,7 +89,7 @@ def make_plan(args: EngineArgs) -> Plan:
     engines = config.args.data_parallel_size
     left = free - engines * sum(share.weights for share in shares)  # all are on this machine
     if left < 0:  # and to run through them, to measure the rest, would take minutes
-        refusal = f"the weights take {_size(free - left)}, and {_size(free)} of memory are free."
+        refusal = f"the weights take {human_bytes(free - left)}, and {human_bytes(free)} of memory are free."
         return Plan(config, loaded[0], shares, free, refusal=refusal)
     reports = [rank.cache_report() for rank in ranks]
     shares = [
@@ -161,7 +161,7 @@ def _lines(plan: Plan, changes: list[str]) -> Iterator[str]:
     yield f"{model.model}: {plan.worker.num_parameters:,} parameters; {formats}; kernels {plan.worker.kernels}"
     yield f"{'':8}{'weights':>12}{'KV cache':>12}{'activations':>14}{'in all':>12}"
     for rank, share in enumerate(plan.shares):
-        sizes = _size(share.weights), _size(share.kv_cache), _size(share.activations), _size(share.total)
+        sizes = [human_bytes(size) for size in (share.weights, share.kv_cache, share.activations, share.total)]
         yield f"{f'rank {rank}':8}{sizes[0]:>12}{sizes[1]:>12}{sizes[2]:>14}{sizes[3]:>12}"
     engines = plan.config.args.data_parallel_size
     taken = engines * sum(share.total for share in plan.shares)
@@ -173,13 +173,9 @@ def _lines(plan: Plan, changes: list[str]) -> Iterator[str]:
         yield f"KV cache: {plan.num_blocks:,} blocks of {block_size} tokens: {num_tokens:,} tokens, {contexts}"
         if plan.max_model_len < model.max_model_len:
             yield f"The context is shortened from {model.max_model_len:,} tokens to what the KV cache holds."
-        yield f"It fits: {_size(taken)} of the {_size(plan.free)} that are free."
+        yield f"It fits: {human_bytes(taken)} of the {human_bytes(plan.free)} that are free."
         return
     yield f"It does not fit: {plan.refusal}"
     yield from (f"It fits with {change}" for change in changes)
     if not changes:
         yield "No weight format that Quire makes is small enough: free memory, or take a smaller model."
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
