@@ -157,7 +157,7 @@ class RunningServer:
 
     def processes(self) -> list[int]:
         """The server and all of its descendants that are alive."""
-        return list(_session(self.process.pid))
+        return list(live_processes(self.process.pid))
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -195,7 +195,7 @@ def _checked(answer: Answer) -> Answer:
     return answer
 
 
-def _session(leader: int) -> Iterator[int]:
+def live_processes(leader: int) -> Iterator[int]:
     """The live processes of a session; zombies are not alive."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

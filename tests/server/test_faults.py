@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from client import Address, Connection, Footprint, ask, engine_state, error_at_the_end, events, http, run, until_idle
-from serving import RunningServer, wait_until
+from serving import RunningServer, live_processes, wait_until
 
 import quire
 
@@ -90,7 +90,8 @@ def sockets(tmp_path: Path) -> dict[str, str]:
 
 
 def assert_empty(sockets: dict[str, str]) -> None:
-    wait_until(lambda: not os.listdir(sockets["TMPDIR"]), 2.0, "temporary files are left")
+    left = sockets["TMPDIR"]
+    wait_until(lambda: not os.listdir(left), 2.0, f"temporary files are left: {[*os.walk(left)]}")
 
 
 # Signals.
@@ -412,16 +413,30 @@ def test_server_is_killed_while_loading(tmp_path: Path, sockets: dict[str, str])
     wait_until(lambda: os.listdir(sockets["TMPDIR"]), 10)
     process.kill()
     process.wait()
+    wait_until(lambda: not list(live_processes(process.pid)), GONE_SECONDS, "the engine outlives the server")
+    assert_empty(sockets)
 
-    def members() -> list[str]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdecimal() and os.getsid(int(entry.name)) == process.pid:
-                    found.append((entry / "cmdline").read_text())
-        return [command for command in found if command]
 
-    wait_until(lambda: not members(), GONE_SECONDS, "the engine outlives the server")
+_KILLED_WITH_A_NEW_DIRECTORY = """
+import os, signal
+from quire.config.engine_args import EngineArgs
+from quire.engine.clients.process import ProcessClient
+
+def mkdir(*given, make=os.mkdir):
+    make(*given)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+os.mkdir = mkdir
+ProcessClient(EngineArgs("demo"), "info")
+"""
+
+
+def test_nothing_is_left_of_a_client_that_is_killed_as_it_makes_its_directory(sockets: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED_WITH_A_NEW_DIRECTORY], env=os.environ | sockets, start_new_session=True
+    )
+    assert process.wait(60) == -signal.SIGKILL
+    wait_until(lambda: not list(live_processes(process.pid)), GONE_SECONDS, "the engine outlives its client")
     assert_empty(sockets)
 
 

@@ -12,6 +12,7 @@ import gc
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -58,11 +60,11 @@ class ProcessClient:
         """`rank`: the engine's, where there are several; `most_silent`: seconds after which it counts as stuck."""
         self._most_silent = most_silent
         self._process = start_child("quire.engine.clients.process")
-        # Made with mode 0700; removed at the latest when the interpreter ends, or by the child, who is told of it at
-        # once, if a signal cuts this short.
-        self._home = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
-        self._directory = self._home.name
+        # The child is told of it before it is there: whenever a signal cuts this short, somebody can remove it.
+        self._directory = os.path.join(tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
         _tell(self._process, Birth(args, self._directory, log_level, rank))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        os.mkdir(self._directory, 0o700)
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, "commands")
         self._events = self._socket(zmq.PULL, "events")
@@ -150,7 +152,7 @@ class ProcessClient:
             self._process.kill()
             self._process.wait()
         self._context.destroy(linger=0)
-        self._home.cleanup()
+        self._remove()
 
     def _socket(self, kind: int, name: str) -> zmq.Socket:
         socket = self._context.socket(kind)
