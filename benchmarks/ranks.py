@@ -3,26 +3,22 @@
     python benchmarks/ranks.py gather
     python benchmarks/ranks.py decode MODEL [--output-len 64] [--rounds 3]
 
-Two processes each. `gather` runs programs of nothing but gathers of bfloat16 columns. `decode` runs an engine in each
-rank with one thread, both planning alike, against one engine with two threads, by turns.
+Two processes each. `gather` runs programs of nothing but gathers of bfloat16 columns. `decode` runs an engine with two
+ranks of one thread each against one with two threads in the engine's process, by turns.
 """
 
 import argparse
-import dataclasses
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire import LLM, SamplingParams
-from quire.config.worker import WorkerConfig
 from quire.distributed.groups import Group, segment_bytes
-from quire.engine import build
-from quire.executor.inprocess import InProcessExecutor
 from quire.ops.gather import gather
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import Target, levels
@@ -60,14 +56,15 @@ def gather_rank(rank: int, path: str, report: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
-def decode_rank(rank: int, path: str | None, options: argparse.Namespace, report: Any) -> None:
-    torch.set_num_threads(2 if path is None else 1)
-
-    def select(config: WorkerConfig) -> InProcessExecutor:
-        return InProcessExecutor(dataclasses.replace(config, rank=rank, num_ranks=2, group=path) if path else config)
-
-    build.select_executor = select  # pyright: ignore[reportPrivateImportUsage]
-    llm = LLM(options.model, show_progress=False, max_model_len=1024, num_kv_blocks=200, skip_tokenizer_init=True)
+def decode(options: argparse.Namespace, num_ranks: int, report: Any) -> None:
+    llm = LLM(
+        options.model,
+        tensor_parallel_size=num_ranks,
+        show_progress=False,
+        max_model_len=1024,
+        num_kv_blocks=200,
+        skip_tokenizer_init=True,
+    )
     seconds: list[float] = []
     for _ in range(2):
         for length in (1, 1 + options.output_len):
@@ -75,23 +72,18 @@ def decode_rank(rank: int, path: str | None, options: argparse.Namespace, report
             start = time.perf_counter()
             llm.generate([{"prompt_token_ids": list(range(10, 42))}], params, use_tqdm=False)
             seconds.append(time.perf_counter() - start)
-    if rank == 0:
-        report.put((seconds[3] - seconds[2]) / options.output_len * 1e3)
+    report.put((seconds[3] - seconds[2]) / options.output_len * 1e3)
 
 
-def in_processes(function: Callable[..., None], num_bytes: int, *given: Any, ranks: int = 2) -> list[Any]:
-    """What rank 0 reports."""
+def in_processes(function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What the processes report, one for each tuple of arguments."""
     spawn = multiprocessing.get_context("spawn")
     report = spawn.Queue()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
-        path = Path(home) / "group"
-        path.write_bytes(bytes(num_bytes))
-        where = str(path) if ranks > 1 else None
-        processes = [spawn.Process(target=function, args=(rank, where, *given, report)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    processes = [spawn.Process(target=function, args=(*given, report)) for given in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     found: list[Any] = []
     while not report.empty():
         found.append(report.get())
@@ -107,12 +99,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "gather":
         print("rows x columns   ours (us)   gloo (us)")
-        for rows, width, ours, gloo in in_processes(gather_rank, segment_bytes(0)):
-            print(f"{rows:4} x {width:<10} {ours:9.1f}   {gloo:9.1f}")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+            path = Path(home) / "group"
+            path.write_bytes(bytes(segment_bytes(0)))
+            for rows, width, ours, gloo in in_processes(gather_rank, [(0, str(path)), (1, str(path))]):
+                print(f"{rows:4} x {width:<10} {ours:9.1f}   {gloo:9.1f}")
         return
     for _ in range(options.rounds):
-        [one] = in_processes(decode_rank, 0, options, ranks=1)
-        [two] = in_processes(decode_rank, segment_bytes(2**18), options)
+        [one] = in_processes(decode, [(options, 1)])
+        [two] = in_processes(decode, [(options, 2)])
         print(f"ms a token: one rank of two threads {one:.2f}, two ranks of one thread {two:.2f}: {two / one:.3f}")
 
 
