@@ -5,7 +5,7 @@ so what it says of a file may be out of date: a read that fails is an answer, to
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from quire.protocol.stats import TierStats
 from quire.protocol.step import DiskNews
@@ -14,12 +14,16 @@ Request = tuple[int, int, bytes]  # group, block, name of its content
 
 
 class DiskTier:
-    """Names of the files by KV group, and the orders of the plan being made."""
+    """The orders of the plan being made.
+
+    Attributes:
+        known: names of the files by KV group.
+    """
 
     def __init__(self, stored: Sequence[Sequence[bytes]], stats: TierStats) -> None:
         """`stored` are the names that the worker found at its start; counts are kept in `stats`."""
         self._stats = stats
-        self._known = [set(names) for names in stored]
+        self.known = [set(names) for names in stored]
         self._is_open = True
         self._saves: list[Request] = []  # from the device's blocks
         self._fetches: list[Request] = []  # to the host's blocks
@@ -36,17 +40,13 @@ class DiskTier:
         """Whether blocks wait to be written."""
         return bool(self._saves)
 
-    def knows(self, group: int) -> Callable[[bytes], bool]:
-        """The lookup of a name in a group."""
-        return self._known[group].__contains__
-
     def is_under_way(self, name: bytes) -> bool:
         """Whether a block of that name is being read."""
         return name in self._outstanding
 
     def save(self, group: int, block: int, name: bytes) -> None:
         """A device's block was computed: have it written, unless that was done before."""
-        known = self._known[group]
+        known = self.known[group]
         if name not in known and self._is_open:
             known.add(name)
             self._saves.append((group, block, name))
@@ -80,7 +80,7 @@ class DiskTier:
             stats.disk_hits_total += was_read
             stats.disk_misses_total += not was_read
             if not was_read:
-                self._known[group].discard(name)
+                self.known[group].discard(name)
             self._outstanding[name] -= 1
             if not self._outstanding[name]:
                 del self._outstanding[name]
@@ -99,5 +99,5 @@ class DiskTier:
         """Neither read nor write from now on: what a name stands for may have changed."""
         self._is_open = False
         self._saves = []
-        for known in self._known:
+        for known in self.known:
             known.clear()

@@ -80,7 +80,3 @@ class KVGroup:
         """How many of some blocks nobody owns; negative numbers stand for blocks elsewhere."""
         counts = self.pool.ref_counts
         return sum(1 for block in block_ids if block >= 0 and counts[block] == 0)
-
-    def is_shared(self, block: int) -> bool:
-        """Whether writing to a block would change what another table, or the prefix cache, knows it for."""
-        return self.pool.ref_counts[block] > 1 or self.pool.is_registered(block)

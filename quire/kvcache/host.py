@@ -7,7 +7,7 @@ of what the device's pools evicted. It makes a plan's moves, and must not know o
 from collections import deque
 from collections.abc import Sequence
 
-from quire.kvcache.copies import BlockCopy
+from quire.kvcache.copies import BlockCopy, PlannedCopies
 from quire.kvcache.pool import BlockPool
 from quire.protocol.cache import CacheLayout
 from quire.protocol.stats import TierStats
@@ -24,16 +24,17 @@ class HostTier:
 
     Attributes:
         pools: by group.
+        arrivals: what is brought back to the device.
         block_bytes: by group.
         stats: what has moved since the start; whoever keeps the disk's names counts here, too.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
         self.pools = [BlockPool(count) for count in layout.num_host_blocks]
+        self.arrivals = PlannedCopies(self.pools)
         self.block_bytes = layout.block_bytes or [0] * len(self.pools)
         self.stats = TierStats()
         self._out: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
-        self._arrivals: list[BlockCopy] = []  # from the host to the device; owned until the plan is complete
         self._unproven: deque[list[tuple[int, int]]] = deque()  # (group, host block), by plan in flight
 
     # A plan is made.
@@ -51,8 +52,8 @@ class HostTier:
                 if block is not None:
                     pool.acquire(block)
         if any(pool.num_free < found.count(None) for pool, found in zip(self.pools, known, strict=True)):
-            for group, found in enumerate(known):
-                self.release(group, [block for block in found if block is not None])
+            for pool, found in zip(self.pools, known, strict=True):
+                pool.release_all([block for block in found if block is not None])
             return None
         return [
             [self._write(group, *entry) if block is None else block for entry, block in zip(wanted, found, strict=True)]
@@ -92,41 +93,18 @@ class HostTier:
             self.pools[group].register(block, name)
         self.pools[group].release(block)
 
-    def acquire(self, group: int, block: int, is_hit: bool) -> None:
-        """Own a block once more; `is_hit`: it was found by its name."""
-        self.pools[group].acquire(block)
+    def bring_in(self, copy: BlockCopy, is_hit: bool) -> None:
+        """Copy a host block to a sequence's own; `is_hit`: it was found by its name."""
+        self.pools[copy.group].acquire(copy.source)
+        self.arrivals.add(copy)
         self.stats.host_hits_total += is_hit
-
-    def bring_in(self, sequence_id: int, group: int, host: int, device: int) -> None:
-        """Copy an owned host block to a sequence's own; its owner gives it up with the plan."""
-        self._arrivals.append(BlockCopy(sequence_id, group, host, device))
-
-    def brings(self, sequence_id: int) -> bool:
-        """Whether blocks of a sequence are to come with the plan being made."""
-        return any(arrival.sequence_id == sequence_id for arrival in self._arrivals)
-
-    def drop(self, sequence_id: int) -> None:
-        """A sequence gives its blocks back before they came."""
-        if not self._arrivals:
-            return
-        for arrival in [arrival for arrival in self._arrivals if arrival.sequence_id == sequence_id]:
-            self._arrivals.remove(arrival)
-            self.release(arrival.group, [arrival.source])
-
-    def release(self, group: int, blocks: Sequence[int]) -> None:
-        """Drop an owner of each block, last to first."""
-        for block in reversed(blocks):
-            self.pools[group].release(block)
 
     def end_plan(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """The plan is complete: its moves to the host, as (group, device, host), and back, as (group, host, device)."""
         out = [(group, device, host) for (group, host), device in self._out.items()]
-        in_ = [(arrival.group, arrival.source, arrival.destination) for arrival in self._arrivals]
+        in_ = self.arrivals.take()
         self._unproven.append(list(self._out))
         self._out = {}
-        for arrival in reversed(self._arrivals):
-            self.pools[arrival.group].release(arrival.source)
-        self._arrivals = []
         self.stats.swapped_out_blocks_total += len(out)
         self.stats.swapped_in_blocks_total += len(in_)
         self.stats.swapped_out_bytes_total += sum(self.block_bytes[group] for group, _, _ in out)
@@ -146,9 +124,7 @@ class HostTier:
                 self.pools[group].forget(block)
         self._unproven.clear()
         self._out = {}
-        for arrival in self._arrivals:
-            self.pools[arrival.group].release(arrival.source)
-        self._arrivals = []
+        self.arrivals.take()
 
     def forget_all(self) -> None:
         """Forget every prefix; what sequences own stays theirs."""
@@ -157,7 +133,7 @@ class HostTier:
 
     def check_integrity(self, owned: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError unless these are the owners of each group's blocks, between two plans."""
-        assert not self._arrivals, "blocks are brought in for nobody"
+        self.arrivals.check_none()
         for pool, blocks in zip(self.pools, owned, strict=True):
             pool.check_integrity()
             counts = [0] * pool.num_blocks

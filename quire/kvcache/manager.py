@@ -68,14 +68,13 @@ class KVManager:
         self._computing: dict[bytes, int] = {}  # block hash -> the running sequence that will compute it
         self._watched: set[bytes] = set()  # those of them that somebody awaits
         self.settled: list[bytes] = []
-        self._copies = PlannedCopies(self._groups)  # of the plan being made
+        self._copies = PlannedCopies([group.pool for group in self._groups])  # of the plan being made
         longest = min(layout.max_model_len, self.max_tokens_ever())
         self.events = KVEventLog(self._groups) if keeps_events else None
         self.pins = Pins(self._groups, self._hash if enable_prefix_caching else None, longest)
         self.space: SwapSpace | None = None
         if layout.num_host_blocks:
-            name_of = self._hash_of if enable_prefix_caching else None
-            self.space = SwapSpace(layout, self._groups, name_of, stored)
+            self.space = SwapSpace(layout, self._groups, stored if enable_prefix_caching else None)
         self.disk = self.space.disk if self.space is not None else None
 
     # What there is.
@@ -152,18 +151,11 @@ class KVManager:
         limit = (table.num_tokens - 1) // self.block_size
         num_found = longest_prefix(self._groups, lambda index: self._hash_of(table, index), limit)
         awaits = self._last_on_its_way(table, num_found, limit)
+        num_tokens = num_found * self.block_size
         if self.space is not None and awaits is None:
             num_known = self.space.longest_known(lambda index: self._hash_of(table, index), limit) * self.block_size
-            num_known = max(num_known, table.swapped.num_tokens if table.swapped else 0)
-            if num_known > num_found * self.block_size:
-                return self.space.match(table, num_known)
-        num_tokens = num_found * self.block_size
-        block_ids: list[list[int]] = []
-        for group in self._groups:
-            first, find = group.first_visible(num_tokens), group.pool.find
-            found = [find(name) for name in table.hashes[first:num_found]]
-            block_ids.append([0] * first + [block for block in found if block is not None])
-        return PrefixMatch(num_tokens, block_ids, awaits)
+            num_tokens = max(num_known, table.swapped.num_tokens if table.swapped else 0)
+        return self._match(table, num_tokens, awaits)
 
     def watch(self, name: bytes) -> None:
         """Have a match's `awaits`, or what `fetch` said, told in `settled` as soon as nobody brings it any more."""
@@ -177,13 +169,12 @@ class KVManager:
         if self.space is None or match.is_swapped:
             return None
         limit = (table.num_tokens - 1) // self.block_size
-        return self.space.fetch(table, match.num_tokens // self.block_size, limit)
+        num_known = match.num_tokens // self.block_size
+        return self.space.fetch(table, lambda index: self._hash_of(table, index), num_known, limit)
 
     def match_swapped(self, table: BlockTable) -> PrefixMatch:
         """As `match_prefix`, of what was swapped out of the sequence alone."""
-        if table.swapped is None or self.space is None:
-            return NO_MATCH
-        return self.space.match(table, table.swapped.num_tokens)
+        return NO_MATCH if table.swapped is None else self._match(table, table.swapped.num_tokens)
 
     def shortage(self, table: BlockTable, match: PrefixMatch, num_new_tokens: int) -> int:
         """Blocks missing to admit a sequence whose first step computes so many tokens; zero or less when it fits.
@@ -260,7 +251,7 @@ class KVManager:
         shared: list[int] = []  # groups in which the first block is to be copied
         for number, group in enumerate(self._groups):
             block_ids = table.block_ids[number]
-            is_shared = may_share and first < len(block_ids) and group.is_shared(block_ids[first])
+            is_shared = may_share and first < len(block_ids) and self._is_shared(number, block_ids[first])
             if is_shared:
                 shared.append(number)
             if max(num_blocks - len(block_ids), 0) + is_shared > group.pool.num_free:
@@ -301,16 +292,13 @@ class KVManager:
         self._set_next_commit(table)
 
     def free(self, table: BlockTable) -> None:
-        """Take all blocks, and copies not yet planned, from a table; what the blocks hold stays findable.
-
-        The blocks are freed from the last to the first, so that a sequence's end is evicted before its beginning.
-        """
+        """Take all blocks, and copies not yet planned, from a table; what the blocks hold stays findable."""
         del self._tables[table.sequence_id]
         self._copies.drop(table.sequence_id)
         if self.space is not None:
-            self.space.tier.drop(table.sequence_id)
-        for number, block_ids in enumerate(table.block_ids):
-            self._copies.release(number, block_ids[table.first_block[number] :])
+            self.space.tier.arrivals.drop(table.sequence_id)
+        for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
+            group.pool.release_all(block_ids[first:])
         for block_hash in table.hashes[table.num_committed :]:
             self._forget_computing(table, block_hash)
         table.clear(len(self._groups))
@@ -318,13 +306,14 @@ class KVManager:
     # The second memory.
 
     def swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        """Have the blocks of a table's computed tokens copied to the host, before `free`; False if that can't be.
+        """Have the blocks of a table's computed tokens copied to the host, before `free`, if that pays and can be.
 
         The copies are part of the plan being made. Blocks with a name that the host knows are not copied again.
         """
-        if self.space is None or self._copies.concern(table.sequence_id):
+        space = self.space
+        if space is None or self._copies.concern(table.sequence_id) or not space.pays(table, num_computed_tokens):
             return False
-        return self.space.swap_out(table, num_computed_tokens)
+        return space.swap_out(table, num_computed_tokens)
 
     def drop_swapped(self, table: BlockTable) -> None:
         """Give up what the host holds of a sequence."""
@@ -391,6 +380,32 @@ class KVManager:
         steps = [(table.num_committed + 1) * self.block_size if self._caching else NEVER]
         steps += [self._groups[number].release_at(table.first_block[number]) for number in self._windowed]
         table.next_commit = min(steps)
+
+    def _match(self, table: BlockTable, num_tokens: int, awaits: bytes | None = None) -> PrefixMatch:
+        """A match of tokens whose blocks are all on the device or the host.
+
+        What the device still has is shared with whoever uses it; the rest is to be brought in.
+        """
+        size, space, swapped = self.block_size, self.space, table.swapped
+        if swapped is not None and swapped.num_tokens != num_tokens:
+            swapped = None
+        if self._caching and num_tokens >= size:
+            self._hash_of(table, num_tokens // size - 1)
+        block_ids: list[list[int]] = []
+        for number, group in enumerate(self._groups):
+            first, find = group.first_visible(num_tokens), group.pool.find
+            names = table.hashes[first : num_tokens // size]
+            found = [find(name) for name in names]
+            if space is not None:
+                found = space.complete(number, names, found, swapped)
+            block_ids.append([0] * first + [block for block in found if block is not None])
+        num_from_host = sum(block < 0 for found in block_ids for block in found) if space is not None else 0
+        return PrefixMatch(num_tokens, block_ids, awaits, num_from_host, swapped is not None and num_from_host > 0)
+
+    def _is_shared(self, number: int, block: int) -> bool:
+        """Whether writing to a block would change what another table, or the prefix cache, knows it for."""
+        pool = self._groups[number].pool
+        return pool.is_registered(block) or pool.ref_counts[block] - self._copies.num_owned(number, block) > 1
 
     def _copy(self, table: BlockTable, number: int, index: int) -> tuple[int, int, int]:
         """Replace a shared block by one of the table's own; returns the edit."""

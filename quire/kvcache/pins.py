@@ -61,8 +61,7 @@ class Pins:
             return False
         _, block_ids = self._pinned.pop(name)
         for group, owners, blocks in zip(self._groups, self._owners, block_ids, strict=True):
-            for block in reversed(blocks):
-                group.pool.release(block)
+            group.pool.release_all(blocks)
             owners -= Counter(blocks)  # in place; what nobody has any more is left out
         self._count()
         return True

@@ -4,7 +4,7 @@ The KV manager is its only caller. A block is a number, and all state lives in f
 block takes 65 bytes, and some 120 more once its content can be found. It must not know of sequences, tokens or tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.kvcache.residency import UNSAMPLED, Residency
 
@@ -87,6 +87,11 @@ class BlockPool:
             self._states[block] = _CACHED if is_known else _FREE
             if not block & UNSAMPLED and self._residency is not None:
                 self._residency.on_left(block)
+
+    def release_all(self, blocks: Sequence[int]) -> None:
+        """Drop an owner of each block, last to first, so that a sequence's end is evicted before its beginning."""
+        for block in reversed(blocks):
+            self.release(block)
 
     def find(self, block_hash: bytes) -> int | None:
         """The block that holds this content, or None."""

@@ -1,15 +1,16 @@
 """The second memory of the KV cache: sequences swapped out to it, and prefixes found in it.
 
 The KV manager has one where the layout has host blocks, and asks it at admission, at preemption and when a plan is
-complete. It turns tables and matches into moves of the `HostTier`; plans and policies it does not know.
+complete. It turns tables and matches into moves of the `HostTier`; plans and policies it does not know. Times come in
+as numbers: there is no clock here, so that a simulation decides the same each time.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from msgspec import structs
 
+from quire.kvcache.copies import BlockCopy
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.host import HostTier
@@ -18,6 +19,8 @@ from quire.kvcache.table import BlockTable, PrefixMatch, Swapped
 from quire.protocol.cache import CacheLayout
 from quire.protocol.stats import TierStats
 from quire.protocol.step import DiskNews, Moves
+
+MEASURED_TOKENS = 32  # of prompts in a step, from which on its time says what a token costs to compute again
 
 Move = tuple[int, int, int]
 
@@ -28,7 +31,7 @@ class SwapSpace:
     Args:
         layout: has host blocks.
         groups: the device's KV groups.
-        name_of: the name of a table's full block.
+        stored: the names of blocks on the disk, by group; None without such a tier.
 
     Attributes:
         tier: the blocks themselves.
@@ -39,40 +42,45 @@ class SwapSpace:
         self,
         layout: CacheLayout,
         groups: Sequence[KVGroup],
-        name_of: Callable[[BlockTable, int], bytes] | None,
         stored: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
-        """Without `name_of` nothing has a name: what is swapped out belongs to its sequence alone.
-
-        `stored`: the names on the disk, by group; None without such a tier.
-        """
         self.tier = HostTier(layout)
-        self.disk = DiskTier(stored, self.tier.stats) if stored is not None and name_of is not None else None
+        self.disk = DiskTier(stored, self.tier.stats) if stored is not None else None
         self._groups = groups
         self._size = layout.block_size
-        self._name_of = name_of
         self._swapped: dict[int, BlockTable] = {}  # those that own blocks here
         speed = layout.copy_bytes_per_second
+        self._token_seconds = 0.0  # to compute one of a prompt; not measured yet
         self._copy_seconds = [size / speed if speed else 0.0 for size in self.tier.block_bytes]
         for group in groups:
             group.pool.evicted = []
 
     # At preemption.
 
-    def seconds(self, table: BlockTable) -> float:
-        """What it takes to copy a table's blocks to the host and back; 0.0: not known."""
+    def learn(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
+        """A step of so many tokens and sequences took so long; mostly of prompts, it tells what computing costs."""
+        if num_tokens - num_sequences >= MEASURED_TOKENS:
+            measured, known = seconds / num_tokens, self._token_seconds
+            self._token_seconds = 0.8 * known + 0.2 * measured if known else measured
+
+    def pays(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """Whether copying a table's blocks to the host and back is faster than computing its tokens again.
+
+        Where one of the prices is not known, copying is taken for the cheaper.
+        """
         held = zip(table.block_ids, table.first_block, self._copy_seconds, strict=True)
-        return 2.0 * sum((len(block_ids) - first) * seconds for block_ids, first, seconds in held)
+        copying = 2.0 * sum((len(block_ids) - first) * seconds for block_ids, first, seconds in held)
+        computing = num_computed_tokens * self._token_seconds
+        return not computing or copying < computing
 
     def swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """As `KVManager.swap_out`, of a table that no move of this plan concerns but these."""
-        if not num_computed_tokens or self.tier.brings(table.sequence_id):
+        if not num_computed_tokens or self.tier.arrivals.concern(table.sequence_id):
             return False
-        stop, num_named = -(-num_computed_tokens // self._size), 0
-        if self._name_of is not None:
-            num_named = min(max(table.num_committed, table.num_found), num_computed_tokens // self._size)
+        stop = -(-num_computed_tokens // self._size)
         firsts = [group.first_visible(num_computed_tokens) for group in self._groups]
-        names = table.hashes[:num_named] + [None] * (stop - num_named)
+        names = table.hashes[: min(max(table.num_committed, table.num_found), num_computed_tokens // self._size)]
+        names += [None] * (stop - len(names))
         held = self.tier.hold(
             [
                 list(zip(block_ids[first:stop], names[first:], strict=True))
@@ -81,7 +89,7 @@ class SwapSpace:
         )
         if held is None:
             return False
-        table.swapped = Swapped(num_computed_tokens, firsts, held)
+        table.swapped = Swapped(num_computed_tokens, held)
         self._swapped[table.sequence_id] = table
         self.tier.stats.num_swaps_total += 1
         return True
@@ -94,8 +102,8 @@ class SwapSpace:
         """Give up what the host holds of a sequence."""
         if table.swapped is None:
             return
-        for number, block_ids in enumerate(table.swapped.block_ids):
-            self.tier.release(number, block_ids)
+        for pool, block_ids in zip(self.tier.pools, table.swapped.block_ids, strict=True):
+            pool.release_all(block_ids)
         table.swapped = None
         del self._swapped[table.sequence_id]
 
@@ -103,32 +111,28 @@ class SwapSpace:
 
     def longest_known(self, name_of: Callable[[int], bytes], limit: int, on_disk: bool = False) -> int:
         """As `longest_prefix`, of what the device, the host and, if asked, the disk hold."""
-        disk = self.disk if on_disk else None
-        lookups: list[Callable[[bytes], bool]] = []
-        for number, (group, pool) in enumerate(zip(self._groups, self.tier.pools, strict=True)):
-            places = [group.pool.holds, pool.holds, *([disk.knows(number)] if disk is not None else ())]
-            lookups.append(partial(_is_in, places))
+        lookups = [self._lookup(number, on_disk) for number in range(len(self._groups))]
         return longest_prefix(self._groups, name_of, limit, lookups)
 
-    def fetch(self, table: BlockTable, num_known: int, limit: int) -> bytes | None:
+    def fetch(self, table: BlockTable, name_of: Callable[[int], bytes], num_known: int, limit: int) -> bytes | None:
         """Have the disk's part of a prefix read to the host, after `num_known` blocks that are here or on the device.
 
         Returns:
             The name of the block after which it is there, or could not be read; None: there is nothing to wait for.
         """
-        disk, name_of = self.disk, self._name_of
-        if disk is None or name_of is None or table.fetched or num_known >= limit:
+        disk = self.disk
+        if disk is None or table.fetched or num_known >= limit:
             return None
-        if disk.is_under_way(name := name_of(table, num_known)):
+        if disk.is_under_way(name := name_of(num_known)):
             return name
         limit = min(limit, num_known + min(pool.num_free for pool in self.tier.pools))
-        num_reached = self.longest_known(lambda index: name_of(table, index), limit, on_disk=True)
+        num_reached = self.longest_known(name_of, limit, on_disk=True)
         if num_reached <= num_known:
             return None
         table.fetched = True
         missing: list[tuple[int, bytes]] = []
         for index in range(num_reached):
-            name = name_of(table, index)
+            name = name_of(index)
             for number, group in enumerate(self._groups):
                 if index < group.first_visible(num_reached * self._size) or group.pool.find(name) is not None:
                     continue
@@ -150,33 +154,23 @@ class SwapSpace:
             self.tier.settle(group, host, name if was_read else None)
         return settled
 
-    def match(self, table: BlockTable, num_tokens: int) -> PrefixMatch:
-        """A match of tokens whose blocks are all on the device or here; only a swapped sequence's last may be partial.
+    def complete(
+        self, number: int, names: Sequence[bytes], found: Sequence[int | None], swapped: Swapped | None
+    ) -> list[int]:
+        """A group's matched blocks: those that were not found on the device are here, b as -1 - b.
 
-        What the device still has is shared with whoever uses it; the rest is to be brought in.
+        They have these names; those of a swapped sequence are its own, and the last of them may be partial.
         """
-        swapped = table.swapped if table.swapped is not None and table.swapped.num_tokens == num_tokens else None
-        names: list[bytes] = []
-        if self._name_of is not None:
-            names = [self._name_of(table, index) for index in range(num_tokens // self._size)]
-        block_ids: list[list[int]] = []
-        num_from_host = 0
-        for number, group in enumerate(self._groups):
-            first = group.first_visible(num_tokens)
-            found = [0] * first
-            for index in range(first, -(-num_tokens // self._size)):
-                block = group.pool.find(names[index]) if index < len(names) else None
-                if block is None:
-                    if swapped is not None:
-                        host_block = swapped.block_ids[number][index - swapped.first_block[number]]
-                    else:
-                        host_block = self.tier.pools[number].find(names[index])
-                        assert host_block is not None, "a block that was found is gone"
-                    block = -1 - host_block
-                    num_from_host += 1
-                found.append(block)
-            block_ids.append(found)
-        return PrefixMatch(num_tokens, block_ids, None, num_from_host, swapped is not None)
+        own = swapped.block_ids[number] if swapped is not None else None
+        block_ids: list[int] = []
+        for place in range(len(names) if own is None else len(own)):
+            block = found[place] if place < len(found) else None
+            if block is None:
+                host_block = self.tier.pools[number].find(names[place]) if own is None else own[place]
+                assert host_block is not None, "a block that was found is gone"
+                block = -1 - host_block
+            block_ids.append(block)
+        return block_ids
 
     def bring_in(self, table: BlockTable, number: int, found: list[int], is_swapped: bool) -> list[int]:
         """A group's matched blocks, those of the host replaced by fresh ones to which they will be copied."""
@@ -185,8 +179,7 @@ class SwapSpace:
         for block in found:
             if block < 0:
                 host_block, block = -1 - block, next(fresh)
-                self.tier.acquire(number, host_block, is_hit=not is_swapped)
-                self.tier.bring_in(table.sequence_id, number, host_block, block)
+                self.tier.bring_in(BlockCopy(table.sequence_id, number, host_block, block), is_hit=not is_swapped)
             block_ids.append(block)
         return block_ids
 
@@ -232,13 +225,15 @@ class SwapSpace:
             owned = [blocks + self.disk.owned(group) for group, blocks in enumerate(owned)]
         self.tier.check_integrity(owned)
 
+    def _lookup(self, number: int, on_disk: bool) -> Callable[[bytes], bool]:
+        """Whether a group's block of a name is anywhere."""
+        device, host = self._groups[number].pool, self.tier.pools[number]
+        files = self.disk.known[number] if self.disk is not None and on_disk else ()
+        return lambda name: device.holds(name) or host.holds(name) or name in files
+
     def _forget_evicted(self) -> None:
         for group in self._groups:
             group.pool.evicted = []
-
-
-def _is_in(places: Sequence[Callable[[bytes], bool]], name: bytes) -> bool:
-    return any(holds(name) for holds in places)
 
 
 def first_from_host(match: PrefixMatch) -> int:

@@ -15,8 +15,7 @@ class Swapped(NamedTuple):
     """A sequence's blocks on the host, which it owns there: those of its first `num_tokens` tokens."""
 
     num_tokens: int
-    first_block: list[int]  # by group, as in the table
-    block_ids: list[list[int]]  # by group, from the first one on
+    block_ids: list[list[int]]  # by group, from the first one on that a window shows
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ from quire.scheduler.policies.registry import make_policy
 from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.scheduler.state import PlanCounts
-from quire.scheduler.swapping import Swapping
 from quire.scheduler.waiting import WaitingQueue
 
 
@@ -33,7 +32,6 @@ class Planner:
         preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once; more may run still, where it was lowered.
         counts: what became of sequences since the start.
-        swapping: decides which of them go to the host.
 
     Raises:
         ConfigError: no such policy.
@@ -44,7 +42,6 @@ class Planner:
         self.planned: list[Sequence] = []
         self.preparing: dict[int, Sequence] = {}
         self.counts = PlanCounts()
-        self.swapping = Swapping(kv)
         self._config = config
         self._kv = kv
         # Left free at admission so that what runs can grow a little before anything is preempted again.
@@ -413,7 +410,7 @@ class Planner:
         Otherwise all its tokens, outputs included, will be computed again.
         """
         if may_swap:
-            self.swapping.try_swap(sequence)
+            self._kv.swap_out(sequence.table, sequence.num_computed_tokens)
         builder.drop(sequence)
         self._withdraw(sequence)
         self.counts.num_preemptions += 1

@@ -200,7 +200,7 @@ class Scheduler:
         if self._planner.watches_steps and plan.scheduled:
             self._planner.policy.on_step(plan.num_tokens, seconds)
         if self.kv.space is not None:
-            self._planner.swapping.learn(plan, seconds)
+            self.kv.space.learn(plan.num_tokens, len(plan.scheduled), seconds)
         self._last_update = self.kv.times.now = now
         self.kv.plan_done(result.disk)
         return self._outcomes.take(plan, sequences, result)

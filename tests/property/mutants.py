@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from simulated import SimulatedExecutor
 
 from quire.kvcache import manager, prefix
+from quire.kvcache.copies import BlockCopy
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.host import HostTier
@@ -20,6 +22,7 @@ from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
+from quire.protocol.step import Moves
 from quire.scheduler.continuation import Branch, Independent
 from quire.scheduler.guidance import Guidance
 from quire.scheduler.outcomes import Outcomes
@@ -258,21 +261,20 @@ def a_swap_counts_a_token_too_many(right: Callable[..., bool], space: SwapSpace,
 
 @plant(HostTier, "bring_in")
 def a_block_is_brought_to_its_neighbours_place(
-    right: Callable[..., None], tier: HostTier, sequence_id: int, group: int, host: int, device: int
+    right: Callable[..., None], tier: HostTier, copy: BlockCopy, is_hit: bool
 ) -> None:
     """The wrong one of two host blocks is copied back."""
-    other = tier._arrivals[-1].host if tier._arrivals else host
-    right(tier, sequence_id, group, host, device)
-    if other != host:
-        tier._arrivals[-1] = tier._arrivals[-1]._replace(host=other)
+    copies = tier.arrivals._copies
+    other = copies[-1].source if copies and copies[-1].group == copy.group else copy.source
+    right(tier, copy._replace(source=other), is_hit)
 
 
 @plant(SwapSpace, "end_plan")
-def a_swapped_block_is_read_before_it_is_back(right: Callable[..., Any], space: Any) -> Any:
+def a_swapped_block_is_read_before_it_is_back(right: Callable[..., Moves], space: Any, *args: Any) -> Moves:
     """What is brought in comes with the plan after the one that reads it."""
-    out, in_ = right(space)
-    late, space.late = getattr(space, "late", []), in_
-    return out, late
+    moves = right(space, *args)
+    late, space.late = getattr(space, "late", []), moves.in_
+    return structs.replace(moves, in_=late)
 
 
 # Beams.

@@ -173,7 +173,14 @@ def test_a_source_is_not_overwritten_in_the_plan_that_reads_it() -> None:
 def test_the_price_is_that_of_both_ways() -> None:
     kv = make(speed=1000.0)
     table = computed(kv, list(range(10)))
-    assert [one.space and one.space.seconds(table) for one in (kv, make())] == [2 * 3 * 0.1, 0.0]
+    spaces = [one.space for one in (kv, make(), make(speed=1000.0))]
+    found: list[bool] = []
+    for space, seconds in zip(spaces, (0.055, 0.055, 0.065), strict=True):  # of the second no copy's price is known
+        assert space is not None
+        assert space.pays(table, 10), "a token's price is not known"
+        space.learn(num_tokens=40, num_sequences=1, seconds=40 * seconds)
+        found.append(space.pays(table, 10))
+    assert found == [False, True, True]  # ten tokens, or three blocks there and back: 0.6 s
 
 
 def test_a_reset_forgets_the_hosts_prefixes_too() -> None:
