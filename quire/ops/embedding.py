@@ -19,10 +19,7 @@ def embedding(ids: Tensor, table: Tensor | PackedMatrix) -> Tensor:
 
 
 @embedding.native
-def _build(ids: StepIndex, table: Tensor | PackedMatrix) -> Value:
+def _build(ids: StepIndex, table: PackedMatrix) -> Value:
     builder = ids.builder
-    if isinstance(table, Tensor):  # as the checkpoint has it: by torch, between two parts of the program
-        [out] = builder.host(lambda rows: embedding.reference(rows, table), [ids], [table.shape[1]], table.dtype)
-        return out
     told = {"table": builder.matrix(table), "offset": ids.offset, "by_position": ids.by_position}
     return builder.append("embedding", [], table.cols, needs_step=True, **told)

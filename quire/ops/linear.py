@@ -46,14 +46,7 @@ def linear(
 
 
 @linear.native
-def _build(
-    x: Value, weight: Tensor | PackedMatrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Value:
-    if isinstance(weight, Tensor):  # as the checkpoint has it: by torch, between two parts of the program
-        [out] = x.builder.host(
-            lambda rows: linear.reference(rows, weight, bias, out_dtype), [x], [weight.shape[0]], out_dtype
-        )
-        return out
+def _build(x: Value, weight: PackedMatrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Value:
     if x.width != weight.cols:
         raise ValueError(f"a matrix [{weight.rows}, {weight.cols}] can't multiply rows of {x.width}")
     told = {"weight": x.builder.matrix(weight), "bias": x.builder.vector(bias, weight.rows)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.ops.native.library import Target, default_target
 from quire.ops.native.matrix import PackedMatrix
-from quire.ops.native.program import HostCall, NativePart, Part, Plan, Program, StepInput
+from quire.ops.native.program import HostCall, Part, Plan, Program
 from quire.ops.native.structs import DTYPE_OF, TYPE_OF, Epilogue, Type, c_struct, instruction
 
 
@@ -79,8 +79,8 @@ class NativeStep:
     def values(self) -> list[Value]:
         return [*self.reads, self.writes]
 
-    def struct(self, number: dict[int, int]) -> ctypes.Structure:
-        return instruction(self.op, self.spec, [number[id(v)] for v in self.reads], number[id(self.writes)])
+    def struct(self, number: dict[Value, int]) -> ctypes.Structure:
+        return instruction(self.op, self.spec, [number[v] for v in self.reads], number[self.writes])
 
 
 @dataclass
@@ -88,24 +88,15 @@ class HostStep:
     """A function in torch, between two native parts."""
 
     function: Callable[..., Any]
-    reads: list[Value | StepIndex]
+    reads: list[Value]
     writes: list[Value]
-    wants_step: bool
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether the step must be there."""
-        return self.wants_step or any(isinstance(value, StepIndex) for value in self.reads)
+    needs_step = False
 
     def values(self) -> list[Value]:
-        return [*(value for value in self.reads if isinstance(value, Value)), *self.writes]
+        return [*self.reads, *self.writes]
 
-    def call(self, number: dict[int, int], done: tuple[int, ...]) -> HostCall:
-        inputs = tuple(
-            StepInput(value.by_position, value.offset) if isinstance(value, StepIndex) else number[id(value)]
-            for value in self.reads
-        )
-        return HostCall(self.function, inputs, tuple(number[id(v)] for v in self.writes), self.wants_step, done)
+    def call(self, number: dict[Value, int]) -> HostCall:
+        return HostCall(self.function, [number[v] for v in self.reads], [number[v] for v in self.writes])
 
 
 class ProgramBuilder:
@@ -174,22 +165,18 @@ class ProgramBuilder:
     def host(
         self,
         function: Callable[..., Any],
-        inputs: Sequence[Value | StepIndex],
+        inputs: Sequence[Value],
         widths: Sequence[int],
         dtype: torch.dtype | None = None,
-        *,
-        wants_step: bool = False,
     ) -> list[Value]:
         """Record a function that torch carries out: ``function(*tensors) -> tensor``, or a tuple of them.
 
-        It is given a tensor [T, width] for each value and one int32 [T] for each index, which it must not write to, and
-        returns one [T, width] for each of `widths`, in `dtype` (default: the activations'). A row of the result must
-        be a function of that row alone, as of any operation.
-
-        wants_step: it is also given the step, as the keyword ``step``: a `StepData`.
+        It is given a tensor [T, width] for each value, which it must not write to, and returns one [T, width] for each
+        of `widths`, in `dtype` (default: the activations'). A row of the result must be a function of that row alone,
+        as of any operation.
         """
         type = self.type if dtype is None else TYPE_OF[dtype]
-        step = HostStep(function, list(inputs), [Value(self, width, type) for width in widths], wants_step)
+        step = HostStep(function, list(inputs), [Value(self, width, type) for width in widths])
         self._check_alive(step)
         self._steps.append(step)
         return step.writes
@@ -258,7 +245,7 @@ class ProgramBuilder:
         """
         outputs = [outputs] if isinstance(outputs, Value) else list(outputs)
         bound = [*self._inputs, *outputs]
-        if len({id(value) for value in bound}) < len(bound):
+        if len(set(bound)) < len(bound):
             raise ValueError("an output must be computed, and be there once")
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
         return Program(_plan(self._steps, bound), self.target, self._held, self.check)
@@ -268,67 +255,61 @@ class ProgramBuilder:
 
 
 def _plan(steps: list[NativeStep | HostStep], bound: list[Value]) -> Plan:
-    """Number the buffers: first those that the caller brings, then what host functions touch; the rest is reused."""
-    shared = {id(value): value for value in bound}
-    for step in steps:
-        if isinstance(step, HostStep):
-            shared |= {id(value): value for value in step.values()}
-    number = {key: i for i, key in enumerate(shared)}
-    buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in shared.values()]
-    _assign_own(steps, number, buffers)
+    """Number the buffers: first those that the caller brings, then what host functions touch, then the others."""
+    number = {value: i for i, value in enumerate(bound)}
+    buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in bound]
+    touched = {value for step in steps if isinstance(step, HostStep) for value in step.values()}
+    _assign(steps, touched - number.keys(), number, buffers, bound=True)
+    num_bound = len(buffers)
+    _assign(steps, {value for step in steps for value in step.values()} - number.keys(), number, buffers, bound=False)
     native = [step for step in steps if isinstance(step, NativeStep)]
     return Plan(
         [step.struct(number) for step in native],
         [step.spec.heads for step in native if hasattr(step.spec, "heads")],
         buffers,
-        _parts(steps, number, len(bound), len(shared)),
-        num_bound=len(bound),
+        _parts(steps, number),
+        num_brought=len(bound),
+        num_bound=num_bound,
         needs_step=any(step.needs_step for step in steps),
     )
 
 
-def _assign_own(steps: list[NativeStep | HostStep], number: dict[int, int], buffers: list[ctypes.Structure]) -> None:
-    """Give the values that only kernels touch buffers of the program's own, each reused once its value is done with."""
-    num_shared = len(buffers)
-    last_use = {id(value): i for i, step in enumerate(steps) for value in step.values()}
+def _assign(
+    steps: list[NativeStep | HostStep],
+    values: set[Value],
+    number: dict[Value, int],
+    buffers: list[ctypes.Structure],
+    bound: bool,
+) -> None:
+    """Give these values buffers, each of which is used again once its value is done with."""
+    last_use = {value: i for i, step in enumerate(steps) for value in step.values()}
     free: dict[tuple[int, Type], list[int]] = {}
     for i, step in enumerate(steps):
-        for value in step.values():
-            if id(value) not in number:
+        here = [value for value in dict.fromkeys(step.values()) if value in values]
+        for value in here:
+            if value not in number:
                 kind = (value.width, value.type)
                 if not free.get(kind):
-                    buffers.append(c_struct("Buffer")(width=value.width, type=value.type))
+                    buffers.append(c_struct("Buffer")(width=value.width, type=value.type, bound=bound))
                     free[kind] = [len(buffers) - 1]
-                number[id(value)] = free[kind].pop()
-        for value in {id(v): v for v in step.values()}.values():
-            if last_use[id(value)] == i and number[id(value)] >= num_shared:
-                free.setdefault((value.width, value.type), []).append(number[id(value)])
+                number[value] = free[kind].pop()
+        for value in here:
+            if last_use[value] == i:
+                free.setdefault((value.width, value.type), []).append(number[value])
 
 
-def _parts(steps: list[NativeStep | HostStep], number: dict[int, int], num_bound: int, num_shared: int) -> list[Part]:
-    """The steps as native parts with host calls between them, and when the buffers that they share come and go."""
-    passing = range(num_bound, num_shared)
-    last_use = {number[id(value)]: i for i, step in enumerate(steps) for value in step.values()}
+def _parts(steps: list[NativeStep | HostStep], number: dict[Value, int]) -> list[Part]:
+    """The steps as native parts with host calls between them."""
     parts: list[Part] = []
-    made: set[int] = set()  # buffers that are there, or were
-    fresh: list[int] = []  # of the part that is being collected
-    gone: set[int] = set()
     first = last = 0
-    for i, step in enumerate(steps):
+    for step in steps:
         if isinstance(step, NativeStep):
             last += 1
-            written = number[id(step.writes)]
-            if written in passing and written not in made:
-                made.add(written)
-                fresh.append(written)
             continue
         if last > first:
-            parts.append(NativePart(first, last, tuple(fresh)))
-            first, fresh = last, []
-        made |= {number[id(value)] for value in step.writes}
-        done = {n for n in passing if last_use[n] <= i} - gone
-        parts.append(step.call(number, tuple(sorted(done))))
-        gone |= done
+            parts.append(range(first, last))
+            first = last
+        parts.append(step.call(number))
     if last > first or not parts:
-        parts.append(NativePart(first, last, tuple(fresh)))
+        parts.append(range(first, last))
     return parts

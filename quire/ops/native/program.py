@@ -107,48 +107,19 @@ class Caches:
 
 
 @dataclass(frozen=True)
-class StepInput:
-    """What a host call gets of the step: the token ids, or positions plus an offset."""
-
-    by_position: bool
-    offset: int
-
-    def of(self, step: StepData) -> Tensor:
-        """int32 [T]."""
-        index = step.positions if self.by_position else step.ids
-        return index + self.offset if self.offset else index
-
-
-@dataclass(frozen=True)
-class NativePart:
-    """Instructions [first, last), run in one call.
-
-    Attributes:
-        makes: shared buffers that they write first, to be allocated before.
-    """
-
-    first: int
-    last: int
-    makes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class HostCall:
-    """A function in torch on shared buffers.
+    """A function in torch on bound buffers.
 
     Attributes:
-        outputs: the buffers that its results become.
-        done: shared buffers that nothing needs afterwards.
+        outputs: the buffers that its results are copied to.
     """
 
     function: Callable[..., Any]
-    inputs: tuple[int | StepInput, ...]
-    outputs: tuple[int, ...]
-    wants_step: bool
-    done: tuple[int, ...]
+    inputs: list[int]
+    outputs: list[int]
 
 
-Part = NativePart | HostCall
+Part = range | HostCall  # of a program; a range of instructions is run in one call
 
 
 @dataclass(frozen=True)
@@ -157,8 +128,8 @@ class Plan:
 
     Attributes:
         heads: those of instructions on a layer's cache.
-        buffers: first the `num_bound` that each run brings, inputs and then outputs; then those that native parts and
-            host calls share; then the program's own.
+        buffers: first the `num_brought` that the caller brings to each run, inputs and then outputs; up to `num_bound`
+            those that host calls touch; then the program's own.
         needs_step: some of it looks at the step's tokens.
     """
 
@@ -166,6 +137,7 @@ class Plan:
     heads: list[ctypes.Structure]
     buffers: list[ctypes.Structure]
     parts: list[Part]
+    num_brought: int
     num_bound: int
     needs_step: bool
 
@@ -176,6 +148,10 @@ class Program:
     Args:
         held: what the instructions point to, to live as long as the program.
         check: called after each native part; raises where it can't have computed what it should.
+
+    Attributes:
+        handle: the library's own object.
+        is_whole: one native call runs all of it.
     """
 
     def __init__(self, plan: Plan, target: Target, held: list[object], check: Callable[[], None] | None = None) -> None:
@@ -184,9 +160,9 @@ class Program:
         self._library = loaded_library()
         self._held = held
         self._parts = plan.parts
-        self._has_host = any(isinstance(part, HostCall) for part in plan.parts)
-        self._num_bound = plan.num_bound
-        self._buffers = [(b.width, Type(b.type)) for b in plan.buffers]
+        self.is_whole = not any(isinstance(part, HostCall) for part in plan.parts)
+        self._num_brought = plan.num_brought
+        self._bound = [(b.width, Type(b.type)) for b in plan.buffers[: plan.num_bound]]
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
         self._needs_step = plan.needs_step
         self._num_layers = 1 + max((h.layer for h in plan.heads), default=-1)
@@ -202,22 +178,12 @@ class Program:
             kernels=target.kernels,
             num_threads=target.num_threads,
         )
-        self._handle: int = self._library.quire_program_create(ctypes.addressof(spec))
+        self.handle: int = self._library.quire_program_create(ctypes.addressof(spec))
         self._bound_type, self._strides_type = ctypes.c_void_p * len(memory), ctypes.c_int64 * len(memory)
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._library.quire_program_destroy(self._handle)
-
-    @property
-    def handle(self) -> int:
-        """The library's own object."""
-        return self._handle
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one native call runs all of it."""
-        return not self._has_host
+        if getattr(self, "handle", None):
+            self._library.quire_program_destroy(self.handle)
 
     def num_bytes(self, num_rows: int) -> int:
         """Memory of its own buffers for that many rows."""
@@ -225,11 +191,11 @@ class Program:
 
     def reserve(self, num_rows: int) -> None:
         """Allocate and touch the buffers for that many rows, so that no step has to."""
-        self._library.quire_program_reserve(self._handle, num_rows)
+        self._library.quire_program_reserve(self.handle, num_rows)
 
     def times(self) -> dict[str, float]:
         """Seconds spent in each kind of instruction, and in host calls, since this was first called; for profiles."""
-        seconds = self._library.quire_program_times(self._handle)
+        seconds = self._library.quire_program_times(self.handle)
         self._host_seconds = self._host_seconds or 0.0
         return {name: seconds[i] for i, name in enumerate(operation_names())} | {"host": self._host_seconds}
 
@@ -253,7 +219,9 @@ class Program:
             return
         groups = (c_struct("StepArgs") * max(1, len(steps)))(*(step.struct() for step in steps))
         bound, strides = self._bound_type(), self._strides_type()  # of each run, as threads may share a program
-        for number, tensor in enumerate(tensors):
+        shared = [torch.empty(num_rows, width, dtype=DTYPE_OF[type]) for width, type in self._bound[len(tensors) :]]
+        memory = [*tensors, *shared]
+        for number, tensor in enumerate(memory):
             bound[number], strides[number] = tensor.data_ptr(), tensor.stride(0)
         arguments = c_struct("RunArgs")(
             num_rows=num_rows,
@@ -263,53 +231,35 @@ class Program:
         )
         if caches is not None:
             arguments.caches, arguments.cache_type = caches.address, caches.type
-        shared: dict[int, Tensor] = dict(enumerate(tensors)) if self._has_host else {}
         for part in self._parts:
-            if isinstance(part, NativePart):
-                for number in part.makes:
-                    width, type = self._buffers[number]
-                    self._bind(number, torch.empty(num_rows, width, dtype=DTYPE_OF[type]), shared, bound, strides)
-                arguments.first, arguments.last = part.first, part.last
-                self._library.quire_program_run(self._handle, ctypes.addressof(arguments))
-                if self._check is not None:
-                    self._check()
+            if isinstance(part, HostCall):
+                self._call_host(part, memory)
                 continue
-            for number, result in zip(part.outputs, self._call_host(part, shared, steps), strict=True):
-                self._bind(number, result, shared, bound, strides)
-            for number in part.done:
-                shared.pop(number, None)
+            arguments.first, arguments.last = part.start, part.stop
+            self._library.quire_program_run(self.handle, ctypes.addressof(arguments))
+            if self._check is not None:
+                self._check()
 
-    def _bind(self, number: int, tensor: Tensor, shared: dict[int, Tensor], bound: Any, strides: Any) -> None:
-        """Make `tensor` the buffer `number` from here on; where the caller brought its memory, copy it there."""
-        if number < self._num_bound:
-            shared[number].copy_(tensor)
-            return
-        shared[number] = tensor
-        bound[number], strides[number] = tensor.data_ptr(), tensor.stride(0)
-
-    def _call_host(self, part: HostCall, shared: dict[int, Tensor], steps: tuple[StepData, ...]) -> list[Tensor]:
-        began = time.perf_counter() if self._host_seconds is not None else 0.0
-        given = [i.of(steps[0]) if isinstance(i, StepInput) else shared[i] for i in part.inputs]
+    def _call_host(self, part: HostCall, memory: list[Tensor]) -> None:
+        began = time.perf_counter()
         with _one_torch_thread():
-            results = part.function(*given, step=steps[0]) if part.wants_step else part.function(*given)
-        results = [results] if isinstance(results, Tensor) else list(results)
-        num_rows = next(iter(shared.values())).shape[0]
-        for number, result in zip(part.outputs, results, strict=True):
-            width, type = self._buffers[number]
-            if tuple(result.shape) != (num_rows, width) or result.dtype != DTYPE_OF[type]:
-                raise ValueError(
-                    f"a host function must return {type.name} [{num_rows}, {width}], "
-                    f"got {result.dtype} {tuple(result.shape)}"
-                )
-        results = [result if result.stride(1) == 1 else result.contiguous() for result in results]
+            results = part.function(*(memory[number] for number in part.inputs))
+            results = [results] if isinstance(results, Tensor) else results
+            for number, result in zip(part.outputs, results, strict=True):
+                out = memory[number]
+                if result.shape != out.shape or result.dtype != out.dtype:
+                    raise ValueError(
+                        f"a host function must return {TYPE_OF[out.dtype].name} {[*out.shape]}, "
+                        f"got {result.dtype} {tuple(result.shape)}"
+                    )
+                out.copy_(result)
         if self._host_seconds is not None:
             self._host_seconds += time.perf_counter() - began
-        return results
 
     def _check_tensors(self, tensors: Sequence[Tensor], num_rows: int) -> None:
-        if len(tensors) != self._num_bound:
-            raise ValueError(f"the program has {self._num_bound} bound tensors, got {len(tensors)}")
-        for tensor, (width, type) in zip(tensors, self._buffers, strict=False):
+        if len(tensors) != self._num_brought:
+            raise ValueError(f"the program has {self._num_brought} bound tensors, got {len(tensors)}")
+        for tensor, (width, type) in zip(tensors, self._bound, strict=False):
             if tuple(tensor.shape) != (num_rows, width) or TYPE_OF.get(tensor.dtype) != type or tensor.stride(1) != 1:
                 raise ValueError(
                     f"expected {type.name} [{num_rows}, {width}], got {tensor.dtype} {tuple(tensor.shape)}"

@@ -322,18 +322,6 @@ def test_recording_is_checked(level: str, record: Callable[[Any], object], messa
 # ---- host instructions, several outputs
 
 
-def test_plain_weights_are_multiplied_and_looked_up_between_native_parts(level: str) -> None:
-    """What no kernel reads is torch's: a layer whose weights are as in the checkpoint works in a program."""
-    table, weight, bias = draw(30, 24), draw(16, 24, seed=1), draw(16, seed=2)
-    builder = ProgramBuilder(F32)
-    rows = ops.embedding(recorded(builder.ids), table)
-    found: Any = ops.relu(ops.linear(ops.gelu(rows), weight, bias))
-    ids = torch.tensor([3, 29, 0, 3])
-    out = run(builder.finish(found), [], 16, F32, step(ids=ids))
-    expected = ops.relu(ops.linear(ops.gelu(ops.embedding(ids, table)), weight, bias))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(6))
 def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, seed: int) -> None:
@@ -370,24 +358,27 @@ def test_host_functions_anywhere_change_nothing(level: str, dtype: torch.dtype, 
     assert program.times()["host"] == 0
 
 
-def test_a_host_function_may_ask_for_the_step(level: str) -> None:
+def test_a_host_functions_time_is_told(level: str) -> None:
     builder = ProgramBuilder(F32)
-
-    def function(x: Tensor, positions: Tensor, step: StepData) -> Tensor:
-        assert positions.dtype == step.slot_mapping.dtype == torch.int32
-        return x * positions[:, None] + step.slot_mapping[:, None]
-
-    inputs: list[Any] = [builder.input(6), builder.positions + 1]
-    [out] = builder.host(function, inputs, [6], wants_step=True)
+    [out] = builder.host(lambda x: x + 1, [builder.input(6)], [6])
     program = builder.finish(out * 2.0)
     program.times()
-    found = run(program, [GOOD + 1], 6, F32, step())
-    expected = (torch.tensor([1.0, 2, 3, 8]) + torch.tensor([16.0, 17, 18, 39])) * 2
-    assert torch.equal(found, expected[:, None].expand(4, 6))
+    assert torch.equal(run(program, [GOOD], 6, F32), (GOOD + 1) * 2)
     assert program.times()["host"] > 0
     assert program.times()["scale"] > 0
-    with pytest.raises(ValueError, match="needs a step"):
-        program.run([GOOD, GOOD])
+
+
+def test_memory_between_host_functions_is_used_again(level: str) -> None:
+    builder = ProgramBuilder(F32)
+    x: Any = builder.input(6)
+    for _ in range(20):
+        [x] = builder.host(lambda rows: rows + 1, [x * 2.0], [6])
+    program = builder.finish(x * 1.0)
+    assert len(program._bound) <= 2 + 2, "brought, and those of one host function"
+    expected = GOOD
+    for _ in range(20):
+        expected = expected * 2 + 1
+    assert torch.equal(run(program, [GOOD], 6, F32), expected)
 
 
 @pytest.mark.parametrize("result", [torch.zeros(4, 5), torch.zeros(3, 6), torch.zeros(4, 6).double()])
