@@ -6,16 +6,18 @@ cloned, so that a SamplingParams in hand keeps them all. Knows no model: limits 
 """
 
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
 from quire.errors import InvalidRequestError, broken
 from quire.structured_outputs import CONSTRAINTS, GuidedDecodingParams, StructuredOutputsParams
 from quire.utils.keywords import NamesUnknownKeywords, UnknownParameterError
+from quire.utils.values import items, number, plain, strings, token_ids
 
 __all__ = [
     "BeamSearchParams",
@@ -33,8 +35,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_REPETITION_PENALTY = 1e30  # and 1e-30 the least: as strong as any, and logits stay in the range of 32-bit floats
 MAX_NUM_SEQUENCES = 16384
 
+_ABOVE_0 = math.ulp(0.0)  # the least number there is
 _INT_MAX = 2**63 - 1
-_INF = math.inf
+_FLOAT_MAX = sys.float_info.max
 
 
 class SamplingType(IntEnum):
@@ -53,28 +56,20 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # nothing until the request has finished
 
 
-# field -> (lowest, highest, None allowed). Ends are allowed values.
-_INT_RULES: dict[str, tuple[int, int, bool]] = {
-    "n": (1, MAX_NUM_SEQUENCES, False),
-    "best_of": (1, MAX_NUM_SEQUENCES, True),
-    "top_k": (-1, _INT_MAX, False),
-    "seed": (-(2**63), 2**64 - 1, True),
-    "max_tokens": (1, _INT_MAX, True),
-    "min_tokens": (0, _INT_MAX, False),
-    "logprobs": (-1, _INT_MAX, True),
-    "prompt_logprobs": (-1, _INT_MAX, True),
-    "truncate_prompt_tokens": (-1, _INT_MAX, True),
-}
-# field -> (lowest, highest, lowest is allowed, range in words)
-_FLOAT_RULES: dict[str, tuple[float, float, bool, str]] = {
-    "presence_penalty": (-2.0, 2.0, True, "in [-2, 2]"),
-    "frequency_penalty": (-2.0, 2.0, True, "in [-2, 2]"),
-    "repetition_penalty": (0.0, _INF, False, "finite and > 0"),
-    "temperature": (0.0, 2.0, True, "in [0, 2]"),
-    "top_p": (0.0, 1.0, False, "in (0, 1]"),
-    "min_p": (0.0, 1.0, True, "in [0, 1]"),
-    "length_penalty": (-10.0, 10.0, True, "in [-10, 10]"),
-}
+class _Range(NamedTuple):
+    """A number's rule, beside its type: the lowest and the highest that are allowed."""
+
+    low: float
+    high: float
+
+    def words(self, kind: type) -> str:
+        """As for a user."""
+        what, low = ("an integer", self.low) if kind is int else ("a number", 0 if self.low == _ABOVE_0 else self.low)
+        if self.high in (_INT_MAX, _FLOAT_MAX):
+            return f"{what} >= {low}" if kind is int else f"{what}, finite and > {low}"
+        return f"{what} in {'[' if low == self.low else '('}{low}, {self.high}]"
+
+
 _NO_DRAWS = "a beam search draws nothing, and ranks by the model's own log-probabilities"
 # Why -> fields that are as they are by default (the temperature: 0) where use_beam_search is set.
 _OF_BEAMS = {
@@ -87,6 +82,9 @@ _OF_BEAMS = {
 }
 # What is read of a model's generation_config.json, by its names there.
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+_Rule = tuple[type[int] | type[float], bool, _Range]  # of a number: its kind, whether None is allowed, its range
 
 
 class _TakesGuided(NamesUnknownKeywords):
@@ -119,31 +117,34 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         UnknownParameterError: (a ValueError and a TypeError) no such field; names the nearest.
     """
 
-    n: int = 1  # sequences returned, 1..16384
-    best_of: int | None = None  # sequences drawn, the n best by cumulative logprob are returned; >= n
-    presence_penalty: float = 0.0  # [-2, 2]; taken once from the logit of every token in the output
-    frequency_penalty: float = 0.0  # [-2, 2]; taken per occurrence in the output
-    repetition_penalty: float = 1.0  # > 0; divides (negative: multiplies) logits of tokens in prompt or output
-    temperature: float = 1.0  # [0, 2]; 0 is greedy
-    top_p: float = 1.0  # (0, 1]; keep the fewest most likely tokens that have this mass
-    top_k: int = 0  # keep the k most likely; 0 and -1: all
-    min_p: float = 0.0  # [0, 1]; keep tokens at least this likely relative to the most likely
-    seed: int | None = None  # 64 bits, signed or unsigned
+    n: Annotated[int, _Range(1, MAX_NUM_SEQUENCES)] = 1  # sequences returned
+    # Sequences drawn, the n best by cumulative logprob are returned; >= n.
+    best_of: Annotated[int | None, _Range(1, MAX_NUM_SEQUENCES)] = None
+    presence_penalty: Annotated[float, _Range(-2, 2)] = 0.0  # taken once from the logit of every token in the output
+    frequency_penalty: Annotated[float, _Range(-2, 2)] = 0.0  # taken per occurrence in the output
+    # Divides (negative: multiplies) logits of tokens in prompt or output.
+    repetition_penalty: Annotated[float, _Range(_ABOVE_0, _FLOAT_MAX)] = 1.0
+    temperature: Annotated[float, _Range(0, 2)] = 1.0  # 0 is greedy
+    top_p: Annotated[float, _Range(_ABOVE_0, 1)] = 1.0  # keep the fewest most likely tokens that have this mass
+    top_k: Annotated[int, _Range(-1, _INT_MAX)] = 0  # keep the k most likely; 0 and -1: all
+    min_p: Annotated[float, _Range(0, 1)] = 0.0  # keep tokens at least this likely relative to the most likely
+    seed: Annotated[int | None, _Range(-(2**63), 2**64 - 1)] = None  # 64 bits, signed or unsigned
     stop: str | list[str] = []  # strings that end the text; a list once built
     stop_token_ids: list[int] = []  # tokens that end the sequence, besides end-of-sequence
     bad_words: list[str] = []  # never generated, with or without a leading space
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # output tokens at most; None: to the end of the context
-    min_tokens: int = 0  # output tokens before end-of-sequence or a stop may come
-    logprobs: int | None = None  # alternatives reported per output token; -1: the vocabulary
-    prompt_logprobs: int | None = None  # likewise per prompt token
+    max_tokens: Annotated[int | None, _Range(1, _INT_MAX)] = 16  # output tokens at most; None: to the context's end
+    min_tokens: Annotated[int, _Range(0, _INT_MAX)] = 0  # output tokens before end-of-sequence or a stop may come
+    logprobs: Annotated[int | None, _Range(-1, _INT_MAX)] = None  # alternatives per output token; -1: the vocabulary
+    prompt_logprobs: Annotated[int | None, _Range(-1, _INT_MAX)] = None  # likewise per prompt token
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, clamped to +-100
     allowed_token_ids: list[int] | None = None  # only these may be drawn
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: the context length
+    # Keep the prompt's last k tokens; -1: the context length.
+    truncate_prompt_tokens: Annotated[int | None, _Range(-1, _INT_MAX)] = None
     # Called with (output_ids, logits) or (prompt_ids, output_ids, logits).
     logits_processors: list[Callable[..., Any]] | None = None
     structured_outputs: StructuredOutputsParams | None = None  # what the output must look like; a dict becomes one
@@ -151,7 +152,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
     speculative: bool = True  # with drafts, where the engine makes any; not a field of vLLM's
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     use_beam_search: bool = False  # keep the best_of (or n) likeliest beginnings, return the n best; temperature 0
-    length_penalty: float = 1.0  # [-10, 10]; beams are ranked by cumulative logprob / output tokens ** length_penalty
+    # Beams are ranked by cumulative logprob / output tokens ** length_penalty.
+    length_penalty: Annotated[float, _Range(-10, 10)] = 1.0
     # When a beam search with best_of ended outputs ends: at once (True), when the beams at their present length are no
     # better (False), or when they can't get better ("never").
     early_stopping: bool | str = False
@@ -160,14 +162,13 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         for field in ("logprobs", "prompt_logprobs"):  # vLLM's callers write True for one alternative
             if isinstance(getattr(self, field), bool):
                 setattr(self, field, 1 if getattr(self, field) else None)
-        for field in _INT_RULES:
-            self._check_int(field)
-        for field in _FLOAT_RULES:
-            self._check_float(field)
+        for field, rule in _NUMBERS.items():
+            setattr(self, field, _checked(field, getattr(self, field), rule))
         for field in _BOOLS:
-            value = getattr(self, field)
+            value = plain(getattr(self, field))
             if type(value) is not bool:
-                setattr(self, field, _bool(field, value))
+                raise broken(field, value, "True or False")
+            setattr(self, field, value)
         self._check_lists()
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
@@ -225,36 +226,16 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             if length is not None and length > max_model_len:
                 raise broken(field, length, f"at most the context length, {max_model_len}")
 
-    def _check_int(self, field: str) -> None:
-        low, high, optional = _INT_RULES[field]
-        value = getattr(self, field)
-        if value is None and optional:
-            return
-        value = _int(value)
-        if value is None or not low <= value <= high:
-            words = f"an integer in [{low}, {high}]" if high != _INT_MAX else f"an integer >= {low}"
-            raise broken(field, getattr(self, field), words + (" or None" if optional else ""))
-        setattr(self, field, value)
-
-    def _check_float(self, field: str) -> None:
-        low, high, closed, words = _FLOAT_RULES[field]
-        given = getattr(self, field)
-        value = _float(given)
-        # Both comparisons are false for NaN; infinity is refused where `high` is infinite too.
-        if value is None or not low <= value <= high or value == _INF or (value == low and not closed):
-            raise broken(field, given, f"a number {words}")
-        setattr(self, field, value)
-
     def _check_lists(self) -> None:
-        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
-        self.bad_words = _strings("bad_words", self.bad_words)
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        self.stop = strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
+        self.bad_words = strings("bad_words", self.bad_words)
+        self.stop_token_ids = token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            self.allowed_token_ids = token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise broken("allowed_token_ids", [], "a non-empty list of token ids, or None for all tokens")
         if self.logits_processors is not None:
-            processors = _items("logits_processors", self.logits_processors, "callables")
+            processors = items("logits_processors", self.logits_processors, "callables")
             for processor in processors:
                 if not callable(processor):
                     raise broken("logits_processors", processor, "a list of callables")
@@ -321,6 +302,11 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
 
 
 _FIELDS = msgspec.structs.fields(SamplingParams)
+_NUMBERS: dict[str, _Rule] = {
+    name: (float if hint.__origin__ is float else int, type(None) in get_args(hint.__origin__), hint.__metadata__[0])
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
 _BOOLS = tuple(field.name for field in _FIELDS if field.type is bool)
 _DEFAULTS = {field.name: [] if field.default is msgspec.NODEFAULT else field.default for field in _FIELDS}
 
@@ -342,10 +328,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
     early_stopping: bool | str = False  # as in SamplingParams
 
     def __post_init__(self) -> None:
-        width = _int(self.beam_width)
-        if width is None or not 1 <= width <= MAX_NUM_SEQUENCES:
-            raise broken("beam_width", self.beam_width, f"an integer in [1, {MAX_NUM_SEQUENCES}]")
-        self.beam_width = width
+        self.beam_width = _checked("beam_width", self.beam_width, _NUMBERS["n"])
         self.sampling_params()
 
     def sampling_params(self) -> SamplingParams:
@@ -354,81 +337,26 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamesUnknownKeywords):
         return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, **fields)
 
 
-def _plain(value: Any) -> Any:
-    """Python's own number for a numpy or torch scalar; anything else as it is."""
-    kind = type(value)
-    if kind is int or kind is float or kind is bool or not hasattr(value, "item"):
-        return value
-    try:
-        return value.item()
-    except Exception:  # an array of several values: left to fail the type check
-        return value
-
-
-def _int(value: Any) -> int | None:
-    """The number as an int; None where it is none (a bool, a float, a str)."""
-    if type(value) is int:
-        return value
-    value = _plain(value)
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _float(value: Any) -> float | None:
-    """The number as a float; None where it is none (a bool, a str, an int beyond a float's range)."""
-    if type(value) is float:
-        return value
-    value = _plain(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _checked(field: str, given: Any, rule: _Rule) -> Any:
+    kind, optional, allowed = rule
+    if given is None and optional:
         return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _bool(field: str, value: Any) -> bool:
-    value = _plain(value)
-    if type(value) is not bool:
-        raise broken(field, value, "True or False")
+    value = number(given, kind)
+    if value is None or not allowed.low <= value <= allowed.high:  # both are false for NaN
+        raise broken(field, given, allowed.words(kind) + (" or None" if optional else ""))
     return value
-
-
-def _items(field: str, value: Any, what: str) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise broken(field, value, f"a list of {what}")
-    return list(value)
-
-
-def _strings(field: str, value: Any) -> list[str]:
-    strings = _items(field, value, "strings")
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise broken(field, string, "a list of non-empty strings")
-    return strings
-
-
-def _token_ids(field: str, value: Any) -> list[int]:
-    token_ids: list[int] = []
-    for item in _items(field, value, "token ids"):
-        token_id = _int(item)
-        if token_id is None or token_id < 0:
-            raise broken(field, item, "a list of token ids (integers >= 0)")
-        token_ids.append(token_id)
-    return token_ids
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise broken("logit_bias", value, "a dict of token id -> bias")
     biases: dict[int, float] = {}
-    for key, bias in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else _int(key)  # JSON has only string keys
+    for key, given in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else number(key, int)  # JSON: string keys
         if token_id is None or token_id < 0:
             raise broken("logit_bias", key, "keyed by token ids (integers >= 0)")
-        number = _float(bias)
-        if number is None or math.isnan(number):
-            raise broken("logit_bias", bias, "of numbers (clamped to [-100, 100])")
-        biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, number))
+        bias = number(given, float)
+        if bias is None or math.isnan(bias):
+            raise broken("logit_bias", given, "of numbers (clamped to [-100, 100])")
+        biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias))
     return biases

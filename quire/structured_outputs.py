@@ -5,13 +5,14 @@ makes a grammar of it. Here it is checked for form and size only, so that whatev
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from quire.errors import InvalidRequestError, broken
 from quire.utils.keywords import NamesUnknownKeywords
+from quire.utils.values import strings
 
 MAX_GRAMMAR_BYTES = 2**20  # of a schema, a grammar, a regex, or all choices together
 MAX_CHOICES = 16384
@@ -96,12 +97,7 @@ def _json_text(field: str, value: Any) -> str:
 
 
 def _choices(value: Any) -> list[str]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise broken("structured_outputs.choice", value, "a list of strings")
-    choices = list(value)
+    choices = strings("structured_outputs.choice", value)
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise broken("structured_outputs.choice", f"{len(choices)} strings", f"a list of 1 to {MAX_CHOICES} strings")
-    for choice in choices:
-        if not isinstance(choice, str) or not choice:
-            raise broken("structured_outputs.choice", choice, "a list of non-empty strings")
     return choices
