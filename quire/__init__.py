@@ -8,28 +8,17 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "LLM": "quire.entrypoints.llm",
-    "LLMEngine": "quire.engine.llm_engine",
-    "AsyncLLM": "quire.engine.async_llm",
-    "AsyncLLMEngine": "quire.engine.async_llm",
-    "AsyncOptions": "quire.engine.async_llm",
-    "EngineArgs": "quire.config.engine_args",
-    "SamplingParams": "quire.sampling_params",
-    "BeamSearchParams": "quire.sampling_params",
-    "SamplingType": "quire.sampling_params",
-    "StructuredOutputsParams": "quire.structured_outputs",
-    "GuidedDecodingParams": "quire.structured_outputs",
-    "RequestOutputKind": "quire.sampling_params",
-    "RequestOutput": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
-    "Logprob": "quire.outputs",
-    "BeamSearchOutput": "quire.outputs",
-    "BeamSearchSequence": "quire.outputs",
-    "TextPrompt": "quire.inputs",
-    "TokensPrompt": "quire.inputs",
-    "PromptType": "quire.inputs",
+_NAMES = {
+    "quire.entrypoints.llm": ("LLM",),
+    "quire.engine.llm_engine": ("LLMEngine",),
+    "quire.engine.async_llm": ("AsyncLLM", "AsyncLLMEngine", "AsyncOptions"),
+    "quire.config.engine_args": ("EngineArgs",),
+    "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
+    "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
+    "quire.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence"),
+    "quire.inputs": ("TextPrompt", "TokensPrompt", "PromptType"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

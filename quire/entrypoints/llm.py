@@ -6,7 +6,7 @@ requests and drives an `LLMEngine` to the end; it holds no scheduling or model c
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,7 +14,7 @@ from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
-from quire.inputs import PromptType, TextPrompt, TokensPrompt
+from quire.inputs import PromptType
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import Terms
@@ -77,28 +77,6 @@ class LLM:
         """What `generate` uses when no parameters are passed: the model's generation_config.json, if it has one."""
         return self.llm_engine.config.default_sampling_params()
 
-    @overload
-    def generate(
-        self,
-        prompts: str | TextPrompt | TokensPrompt | list[int],
-        sampling_params: ParamsType | None = None,
-        use_tqdm: bool = True,
-        lora_request: None = None,
-        priority: int | list[int] | None = None,
-        client: str | None = None,
-    ) -> list[RequestOutput]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[PromptType],
-        sampling_params: ParamsType | None = None,
-        use_tqdm: bool = True,
-        lora_request: None = None,
-        priority: int | list[int] | None = None,
-        client: str | None = None,
-    ) -> list[RequestOutput]: ...
-
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -131,10 +109,7 @@ class LLM:
             raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         many = _as_list(prompts)
         params = self._params_for(sampling_params, len(many))
-        priorities = priority if isinstance(priority, list) else [priority or 0] * len(many)
-        if len(priorities) != len(many):
-            message = f"{len(priorities)} priorities for {len(many)} prompts; give one each."
-            raise InvalidRequestError(message, "priority")
+        priorities = _one_each(priority or 0, len(many), "priorities", "priority")
         terms = [Terms(priority=priority, client=client) for priority in priorities]
         return self._run(self._add_all(many, params, terms), use_tqdm)
 
@@ -278,18 +253,8 @@ class LLM:
         return self.llm_engine.apply_model(function)
 
     def _params_for(self, given: ParamsType | None, num_prompts: int) -> list[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * num_prompts
-        # Anything that is no sequence of them is told so for the first prompt.
-        params: list[SamplingParams] = list(given) if isinstance(given, Sequence) else [given] * num_prompts
-        if len(params) != num_prompts:
-            raise InvalidRequestError(
-                f"{len(params)} sampling params for {num_prompts} prompts; give one for all, or one each.",
-                "sampling_params",
-            )
-        return params
+        given = self.get_default_sampling_params() if given is None else given
+        return _one_each(given, num_prompts, "sampling params", "sampling_params")
 
     def _add_all(
         self,
@@ -365,6 +330,14 @@ def _final_only(params: SamplingParams) -> SamplingParams:
     params = params.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
+
+
+def _one_each(given: Any, num_prompts: int, what: str, name: str) -> list[Any]:
+    """One for all, or a list of one each; anything else is told so for the first prompt."""
+    each = list(given) if isinstance(given, Sequence) else [given] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequestError(f"{len(each)} {what} for {num_prompts} prompts; give one for all, or one each.", name)
+    return each
 
 
 def _num_tokens(output: RequestOutput) -> int:
