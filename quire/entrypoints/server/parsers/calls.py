@@ -5,6 +5,7 @@ arguments that come one by one in some other notation.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function
@@ -34,6 +35,34 @@ def json_calls(read: Reader, known: bool = False) -> Script[None]:
             yield from read.literal("]")
             return
         yield from read.space()
+
+
+def marked_json(*marks: str, close: str) -> Callable[[Reader], Script[None]]:
+    """The script of such calls after a mark, closed or not."""
+
+    def script(read: Reader) -> Script[None]:
+        while mark := (yield from read.text(*marks)):
+            with read.attempt(mark):
+                yield from json_calls(read)
+                yield from read.space()
+                yield from read.one_of(close)
+
+    return script
+
+
+def whole_or_marked(mark: str, calls: Callable[[Reader], Script[None]]) -> Callable[[Reader], Script[None]]:
+    """The script of calls that are the whole answer, with or without the mark, or that come after the mark in it."""
+
+    def script(read: Reader) -> Script[None]:
+        with read.attempt(None):
+            yield from read.space()
+            yield from read.one_of(mark)
+            yield from calls(read)
+        while found := (yield from read.text(mark)):
+            with read.attempt(found):
+                yield from calls(read)
+
+    return script
 
 
 def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:

@@ -87,44 +87,49 @@ def tagged_call(name: tuple[str, str], argument: tuple[str, str, str], end: str)
     """
     opening, middle, closing = argument
 
-    def write(lark: Lark, function: Function) -> str:
-        items: list[tuple[str, bool]] = []
-        for key, schema, needed in _arguments(function):
-            head = lark.text(opening + key + middle)
-            if types_of(function).get(key) == {"string"}:
-                items.append((f"{head} {_string(lark, schema, closing)}", needed))
-            else:
-                items.append((f"{head} {lark.json(schema)} {lark.text(closing)}", needed))
-        series = lark.series(items, "") if items else ""
-        return " ".join(filter(None, [lark.text(name[0] + function.name + name[1]), series, lark.text(end)]))
+    def value(lark: Lark, schema: dict[str, Any], is_text: bool) -> str:
+        return _string(lark, schema, closing) if is_text else f"{lark.json(schema)} {lark.text(closing)}"
 
-    return write
+    return _listed_call(name, (opening, middle, ""), end, value)
 
 
 def keyword_call() -> WriteCall:
     """`name(key=value, ...)`, values as JSON."""
 
-    def write(lark: Lark, function: Function) -> str:
-        items = [
-            (f"{lark.text(f'{key}=')} {lark.json(schema)}", needed) for key, schema, needed in _arguments(function)
-        ]
-        series = lark.series(items, ", ") if items else ""
-        return f"{lark.text(function.name + '(')} {series} {lark.text(')')}"
-
-    return write
+    return _listed_call(("", "("), ("", "=", ", "), ")", lambda lark, schema, is_text: lark.json(schema))
 
 
 def braced_call(begin: str, end: str, quote: str) -> WriteCall:
     """`name{key:value,...}` between two texts; text between marks, all else as JSON."""
 
+    def value(lark: Lark, schema: dict[str, Any], is_text: bool) -> str:
+        return f"{lark.text(quote)} {_string(lark, schema, quote)}" if is_text else lark.json(schema)
+
+    return _listed_call((begin, "{"), ("", ":", ","), "}" + end, value)
+
+
+def _listed_call(
+    name: tuple[str, str],
+    argument: tuple[str, str, str],
+    end: str,
+    value: Callable[[Lark, dict[str, Any], bool], str],
+) -> WriteCall:
+    """Arguments one after another.
+
+    Args:
+        argument: what comes before a key, between key and value, and between arguments.
+        value: writes one, by its schema, and whether that has it be text.
+    """
+    opening, middle, between = argument
+
     def write(lark: Lark, function: Function) -> str:
-        items: list[tuple[str, bool]] = []
-        for key, schema, needed in _arguments(function):
-            is_text = types_of(function).get(key) == {"string"}
-            value = f"{lark.text(quote)} {_string(lark, schema, quote)}" if is_text else lark.json(schema)
-            items.append((f"{lark.text(f'{key}:')} {value}", needed))
-        series = lark.series(items, ",") if items else ""
-        return f"{lark.text(begin + function.name + '{')} {series} {lark.text('}' + end)}"
+        types = types_of(function)
+        items = [
+            (f"{lark.text(opening + key + middle)} {value(lark, schema, types.get(key) == {'string'})}", needed)
+            for key, schema, needed in _arguments(function)
+        ]
+        series = lark.series(items, between) if items else ""
+        return " ".join(filter(None, [lark.text(name[0] + function.name + name[1]), series, lark.text(end)]))
 
     return write
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function
-from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls
+from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls, marked_json
 from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call, schema_of
 from quire.entrypoints.server.parsers.lark import Lark
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
@@ -93,20 +93,13 @@ def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
     """A mark, then JSON with the name in it."""
     end = after.lstrip().lstrip("}] \n\t").strip()
 
-    def script(read: Reader) -> Script[None]:
-        while found := (yield from read.text(mark)):
-            with read.attempt(found):
-                yield from json_calls(read)
-                yield from read.space()
-                yield from read.one_of(end)
-
     close = _LAST_MARKS.sub("", after)
 
     def write(lark: Lark, function: Function) -> str:
         name = json.dumps(function.name)[1:-1]
         return f"{lark.text(before.lstrip() + name + middle)} {lark.json(schema_of(function))} {lark.text(close)}"
 
-    return Form(script, Frame(mark, write), marks=(mark, *([end] if end else [])))
+    return Form(marked_json(mark, close=end), Frame(mark, write), marks=(mark, *([end] if end else [])))
 
 
 def _named(before: str, middle: str, after: str) -> Form:

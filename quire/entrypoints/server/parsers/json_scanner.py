@@ -15,6 +15,15 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 _CLOSES = {"{": "}", "[": "]"}
+_BEGINS_VALUE = '{["-0123456789' + "".join(_LITERALS)
+_MAY_COME = {
+    "value": _BEGINS_VALUE,
+    "first [": _BEGINS_VALUE + "]",
+    "first {": '"}',
+    "key": '"',
+    "colon": ":",
+    "next": ",]}",
+}
 
 
 class NoJsonError(ValueError):
@@ -41,13 +50,7 @@ class JsonScanner:
         self._written: list[str] = []  # of this piece, before `_copied`
         self._copied = 0
         self._text = ""
-        self._steps = {
-            "value": self._value,
-            "first item": self._first_item,
-            "first key": self._first_key,
-            "key": self._key,
-            "colon": self._colon,
-            "next": self._next,
+        self._within = {
             "string": self._string,
             "escape": self._escape,
             "hex": self._hex,
@@ -64,7 +67,7 @@ class JsonScanner:
         self._written, self._copied, self.taken = [], 0, 0
         self._text = text
         while not self.done and self.taken < len(text):
-            self.taken = self._steps[self._state](text, self.taken)
+            self.taken = self._within.get(self._state, self._between)(text, self.taken)
         return self.flush()
 
     def flush(self) -> str:
@@ -75,68 +78,39 @@ class JsonScanner:
 
     # Each takes at least one character, or changes the state.
 
-    def _value(self, text: str, at: int) -> int:
-        at = _space(text, at)
+    def _between(self, text: str, at: int) -> int:
+        """What stands around and between values and keys: space, and one character, which says what comes next."""
+        space = _SPACE.match(text, at)
+        at = space.end() if space else at
         if at == len(text):
             return at
-        char = text[at]
-        if char in _CLOSES:
+        char, state = text[at], self._state
+        if char not in _MAY_COME[state]:
+            raise self._fault(at)
+        if char in "{[":
             if len(self._open) == MAX_DEPTH:
                 raise self._fault(at)
             self._open.append(char)
-            self._state = "first key" if char == "{" else "first item"
+            self._state = f"first {char}"
+        elif char in "]}":
+            if _CLOSES[self._open.pop()] != char:
+                raise self._fault(at)
+            self._end_value()
+        elif char == ",":
+            self._state = "key" if self._open[-1] == "{" else "value"
+        elif char == ":":
+            self._state = "value"
         elif char == '"':
-            self._state, self._is_key = "string", False
+            self._state, self._is_key = "string", state in ("key", "first {")
         elif char in _LITERALS:
             self._state, self._rest = "literal", _LITERALS[char]
-        elif char in "-0123456789":
-            self._state, self._number = "number", char
         else:
-            raise self._fault(at)
-        return at + 1
-
-    def _first_item(self, text: str, at: int) -> int:
-        at = _space(text, at)
-        if text.startswith("]", at):
-            return self._close(at)
-        self._state = "first item" if at == len(text) else "value"
-        return at
-
-    def _first_key(self, text: str, at: int) -> int:
-        at = _space(text, at)
-        return self._close(at) if text.startswith("}", at) else self._key(text, at)
-
-    def _key(self, text: str, at: int) -> int:
-        at = _space(text, at)
-        if at == len(text):
-            return at
-        if text[at] != '"':
-            raise self._fault(at)
-        self._state, self._is_key = "string", True
-        return at + 1
-
-    def _colon(self, text: str, at: int) -> int:
-        at = _space(text, at)
-        if at == len(text):
-            return at
-        if text[at] != ":":
-            raise self._fault(at)
-        self._state = "value"
-        return at + 1
-
-    def _next(self, text: str, at: int) -> int:
-        at = _space(text, at)
-        if at == len(text):
-            return at
-        if text[at] == _CLOSES[self._open[-1]]:
-            return self._close(at)
-        if text[at] != ",":
-            raise self._fault(at)
-        self._state = "key" if self._open[-1] == "{" else "value"
+            self._state, self._number = "number", char
         return at + 1
 
     def _string(self, text: str, at: int) -> int:
-        at = _end(_PLAIN, text, at)
+        plain = _PLAIN.match(text, at)
+        at = plain.end() if plain else at
         if at == len(text):
             return at
         if text[at] == '"':
@@ -183,25 +157,9 @@ class JsonScanner:
         self._end_value()
         return at
 
-    def _close(self, at: int) -> int:
-        self._open.pop()
-        self._end_value()
-        return at + 1
-
     def _end_value(self) -> None:
         self._state, self.done = "next", not self._open
 
     def _fault(self, at: int) -> NoJsonError:
         self.taken = at
         return NoJsonError(f"{self._text[at : at + 20]!r} can't follow")
-
-
-def _space(text: str, at: int) -> int:
-    return _end(_SPACE, text, at)
-
-
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a pattern that fits anything, if only by nothing, ends."""
-    found = pattern.match(text, at)
-    assert found is not None, "it fits nothing, too"
-    return found.end()

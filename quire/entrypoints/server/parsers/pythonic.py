@@ -6,7 +6,7 @@ Only the names of tools on offer make a call; each argument is sent when it is c
 import ast
 from typing import Any
 
-from quire.entrypoints.server.parsers.calls import ArgumentWriter
+from quire.entrypoints.server.parsers.calls import ArgumentWriter, whole_or_marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, keyword_call
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
 
@@ -15,16 +15,6 @@ _MAX_ARGUMENT = 1 << 16  # characters
 _OPENS, _CLOSES = "([{", ")]}"
 _INFINITE = (float("inf"), float("-inf"))
 _JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
-def _script(read: Reader) -> Script[None]:
-    with read.attempt(None):
-        yield from read.space()
-        yield from read.one_of(_START)
-        yield from _calls(read)
-    while mark := (yield from read.text(_START)):
-        with read.attempt(mark):
-            yield from _calls(read)
 
 
 def _calls(read: Reader) -> Script[None]:
@@ -119,4 +109,8 @@ def _plain(node: ast.expr) -> Any:
     raise ValueError("no literal")
 
 
-FORM = Form(_script, Frame("", keyword_call(), before="[", between=", ", after="]"), marks=(_START, _END))
+FORM = Form(
+    whole_or_marked(_START, _calls),
+    Frame("", keyword_call(), before="[", between=", ", after="]"),
+    marks=(_START, _END),
+)

@@ -2,7 +2,7 @@
 
 from quire.entrypoints.server.parsers.calls import ArgumentWriter
 from quire.entrypoints.server.parsers.forms import Form, Frame, tagged_call
-from quire.entrypoints.server.parsers.hermes import CLOSE, OPEN
+from quire.entrypoints.server.parsers.json_formats import CLOSE, OPEN
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
