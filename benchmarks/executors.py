@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.executor.processes import ProcessesExecutor
+from quire.executor.processes import Processes
+from quire.executor.remote import RemoteExecutor
 
 WAYS: dict[str, dict[str, Any]] = {
     "in-process": {},
@@ -50,8 +51,8 @@ def main() -> None:
         base = base or seconds
         print(f"{name:12s} {seconds * 1e6:7.0f} us a step, {(seconds - base) * 1e6:+5.0f} us")
         executor = llm.llm_engine.executor
-        if isinstance(executor, ProcessesExecutor):
-            pids = [process.pid for process in executor._processes]
+        if isinstance(executor, RemoteExecutor) and isinstance(executor.workers, Processes):
+            pids = [process.pid for process in executor.workers.processes]
             before = sum(map(cpu_ticks, pids))
             time.sleep(3)
             print(f"{'':12s} idle: {(sum(map(cpu_ticks, pids)) - before) / 3:.1f} % of a core")

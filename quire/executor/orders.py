@@ -1,6 +1,6 @@
 """What an executor orders of workers in other processes: a table of messages, and the layout of their memory.
 
-Both ends read it: `quire.executor.processes` and `quire.entrypoints.worker`. An order is a method of
+Both ends read it: `quire.executor.remote` and `quire.executor.rank`. An order is a method of
 `quire.worker.worker.Worker` with one argument at most, of `quire.protocol`. Must not know torch.
 """
 
@@ -65,7 +65,7 @@ def lines_bytes(num_ranks: int) -> int:
     return _BEATS + (1 + num_ranks) * PIPE_BYTES
 
 
-def decoded(body: bytearray, kind: Any) -> Any:
+def decoded(body: bytes | bytearray, kind: Any) -> Any:
     """What was encoded, held against its type."""
     return _decoder(kind).decode(body)
 

@@ -3,14 +3,15 @@
 from quire.config.parallel import ParallelConfig
 from quire.config.worker import WorkerConfig
 from quire.executor.base import Executor
+from quire.executor.remote import RemoteExecutor
 
 
 def select_executor(config: WorkerConfig, parallel: ParallelConfig) -> Executor:
     """An executor that is not started yet."""
     if parallel.has_processes:
-        from quire.executor.processes import ProcessesExecutor
+        from quire.executor.processes import Processes
 
-        return ProcessesExecutor(config, parallel)
+        return RemoteExecutor(config, Processes(parallel))
     from quire.executor.inprocess import InProcessExecutor  # with torch: not before it is asked for
 
     return InProcessExecutor(config)

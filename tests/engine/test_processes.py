@@ -20,7 +20,8 @@ from test_exactness import VARIANTS, changes_of, engine, facts, requests, run
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, NotYetSupportedError
 from quire.executor import processes
-from quire.executor.processes import ProcessesExecutor
+from quire.executor.processes import Processes
+from quire.executor.remote import RemoteExecutor
 from quire.executor.transport import Pipe
 
 MP: dict[str, Any] = {"distributed_executor_backend": "mp"}
@@ -52,8 +53,9 @@ def marked(mark: str) -> list[int]:
 
 def workers(llm: LLM) -> list[int]:
     executor = llm.llm_engine.executor
-    assert isinstance(executor, ProcessesExecutor)
-    return [process.pid for process in executor._processes]
+    assert isinstance(executor, RemoteExecutor)
+    assert isinstance(executor.workers, Processes)
+    return [process.pid for process in executor.workers.processes]
 
 
 def generate_for_ever(llm: LLM, prompts: list[str]) -> None:

@@ -1,0 +1,48 @@
+"""What a worker of several does with its orders, wherever it runs: one after another, until told to end or a fault.
+
+Its own process (`quire.entrypoints.worker`) has one, or a Ray actor. Must not know how messages come and go.
+"""
+
+import dataclasses
+import gc
+import logging
+from typing import Any
+
+from quire.errors import QuireError
+from quire.executor.orders import FAULT, ORDERS, decoded, encoded
+
+logger = logging.getLogger("quire")
+
+
+class Rank:
+    """One worker, made when it is told to load.
+
+    Attributes:
+        fault: the answer after which it carries out nothing; b"" before.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.fault = rank, b""
+        self._worker: Any = None
+
+    def carry_out(self, number: int, body: bytes | bytearray) -> tuple[int, bytes] | None:
+        """The answer to an order, with its number; None where this rank gives none."""
+        name, order = list(ORDERS.items())[number]
+        try:
+            given = [] if order.argument is None else [decoded(body, order.argument)]
+            if name == "load":
+                from quire.worker.worker import Worker  # torch comes in here: the watch must not wait for it
+
+                self._worker = Worker(dataclasses.replace(given[0][0], rank=self.rank))
+                value = self._worker.load(given[0][1] and self.rank == 0)
+                gc.freeze()  # the model's objects are here to stay: collections need not look at them again
+            else:
+                value = getattr(self._worker, name)(*given)
+        except Exception as error:
+            if name != "load" or not isinstance(error, QuireError):
+                logger.critical("the worker failed in %s", order.doing, exc_info=True)
+            kind = "MemoryError" if isinstance(error, MemoryError | OSError) else type(error).__name__
+            self.fault = encoded((kind, str(error)))
+            return FAULT, self.fault
+        answers = order.answers == "all" or (order.answers == "first" and self.rank == 0)
+        return (number, encoded(value)) if answers else None
