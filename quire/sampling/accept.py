@@ -8,6 +8,7 @@ bit. The device calls it, for lanes whose `drafted` is set; it knows no proposer
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +17,14 @@ from torch import Tensor
 
 from quire.ops.native.library import Target
 from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.processing import RowError
 from quire.sampling.random import ACCEPT, DRAFT, RECOVER, random_bits
-from quire.sampling.sampler import Draws, sample, weigh_rows
+from quire.sampling.sampler import Draws, row_weights, sample
 from quire.sampling.select import DrawTable, Weights
 from quire.sampling.state import SamplingState
-from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import Lane
 
 Probs = npt.NDArray[np.float64]
-
-_WEIGHED_NUMEL = 2**22  # weights held at once: 32 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,14 @@ def judge_lanes(logits: Tensor, lanes: Sequence[Lane], rule: Rule, target: Targe
     The last position of a lane is judged, too, if its row has a draft that was not computed, or gets one from `ask`;
     drafts that are left after it stay in the row.
     """
-    without = [lane for lane in lanes if not lane.state.tokens.has_draft]
-    active = [lane for lane in lanes if lane.state.tokens.has_draft]
-    while active:
-        agreeing = _judge(logits, active, rule, target)
-        active = [lane for lane in agreeing if lane.state.tokens.has_draft]
-        without += [lane for lane in agreeing if not lane.state.tokens.has_draft]
+    logits = logits.cpu()
+    refused: list[Lane] = []
+    without = [lane for lane in lanes if _judge(logits, lane, rule, refused)]
     # The first token of all is just drawn: a draft model need not have read the prompt by then.
     if rule.ask is not None and (due := [lane for lane in without if lane.state.position]):
         rule.ask(due)
-        _judge(logits, [lane for lane in due if lane.state.tokens.num_drafts], rule, target)
-    _draw(logits, [lane for lane in without if not lane.failure and len(lane.token_ids) == lane.num_drafts], target)
+        without = [lane for lane in without if _judge(logits, lane, rule, refused)]
+    _draw(logits, refused + without, target)
     for lane in lanes:
         k, num = lane.state.num_logprobs, len(lane.token_ids)
         if k is not None and num and lane.failure is None:
@@ -73,15 +69,15 @@ def draw_drafts(
     None, and None, where that fails; greedy ones are drawn from nothing. Nothing may look back, as for
     `quire.sampling.waves.sample_ahead`.
     """
+    logits = logits.cpu()
     token_ids: list[int | None] = [None] * len(states)
     probs: list[Probs | None] = [None] * len(states)
-    drawing = [i for i, state in enumerate(states) if not state.greedy]
-    weights, failures = weigh_rows(logits, Draws([states[i] for i in drawing], [1] * len(drawing), drawing), target)
-    for row, i in enumerate(drawing):
-        if row not in failures:
-            state = states[i]
-            bits = random_bits(state.seed, state.sequence_index, state.position + ahead, DRAFT)
-            token_ids[i], probs[i] = DrawTable(None, weights[row]).pick(bits), _probs(weights[row])
+    for i, state in enumerate(states):
+        if not state.greedy:
+            with suppress(RowError):
+                weights = row_weights(logits[i], state)
+                bits = random_bits(state.seed, state.sequence_index, state.position + ahead, DRAFT)
+                token_ids[i], probs[i] = DrawTable(None, weights).pick(bits), _probs(weights)
     if greedy := [i for i, state in enumerate(states) if state.greedy]:
         output = sample(logits, Draws([states[i] for i in greedy], [1] * len(greedy), greedy), target)
         for i, drawn in zip(greedy, output.token_ids, strict=True):
@@ -89,69 +85,35 @@ def draw_drafts(
     return token_ids, probs
 
 
-@dataclass(slots=True)
-class _Span:
-    """Positions of a lane that are judged together: its next one, and more where nothing looks back at tokens."""
+def _judge(logits: Tensor, lane: Lane, rule: Rule, refused: list[Lane]) -> bool:
+    """Judge the drafts of a lane for as long as they are accepted; joins `refused` if it has none in a draft's place.
 
-    lane: Lane
-    draft_ids: list[int]
-
-    @classmethod
-    def next_of(cls, lane: Lane) -> "_Span":
-        tokens, state = lane.state.tokens, lane.state
-        num = 1 if state.looks_back else min(tokens.num_drafts, lane.num_drafts + 1 - len(lane.token_ids))
-        draft_ids = tokens.ids[tokens.num : tokens.num + num].tolist()
-        return cls(lane, draft_ids[:-1] if draft_ids[-1] == NO_DRAFT else draft_ids)
-
-
-def _judge(logits: Tensor, lanes: Sequence[Lane], rule: Rule, target: Target | None) -> list[Lane]:
-    """Judge the next drafts of lanes; returns those that have agreed so far and have a position left."""
-    spans = [_Span.next_of(lane) for lane in lanes]
-    agreeing: list[Lane] = []
-    size = max(1, _WEIGHED_NUMEL // logits.shape[1])
-    while spans:
-        num = num_rows = 0
-        while num < len(spans) and (not num or num_rows + len(spans[num].draft_ids) <= size):
-            num_rows += len(spans[num].draft_ids)
-            num += 1
-        agreeing += _judge_spans(logits, spans[:num], rule, target)
-        spans = spans[num:]
-    return agreeing
-
-
-def _judge_spans(logits: Tensor, spans: Sequence[_Span], rule: Rule, target: Target | None) -> list[Lane]:
-    places = [(span.lane, len(span.lane.token_ids) + j) for span in spans for j in range(len(span.draft_ids))]
-    masks = [lane.masks.get(place) if lane.masks else None for lane, place in places]
-    states, rows = [lane.state for lane, _ in places], [lane.first_row + place for lane, place in places]
-    weights, failures = weigh_rows(logits, Draws(states, [1] * len(rows), rows, masks), target)
-    agreeing: list[Lane] = []
-    refused: list[Lane] = []
-    start = 0
-    for span in spans:
-        lane, tokens = span.lane, span.lane.state.tokens
-        for row, draft_id in enumerate(span.draft_ids, start):
-            if row in failures:
-                lane.failure = failures[row]
-                break
-            drawn_from = lane.probs.pop(0) if lane.probs else None
-            if rule.threshold is not None:
-                chosen = draft_id if _is_typical(weights[row], draft_id, rule) else None
-            else:
-                chosen = _accept_or_recover(weights[row], draft_id, drawn_from, lane.state)
-            if chosen is None:
-                refused.append(lane)
-                break
-            lane.token_ids.append(chosen)
-            tokens.append(chosen)
-            if chosen != draft_id:
-                tokens.set_drafts([])
-                break
+    Returns whether it has a position left of which there is no draft.
+    """
+    tokens = lane.state.tokens
+    while (place := len(lane.token_ids)) <= lane.num_drafts:
+        if not tokens.has_draft:
+            return True
+        try:
+            weights = row_weights(logits[lane.first_row + place], lane.state, lane.mask(place))
+        except RowError as error:
+            lane.failure = error.failure
+            return False
+        draft_id = int(tokens.ids[tokens.num])
+        drawn_from = lane.probs.pop(0) if lane.probs else None
+        if rule.threshold is None:
+            chosen = _accept_or_recover(weights, draft_id, drawn_from, lane.state)
+        elif _is_typical(weights, draft_id, rule):
+            chosen = draft_id
         else:
-            if len(lane.token_ids) <= lane.num_drafts:
-                agreeing.append(lane)
-        start += len(span.draft_ids)
-    _draw(logits, refused, target)
-    return agreeing
+            refused.append(lane)
+            return False
+        lane.token_ids.append(chosen)
+        tokens.append(chosen)
+        if chosen != draft_id:
+            tokens.set_drafts([])
+            return False
+    return False
 
 
 def _accept_or_recover(weights: Weights, draft_id: int, drawn_from: Probs | None, state: SamplingState) -> int:
@@ -187,7 +149,7 @@ def _draw(logits: Tensor, lanes: Sequence[Lane], target: Target | None) -> None:
     if not lanes:
         return
     places = [len(lane.token_ids) for lane in lanes]
-    masks = [lane.masks.get(place) if lane.masks else None for lane, place in zip(lanes, places, strict=True)]
+    masks = [lane.mask(place) for lane, place in zip(lanes, places, strict=True)]
     rows = [lane.first_row + place for lane, place in zip(lanes, places, strict=True)]
     output = sample(logits, Draws([lane.state for lane in lanes], [1] * len(lanes), rows, masks), target)
     for lane, drawn in zip(lanes, output.token_ids, strict=True):

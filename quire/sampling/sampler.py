@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from quire.sampling import native
 from quire.sampling.logprobs import listed_logprobs, row_logprobs
 from quire.sampling.processing import Mask, RowError, float32_array, process_logits
 from quire.sampling.random import random_bits
-from quire.sampling.select import candidates, draw, kept_weights, leading_ids
+from quire.sampling.select import Weights, candidates, draw, kept_weights, leading_ids
 from quire.sampling.state import Floats, SamplingState
 
 logger = logging.getLogger(__name__)
@@ -85,25 +83,15 @@ def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> Sample
     return output
 
 
-def weigh_rows(
-    logits: Tensor, draws: Draws, target: Target | None = None
-) -> tuple[npt.NDArray[np.int64], dict[int, Failure]]:
-    """The weights by which each sequence would draw, int64 [R, V], 0 for what it can't; none is greedy.
+def row_weights(logits: Tensor, state: SamplingState, mask: Mask | None = None) -> Weights:
+    """The weights by which a sequence that is not greedy would draw from its row, int64 [V]; 0 for what it can't.
 
-    Returns also why there are none, by index of the sequence.
+    Raises:
+        RowError: it can't be sampled.
     """
-    logits = logits.cpu()
-    weights, failures = np.zeros((len(draws.states), logits.shape[1]), np.int64), dict[int, Failure]()
-    for i, state in enumerate(draws.states):
-        try:
-            mask = None if draws.masks is None else draws.masks[i]
-            processed = _processed(float32_array(logits[draws.rows[i]]), state, mask)
-            maximum = _largest(processed)[1]
-            kept = state.temperature, state.top_k, state.top_p, state.min_p
-            weights[i] = kept_weights(processed, maximum, *kept)
-        except RowError as error:
-            failures[i] = error.failure
-    return weights, failures
+    processed = _processed(float32_array(logits), state, mask)
+    maximum = _largest(processed)[1]
+    return kept_weights(processed, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
 
 
 def rank(logits: Tensor, draws: Draws, target: Target | None = None) -> list[TokenLogprobs | Failure]:

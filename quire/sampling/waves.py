@@ -70,6 +70,10 @@ class Lane:
         """Most of its drafts that can be accepted."""
         return self.num_drafts if self.tree is None else self.tree.depths[self.num_drafts - 1]
 
+    def mask(self, place: int) -> Mask | None:
+        """The bitmask of a sampled position, or place, where there is one."""
+        return self.masks.get(place) if self.masks else None
+
     def use_tree(self, tree: DraftTree) -> None:
         """Its drafts are the first nodes of a tree."""
         tokens = self.state.tokens
@@ -105,7 +109,7 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
         rows = [lane.first_row + place for lane, place in zip(lanes, places, strict=True)]
         masks = None
         if [lane for lane in lanes if lane.masks]:
-            masks = [lane.masks.get(place) if lane.masks else None for lane, place in zip(lanes, places, strict=True)]
+            masks = [lane.mask(place) for lane, place in zip(lanes, places, strict=True)]
         num_samples = [lane.num_samples for lane in lanes]
         output = sample(logits, Draws([lane.state for lane in lanes], num_samples, rows, masks), target)
         agreeing: list[Lane] = []
