@@ -13,7 +13,7 @@ def host(function: Callable[..., Tensor], inputs: Sequence[Tensor], width: int) 
     """``function(*inputs)`` -> [T, width]; a row of it must be a function of that row of the inputs alone."""
     if isinstance(inputs[0], Value):
         values = cast(Sequence[Any], inputs)
-        return recorded(values[0].builder.host(function, values, [width])[0])
+        return recorded(values[0].builder.host(function, values, width))
     return function(*inputs)
 
 

@@ -76,9 +76,6 @@ class NativeStep:
     writes: Value
     needs_step: bool
 
-    def values(self) -> list[Value]:
-        return [*self.reads, self.writes]
-
     def struct(self, number: dict[Value, int]) -> ctypes.Structure:
         return instruction(self.op, self.spec, [number[v] for v in self.reads], number[self.writes])
 
@@ -87,16 +84,17 @@ class NativeStep:
 class HostStep:
     """A function in torch, between two native parts."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Tensor]
     reads: list[Value]
-    writes: list[Value]
+    writes: Value
     needs_step = False
 
-    def values(self) -> list[Value]:
-        return [*self.reads, *self.writes]
-
     def call(self, number: dict[Value, int]) -> HostCall:
-        return HostCall(self.function, [number[v] for v in self.reads], [number[v] for v in self.writes])
+        return HostCall(self.function, [number[v] for v in self.reads], number[self.writes])
+
+
+Step = NativeStep | HostStep
+_FUSED = "a value was used after it was fused into another"
 
 
 class ProgramBuilder:
@@ -111,7 +109,7 @@ class ProgramBuilder:
         self.type = TYPE_OF[dtype]
         self.dtype = dtype
         self.target = target or default_target()
-        self._steps: list[NativeStep | HostStep] = []
+        self._steps: list[Step] = []
         self._inputs: list[Value] = []
         self._held: list[object] = []  # tensors that instructions point to
         self.check: Callable[[], None] | None = None  # raises after a run that other ranks have spoiled
@@ -126,9 +124,9 @@ class ProgramBuilder:
         """In place of the positions [T]."""
         return StepIndex(self, by_position=True)
 
-    def input(self, width: int, dtype: torch.dtype | None = None) -> Value:
+    def input(self, width: int) -> Value:
         """An activation that the caller brings to each run."""
-        value = Value(self, width, self.type if dtype is None else TYPE_OF[dtype])
+        value = Value(self, width, self.type)
         self._inputs.append(value)
         return value
 
@@ -157,29 +155,14 @@ class ProgramBuilder:
         """
         if isinstance(writes, int):
             writes = Value(self, writes, self.type if type is None else type)
-        step = NativeStep(op, c_struct(op)(**told), reads, writes, needs_step)
-        self._check_alive(step)
-        self._steps.append(step)
-        return writes
+        return self._record(NativeStep(op, c_struct(op)(**told), reads, writes, needs_step))
 
-    def host(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Value],
-        widths: Sequence[int],
-        dtype: torch.dtype | None = None,
-    ) -> list[Value]:
-        """Record a function that torch carries out: ``function(*tensors) -> tensor``, or a tuple of them.
+    def host(self, function: Callable[..., Tensor], inputs: Sequence[Value], width: int) -> Value:
+        """Record a function that torch carries out: of tensors [T, width], which it must not write to, to another.
 
-        It is given a tensor [T, width] for each value, which it must not write to, and returns one [T, width] for each
-        of `widths`, in `dtype` (default: the activations'). A row of the result must be a function of that row alone,
-        as of any operation.
+        That is of the activations' type. A row of it must be a function of that row alone, as of any operation.
         """
-        type = self.type if dtype is None else TYPE_OF[dtype]
-        step = HostStep(function, list(inputs), [Value(self, width, type) for width in widths])
-        self._check_alive(step)
-        self._steps.append(step)
-        return step.writes
+        return self._record(HostStep(function, list(inputs), Value(self, width, self.type)))
 
     def add(self, x: Value, y: Value) -> Value:
         """The sum of two activations; `x` is best the product that was just recorded."""
@@ -212,7 +195,7 @@ class ProgramBuilder:
         """The result of a product that has just been given more to do; what it made before is gone."""
         product.writes.fused = True
         product.writes = Value(self, width, self.type)
-        self._check_alive(product)
+        assert not any(value.fused for value in product.reads), _FUSED
         return product.writes
 
     def matrix(self, matrix: PackedMatrix) -> ctypes.Structure:
@@ -250,18 +233,24 @@ class ProgramBuilder:
         assert not any(value.fused for value in outputs), "an output was fused into another value; keep() it"
         return Program(_plan(self._steps, bound), self.target, self._held, self.check)
 
-    def _check_alive(self, step: NativeStep | HostStep) -> None:
-        assert not any(value.fused for value in step.values()), "a value was used after it was fused into another"
+    def _record(self, step: Step) -> Value:
+        assert not any(value.fused for value in step.reads), _FUSED
+        self._steps.append(step)
+        return step.writes
 
 
-def _plan(steps: list[NativeStep | HostStep], bound: list[Value]) -> Plan:
+def _values(step: Step) -> list[Value]:
+    return [*step.reads, step.writes]
+
+
+def _plan(steps: list[Step], bound: list[Value]) -> Plan:
     """Number the buffers: first those that the caller brings, then what host functions touch, then the others."""
     number = {value: i for i, value in enumerate(bound)}
     buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in bound]
-    touched = {value for step in steps if isinstance(step, HostStep) for value in step.values()}
+    touched = {value for step in steps if isinstance(step, HostStep) for value in _values(step)}
     _assign(steps, touched - number.keys(), number, buffers, bound=True)
     num_bound = len(buffers)
-    _assign(steps, {value for step in steps for value in step.values()} - number.keys(), number, buffers, bound=False)
+    _assign(steps, {value for step in steps for value in _values(step)} - number.keys(), number, buffers, bound=False)
     native = [step for step in steps if isinstance(step, NativeStep)]
     return Plan(
         [step.struct(number) for step in native],
@@ -275,17 +264,17 @@ def _plan(steps: list[NativeStep | HostStep], bound: list[Value]) -> Plan:
 
 
 def _assign(
-    steps: list[NativeStep | HostStep],
+    steps: list[Step],
     values: set[Value],
     number: dict[Value, int],
     buffers: list[ctypes.Structure],
     bound: bool,
 ) -> None:
     """Give these values buffers, each of which is used again once its value is done with."""
-    last_use = {value: i for i, step in enumerate(steps) for value in step.values()}
+    last_use = {value: i for i, step in enumerate(steps) for value in _values(step)}
     free: dict[tuple[int, Type], list[int]] = {}
     for i, step in enumerate(steps):
-        here = [value for value in dict.fromkeys(step.values()) if value in values]
+        here = [value for value in dict.fromkeys(_values(step)) if value in values]
         for value in here:
             if value not in number:
                 kind = (value.width, value.type)
@@ -298,7 +287,7 @@ def _assign(
                 free.setdefault((value.width, value.type), []).append(number[value])
 
 
-def _parts(steps: list[NativeStep | HostStep], number: dict[Value, int]) -> list[Part]:
+def _parts(steps: list[Step], number: dict[Value, int]) -> list[Part]:
     """The steps as native parts with host calls between them."""
     parts: list[Part] = []
     first = last = 0

@@ -9,8 +9,10 @@ Two environment variables serve tests: QUIRE_NATIVE_LIBRARY names another file, 
 import ctypes
 import logging
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
@@ -98,22 +100,18 @@ def loaded_library() -> ctypes.CDLL:
 def levels() -> list[str]:
     """The levels that this machine can run, best first; "torch" always and last."""
     found = library()
-    if found is None:
-        return [TORCH]
-    names: list[str] = []
-    while (name := found.quire_level(len(names))) is not None:
-        names.append(name.decode())
-    return [*names, TORCH]
+    return [TORCH] if found is None else [*_names(found.quire_level), TORCH]
 
 
 @cache
 def operation_names() -> tuple[str, ...]:
     """The operations that programs of kernels are made of, at their numbers."""
-    found = loaded_library()
-    names: list[str] = []
-    while (name := found.quire_operation(len(names))) is not None:
-        names.append(name.decode())
-    return tuple(names)
+    return tuple(_names(loaded_library().quire_operation))
+
+
+def _names(nth: Callable[[int], bytes | None]) -> Iterator[str]:
+    """What a function of the library says for 0, 1, 2, ... until it has none."""
+    return (name.decode() for name in takewhile(bool, map(nth, count())) if name)
 
 
 def choose_level(wanted: str = "auto") -> str:

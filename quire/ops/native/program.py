@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,12 +110,12 @@ class HostCall:
     """A function in torch on bound buffers.
 
     Attributes:
-        outputs: the buffers that its results are copied to.
+        output: the buffer that its result is copied to.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Tensor]
     inputs: list[int]
-    outputs: list[int]
+    output: int
 
 
 Part = range | HostCall  # of a program; a range of instructions is run in one call
@@ -241,18 +240,15 @@ class Program:
                 self._check()
 
     def _call_host(self, part: HostCall, memory: list[Tensor]) -> None:
-        began = time.perf_counter()
+        began, out = time.perf_counter(), memory[part.output]
         with _one_torch_thread():
-            results = part.function(*(memory[number] for number in part.inputs))
-            results = [results] if isinstance(results, Tensor) else results
-            for number, result in zip(part.outputs, results, strict=True):
-                out = memory[number]
-                if result.shape != out.shape or result.dtype != out.dtype:
-                    raise ValueError(
-                        f"a host function must return {TYPE_OF[out.dtype].name} {[*out.shape]}, "
-                        f"got {result.dtype} {tuple(result.shape)}"
-                    )
-                out.copy_(result)
+            result = part.function(*(memory[number] for number in part.inputs))
+            if result.shape != out.shape or result.dtype != out.dtype:
+                raise ValueError(
+                    f"a host function must return {TYPE_OF[out.dtype].name} {[*out.shape]}, "
+                    f"got {result.dtype} {tuple(result.shape)}"
+                )
+            out.copy_(result)
         if self._host_seconds is not None:
             self._host_seconds += time.perf_counter() - began
 
