@@ -3,13 +3,14 @@
 A family's file decides what norm, attention and MLP are; this is only the order in which they meet.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from quire import ops
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
+from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.layers.step import Step
 
@@ -39,25 +40,29 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids and positions [T] -> hidden states [T, H].
+    """Token ids and positions [T] -> hidden states [T, H], or [T, E] where embeddings have a size E of their own.
 
     Args:
         layers: as `DecoderLayer` takes and returns its tensors.
+        norm: the last; None where layers end with one.
         embed_scale: factor on token embeddings.
+        projections: from the size of embeddings to that of the layers, and back, where they differ.
     """
 
     def __init__(
         self,
         embed_tokens: VocabEmbedding,
         layers: Sequence[nn.Module],
-        norm: Norm,
+        norm: Norm | None,
         embed_positions: LearnedPositions | None = None,
         embed_scale: float | None = None,
+        projections: tuple[Linear, Linear] | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.embed_positions = embed_positions
         self.embed_scale = embed_scale
+        self.project_in, self.project_out = projections or (None, None)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
@@ -67,22 +72,22 @@ class Decoder(nn.Module):
     def embed(self, input_ids: Tensor, step: Step) -> Tensor:
         """Token ids [T] -> what enters the first layer, [T, H]."""
         x: Tensor = self.embed_tokens(input_ids, step)
+        if self.project_in is not None:
+            x = self.project_in(x, step)
         if self.embed_scale is not None:
             x = ops.scale(x, self.embed_scale)
         return x if self.embed_positions is None else x + self.embed_positions(step.positions, step)
 
     def run_layers(self, x: Tensor, step: Step) -> Tensor:
-        """All layers and the final norm: [T, H] -> [T, H]."""
-        x, residual = run_layers(self.layers, x, step)
-        return self.norm.add(x, residual)[0]
-
-
-def run_layers(layers: Iterable[nn.Module], x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-    """A stack of layers on what enters the first: the pair that leaves the last, with the taps filled on the way."""
-    residual: Tensor | None = None
-    for i, layer in enumerate(layers):
-        x, residual = layer(x, residual, step)
-        if step.taps is not None and i in step.taps.layers:
-            x, residual = (x if residual is None else x + residual), None
-            step.taps.hidden.append(x)
-    return x, residual
+        """All layers, with the taps filled on the way, and what follows them: [T, H] -> [T, H], or [T, E]."""
+        residual: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, step)
+            if step.taps is not None and i in step.taps.layers:
+                x, residual = (x if residual is None else x + residual), None
+                step.taps.hidden.append(x)
+        if self.norm is not None:
+            x = self.norm.add(x, residual)[0]
+        elif residual is not None:
+            x = x + residual
+        return x if self.project_out is None else self.project_out(x, step)

@@ -5,6 +5,7 @@ norms after each block, caps on scores and logits, and windows in every other la
 keys in place of the caps, and rotates layers with a window by frequencies of their own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,14 +30,16 @@ TANH_GELU = "gelu_pytorch_tanh"
 class SandwichLayer(nn.Module):
     """``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``, along a residual stream as `DecoderLayer`."""
 
-    def __init__(self, norms: "SandwichNorms", self_attn: SelfAttention, mlp: GatedMLP) -> None:
+    def __init__(self, norms: Sequence[RMSNorm], self_attn: SelfAttention, mlp: GatedMLP) -> None:
+        """`norms`: the four of them, in the order in which they are applied."""
         super().__init__()
-        self.input_layernorm = norms.before_attention
+        before_attention, after_attention, before_mlp, after_mlp = norms
+        self.input_layernorm = before_attention
         self.self_attn = self_attn
-        self.post_attention_layernorm = norms.after_attention
-        self.pre_feedforward_layernorm = norms.before_mlp
+        self.post_attention_layernorm = after_attention
+        self.pre_feedforward_layernorm = before_mlp
         self.mlp = mlp
-        self.post_feedforward_layernorm = norms.after_mlp
+        self.post_feedforward_layernorm = after_mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """x and residual [T, H] (None before the first layer) -> the same pair."""
@@ -44,16 +47,6 @@ class SandwichLayer(nn.Module):
         x = self.post_attention_layernorm(self.self_attn(x, step))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x, step)), residual
-
-
-@dataclass(frozen=True)
-class SandwichNorms:
-    """The norms of a `SandwichLayer`."""
-
-    before_attention: RMSNorm
-    after_attention: RMSNorm
-    before_mlp: RMSNorm
-    after_mlp: RMSNorm
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
         mlp = builder.child("mlp").gated_mlp(size, config.intermediate_size, activation=shape.activation)
         norms = [builder.rms_norm(size, eps, plus_one=True) for _ in range(4 if shape.sandwich else 2)]
         if shape.sandwich:
-            return SandwichLayer(SandwichNorms(*norms), attention, mlp)
+            return SandwichLayer(norms, attention, mlp)
         return DecoderLayer(norms[0], attention, norms[1], mlp)
 
     body = builder.child("model")

@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec
 from quire.config.model import ModelConfig
 from quire.layers.attention import SelfAttention
-from quire.layers.embedding import LearnedPositions, VocabEmbedding
-from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
-from quire.models.decoder import DecoderLayer, run_layers
+from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.settings import count
 from quire.models.weights import CheckpointFormat
 
@@ -53,44 +51,6 @@ class PostNormLayer(nn.Module):
         return x, None
 
 
-class OPTDecoder(nn.Module):
-    """Token ids and positions [T] -> hidden states [T, E], E the size of the embeddings."""
-
-    def __init__(
-        self,
-        embed_tokens: VocabEmbedding,
-        embed_positions: LearnedPositions,
-        layers: list[nn.Module],
-        norm: LayerNorm | None,
-        projections: tuple[Linear, Linear] | None,
-    ) -> None:
-        super().__init__()
-        self.embed_tokens = embed_tokens
-        self.embed_positions = embed_positions
-        self.project_in, self.project_out = projections or (None, None)
-        self.layers = nn.ModuleList(layers)
-        self.norm = norm
-
-    def forward(self, input_ids: Tensor, step: Step) -> Tensor:
-        return self.run_layers(self.embed(input_ids, step), step)
-
-    def embed(self, input_ids: Tensor, step: Step) -> Tensor:
-        """Token ids [T] -> what enters the first layer, [T, H]."""
-        x: Tensor = self.embed_tokens(input_ids, step)
-        if self.project_in is not None:
-            x = self.project_in(x, step)
-        return x + self.embed_positions(step.positions, step)
-
-    def run_layers(self, x: Tensor, step: Step) -> Tensor:
-        """All layers and what follows them: [T, H] -> [T, E]."""
-        x, residual = run_layers(self.layers, x, step)
-        if self.norm is not None:
-            x = self.norm.add(x, residual)[0]
-        elif residual is not None:
-            x = x + residual
-        return x if self.project_out is None else self.project_out(x, step)
-
-
 def build(config: ModelConfig, builder: Builder) -> CausalLM:
     """OPTForCausalLM."""
     hf, size = config.hf_config, config.hidden_size
@@ -117,5 +77,5 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     positions = body.positions("embed_positions", config.derived_max_model_len, size, POSITION_OFFSET)
     final_norm = norm() if pre_norm and not hf.get("_remove_final_layer_norm", False) else None
     layers = [layer(child) for _, child in body.layers(config.num_layers)]
-    decoder = OPTDecoder(embedding, positions, layers, final_norm, projections)
+    decoder = Decoder(embedding, layers, final_norm, positions, projections=projections)
     return CausalLM(config, builder, decoder, embedding, FORMAT)

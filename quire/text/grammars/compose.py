@@ -68,4 +68,6 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"structured_outputs must be JSON: {error}.", "structured_outputs") from None
+        raise InvalidRequestError(
+            f"structured_outputs can't be used: it is no JSON: {error}.", "structured_outputs"
+        ) from None

@@ -5,15 +5,14 @@ Special tokens within a text stand for themselves; all else is what the tokenize
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.text.grammars.gbnf import lark_of, place
+from quire.text.grammars.lark import ANY_TEXT, Lark
 
 MAX_DEPTH = 30
-_FREE = "/(?s:.*)/"
 
 
 def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping[str, int]) -> str:
@@ -36,9 +35,10 @@ def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping
             for one in structures
         ]
         format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
-    writer = _Writer(prepare, special_tokens)
-    writer.rules.append(f"start: {writer.write(format)}")
-    grammars = [{"lark_grammar": "\n".join(writer.rules)}, *writer.grammars]
+    lark = Lark(special_tokens)
+    writer = FormatWriter(lark, prepare)
+    lark.rules.append(f"start: {writer.write(format)}")
+    grammars = [{"lark_grammar": "\n".join(lark.rules)}, *writer.grammars]
     return json.dumps({"grammars": grammars})
 
 
@@ -55,16 +55,17 @@ def regex_as_lark(text: str) -> str:
     return f"/{llguidance.regex_to_lark(text)}/"
 
 
-class _Writer:
-    """Writes rules; what `write` and the others return is an expression that refers to them."""
+class FormatWriter:
+    """Writes formats into a grammar; what `write` and the others return is an expression that refers to its rules.
 
-    def __init__(self, prepare: Callable[[Any], Any], special_tokens: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
+    Attributes:
+        grammars: those that the formats hold, which the grammar refers to.
+    """
+
+    def __init__(self, lark: Lark, prepare: Callable[[Any], Any]) -> None:
+        """`prepare`: as in `lark_of_tag`."""
         self.grammars: list[dict[str, str]] = []
-        self._prepare = prepare
-        self._ids = special_tokens
-        names = "|".join(map(re.escape, sorted(filter(None, special_tokens), key=len, reverse=True)))
-        self._special = re.compile(f"({names})") if names else None
+        self._lark, self._prepare = lark, prepare
         self._depth = 0
 
     def write(self, format: Any) -> str:
@@ -75,19 +76,19 @@ class _Writer:
             raise InvalidRequestError(f"the structural tag is nested deeper than {MAX_DEPTH} levels.")
         match kind:
             case "const_string":
-                written = self.literal(_of(format, "value", str))
+                written = self._lark.text(_of(format, "value", str))
             case "any_text":
-                written = self._rule(_FREE)
+                written = self._lark.rule(ANY_TEXT)
             case "regex":
-                written = self._rule(regex_as_lark(_of(format, "pattern", str)))
+                written = self._lark.rule(regex_as_lark(_of(format, "pattern", str)))
             case "grammar":
                 written = self._grammar(lark_of(_of(format, "grammar", str)))
             case "json_schema":
-                written = self._rule(f"%json {json.dumps(self._prepare(format.get('json_schema')))}")
+                written = self._lark.rule(f"%json {json.dumps(self._prepare(format.get('json_schema')))}")
             case "sequence":
                 written = self._sequence(_of(format, "elements", list))
             case "or":
-                written = self._rule(" | ".join(map(self.write, _some(format, "elements"))))
+                written = self._lark.rule(" | ".join(map(self.write, _some(format, "elements"))))
             case "tag":
                 written = self._tag(format, "")
             case "triggered_tags":
@@ -102,28 +103,10 @@ class _Writer:
         self._depth -= 1
         return written
 
-    def literal(self, text: str) -> str:
-        """A text, special tokens in it as such."""
-        pieces = self._special.split(text) if self._special is not None else [text]
-        return " ".join(f"<[{self._ids[p]}]>" if p in self._ids else json.dumps(p) for p in pieces if p)
-
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}{options}: {body}")
-        return name
-
     def _grammar(self, text: str) -> str:
         name = f"g{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": text})
         return f"@{name}"
-
-    def _until(self, text: str) -> str:
-        """Free text up to the first `text`, that included."""
-        pieces = self._special.split(text, 1) if self._special is not None else [text]
-        if not pieces[0]:  # no free text has a special token
-            return f"{self._rule(_FREE)} {self.literal(text)}"
-        rest = f" {self.literal(''.join(pieces[1:]))}" if pieces[1:] else ""
-        return self._rule(f"{_FREE} {json.dumps(pieces[0])}", "[lazy]").join(("", rest))
 
     def _sequence(self, elements: list[Any]) -> str:
         written: list[str] = []
@@ -135,15 +118,15 @@ class _Writer:
                 written.append(self._after_text(follows))
             else:
                 written.append(self.write(element))
-        return self._rule(" ".join(filter(None, written)))
+        return self._lark.rule(" ".join(filter(None, written)))
 
     def _after_text(self, format: Any) -> str:
         """Free text, and then a format that begins with a text of its own."""
         match _checked(format).get("type"):
             case "const_string":
-                return self._until(_of(format, "value", str))
+                return self._lark.until(_of(format, "value", str))
             case "tag" if _of(format, "begin", str):
-                return f"{self._until(format['begin'])} {self._tag(format, format['begin'])}"
+                return f"{self._lark.until(format['begin'])} {self._tag(format, format['begin'])}"
         raise InvalidRequestError(
             "in a structural tag, any_text is followed by a const_string or a tag with a begin, or ends it."
         )
@@ -151,10 +134,10 @@ class _Writer:
     def _tag(self, tag: Any, written: str) -> str:
         """A tag of whose begin a part is written already."""
         begin, end, content = _of(tag, "begin", str), _of(tag, "end", str), _checked(tag.get("content"))
-        begin = self.literal(begin[len(written) :])
+        begin = self._lark.text(begin[len(written) :])
         if _is_free(content) and end:
-            return self._rule(f"{begin} {self._until(end)}")
-        return self._rule(f"{begin} {self.write(content)} {self.literal(end)}")
+            return self._lark.rule(f"{begin} {self._lark.until(end)}")
+        return self._lark.rule(f"{begin} {self.write(content)} {self._lark.text(end)}")
 
     def _triggered(self, format: Any) -> str:
         triggers, tags = _some(format, "triggers"), _some(format, "tags")
@@ -167,18 +150,18 @@ class _Writer:
             if trigger is None:
                 raise InvalidRequestError(f"no trigger of the structural tag begins its tag {begin[:80]!r}.")
             by_trigger.setdefault(trigger, []).append(tag)
-        rests = {t: self._rule(" | ".join(self._tag(tag, t) for tag in tags)) for t, tags in by_trigger.items()}
-        at_once = self._rule(" | ".join(f"{self.literal(t)} {rest}" for t, rest in rests.items()))
-        in_text = self._rule(" | ".join(f"{self._until(t)} {rest}" for t, rest in rests.items()))
-        free = self._rule(_FREE)
+        rests = {t: self._lark.rule(" | ".join(self._tag(tag, t) for tag in tags)) for t, tags in by_trigger.items()}
+        at_once = self._lark.rule(" | ".join(f"{self._lark.text(t)} {rest}" for t, rest in rests.items()))
+        in_text = self._lark.rule(" | ".join(f"{self._lark.until(t)} {rest}" for t, rest in rests.items()))
+        free = self._lark.rule(ANY_TEXT)
         if format.get("stop_after_first"):
-            return at_once if format.get("at_least_one") else self._rule(f"{in_text} | {free}")
-        return self._rule(f"{at_once if format.get('at_least_one') else ''} {in_text}* {free}")
+            return at_once if format.get("at_least_one") else self._lark.rule(f"{in_text} | {free}")
+        return self._lark.rule(f"{at_once if format.get('at_least_one') else ''} {in_text}* {free}")
 
     def _separated(self, format: Any) -> str:
-        tags = self._rule(" | ".join(self.write(tag) for tag in _some(format, "tags")))
-        more = "" if format.get("stop_after_first") else f"({self.literal(_of(format, 'separator', str))} {tags})*"
-        return self._rule(f"{tags} {more}" if format.get("at_least_one") else f"({tags} {more})?")
+        tags = self._lark.rule(" | ".join(self.write(tag) for tag in _some(format, "tags")))
+        more = "" if format.get("stop_after_first") else f"({self._lark.text(_of(format, 'separator', str))} {tags})*"
+        return self._lark.rule(f"{tags} {more}" if format.get("at_least_one") else f"({tags} {more})?")
 
 
 def _is_free(format: Any) -> bool:

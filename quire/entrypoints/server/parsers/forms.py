@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from quire.entrypoints.server.parsers.base import Function
 from quire.entrypoints.server.parsers.calls import to_json, types_of
-from quire.entrypoints.server.parsers.lark import Lark
 from quire.entrypoints.server.parsers.reader import Reader, Script
+from quire.text.grammars.lark import Lark
 
 WriteCall = Callable[[Lark, Function], str]  # the expression of one call of a function
 

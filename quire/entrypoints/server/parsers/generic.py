@@ -12,8 +12,8 @@ from typing import Any
 from quire.entrypoints.server.parsers.base import Function
 from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls, marked_json
 from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call, schema_of
-from quire.entrypoints.server.parsers.lark import Lark
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
+from quire.text.grammars.lark import Lark
 
 _NAME, _TEXT, _ID = "probe_of_a_name", "PROBE OF A TEXT", "probe0123"
 _ARGUMENTS = {"probe_of_a_key": "probe of a value"}

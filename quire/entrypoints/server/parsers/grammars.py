@@ -4,21 +4,19 @@
 from forms, tools and constraints to a text in llguidance's Lark.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function, Offer
 from quire.entrypoints.server.parsers.forms import Frame, schema_of
-from quire.entrypoints.server.parsers.lark import ANY_TEXT, Lark
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
+from quire.text.grammars.compose import format_of
+from quire.text.grammars.lark import ANY_TEXT, Lark
 from quire.text.grammars.schema import check_schema
 from quire.text.grammars.source import prepared
-from quire.text.grammars.tags import regex_as_lark
+from quire.text.grammars.tags import FormatWriter
 
-_FIELD = "structured_outputs"
 _NO_JSON = r"/([^\s\[{<](?s:.*))?/"  # text that is no beginning of a call in a format without marks
 
 
@@ -87,28 +85,13 @@ def _content(lark: Lark, params: StructuredOutputsParams | None) -> str | None:
     """What text must be."""
     if params is None:
         return ANY_TEXT
-    match params.kind:
-        case "json":
-            return lark.rule(f"%json {json.dumps(_schema(params))}")
-        case "json_object":
-            return lark.rule(f"%json {json.dumps(prepared({'type': 'object'}, params))}")
-        case "regex":
-            try:
-                return lark.rule(regex_as_lark(params.constraint))
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"{_FIELD} can't be used: {error}", _FIELD) from None
-        case "choice":
-            return "(" + " | ".join(lark.text(choice) for choice in params.choice or ()) + ")"
-    return None
-
-
-def _schema(params: StructuredOutputsParams) -> Any:
+    if params.kind in ("grammar", "structural_tag"):
+        return None
+    format = format_of(params)
     try:
-        return prepared(json.loads(params.constraint), params)
+        return FormatWriter(lark, lambda schema: prepared(schema, params)).write(format)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{_FIELD} can't be used: {error}", _FIELD) from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{_FIELD} can't be used: it is no JSON: {error}.", _FIELD) from None
+        raise InvalidRequestError(f"structured_outputs can't be used: {error}", "structured_outputs") from None
 
 
 def _with_calls(lark: Lark, offer: Offer, frame: Frame, free: bool) -> list[str]:

@@ -1,7 +1,7 @@
 """Writes grammars in llguidance's form of Lark, piece by piece: texts, JSON by schema, text up to a mark.
 
-The formats' frames (`forms`) and `grammars` use it. Marks that are tokens of their own are written as tokens, because
-text does not match those.
+Structural tags (`tags`) are written with it, and by the server the formats of tool calls. Marks that are tokens of
+their own are written as tokens, because text does not match those.
 """
 
 import json
@@ -23,36 +23,30 @@ class Lark:
         """`tokens`: marks that are tokens, with their ids."""
         self.tokens = tokens
         self.opened = ""  # a beginning that texts are written without, as it stands there already
-        longest_first = sorted(tokens, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
-        self._rules: list[str] = []
+        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+        self._mark = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self.rules: list[str] = []
 
     def rule(self, body: str, attributes: str = "") -> str:
         """A rule of its own."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
         return name
 
     def text(self, text: str) -> str:
         """Just this text."""
-        if self.opened:
-            text = text.removeprefix(self.opened)
-        parts: list[str] = []
-        at = 0
-        for found in self._split.finditer(text) if self._split else ():
-            parts += [_quoted(text[at : found.start()]), self._token(found[0])]
-            at = found.end()
-        return " ".join(filter(None, [*parts, _quoted(text[at:])]))
+        return self._literal(text.removeprefix(self.opened))
 
     def until(self, end: str) -> str:
         """Any text up to this one, which is part of it."""
-        if self._split is not None and (found := self._split.match(end)):
-            return f"{ANY_TEXT} {self._token(found[0])} {self.text(end[found.end() :])}".strip()
-        return self.rule(f"{ANY_TEXT} {_quoted(end)}", "[lazy]")
+        found = self._mark.search(end) if self._mark else None  # no free text has it
+        text = end[: found.start()] if found else end
+        free = self.rule(f"{ANY_TEXT} {_quoted(text)}", "[lazy]") if text else ANY_TEXT
+        return f"{free} {self._literal(end[len(text) :])}".strip()
 
     def few_tokens(self, most: int, end: str, never: Collection[int]) -> str:
         """At most so many tokens, and then this text, which begins with a token; others can `never` come before it."""
-        found = self._split.match(end) if self._split is not None else None
+        found = self._mark.match(end) if self._mark else None
         assert found is not None, "tokens can be counted up to one that ends them"
         others = ",".join(map(str, sorted({self.tokens[found[0]], *never})))
         return f"<[^{others}]>{{0,{most}}} {self.text(end)}" if most else self.text(end)
@@ -81,10 +75,15 @@ class Lark:
 
     def grammar(self, start: str) -> str:
         """All of it."""
-        return OURS + "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+        return OURS + "\n".join(["%llguidance {}", f"start: {start}", *self.rules]) + "\n"
 
-    def _token(self, mark: str) -> str:
-        return f"<[{self.tokens[mark]}]>"
+    def _literal(self, text: str) -> str:
+        parts: list[str] = []
+        at = 0
+        for found in self._mark.finditer(text) if self._mark else ():
+            parts += [_quoted(text[at : found.start()]), f"<[{self.tokens[found[0]]}]>"]
+            at = found.end()
+        return " ".join(filter(None, [*parts, _quoted(text[at:])]))
 
 
 def _quoted(text: str) -> str:
