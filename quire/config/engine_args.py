@@ -15,7 +15,7 @@ from quire.config.families import drafting_method
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import not_yet
-from quire.config.options import by_other_names, check_options, option, option_of
+from quire.config.options import by_other_names, check_options, option, option_of, read_options
 from quire.config.parallel import PARALLEL_OPTIONS, ParallelConfig
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
@@ -287,7 +287,7 @@ class EngineConfig:
     @property
     def kv_events(self) -> KVEventsConfig:
         """How KV events are published."""
-        return KVEventsConfig.of(self.args.kv_events_config)
+        return read_options(KVEventsConfig, self.args.kv_events_config or {}, "kv_events_config")
 
     @property
     def swap_bytes(self) -> int:

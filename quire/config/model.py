@@ -89,11 +89,13 @@ class ModelConfig:
             hf_overrides: keys of config.json to replace before it is read.
             load_format: one of LOAD_FORMATS; "dummy" needs (and downloads) no weights.
 
+        Types and ranges of all these are checked already, where `EngineArgs` is made.
+
         Raises:
             ConfigError: an argument is wrong. ModelLoadError: a file is missing, broken or contradictory.
             NotYetSupportedError: the checkpoint is quantized.
         """
-        _check_arguments(max_model_len, hf_overrides, load_format)
+        _check_overrides(hf_overrides)
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
@@ -276,13 +278,7 @@ class _Reader:
         )
 
 
-def _check_arguments(max_model_len: Any, hf_overrides: Any, load_format: Any) -> None:
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
-    if max_model_len is not None and (type(max_model_len) is not int or max_model_len < 1):
-        raise ConfigError(f"max_model_len must be a whole number of at least 1; got {max_model_len!r}.")
-    if hf_overrides is not None and not isinstance(hf_overrides, dict):
-        raise ConfigError(f"hf_overrides must be an object of config.json keys and values; got {hf_overrides!r}.")
+def _check_overrides(hf_overrides: dict[str, Any] | None) -> None:
     try:
         json.dumps(hf_overrides, allow_nan=False)
         msgspec.json.encode(hf_overrides)  # as they go to the engine's process: no lone surrogates
@@ -370,15 +366,11 @@ def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
 def _resolve_max_model_len(requested: int | None, derived: int, learned: bool) -> int:
     if requested is None:
         return derived
-    if requested > derived and learned:
-        raise ConfigError(
-            f"max_model_len = {requested} is more than the {derived} positions that the model has learned: lower it to "
-            f"{derived} at most."
-        )
     if requested > derived:
+        what = "positions that the model has learned" if learned else "tokens that the model supports"
+        scale = "" if learned else ", or scale the model's positions with hf_overrides={'rope_scaling': ...}"
         raise ConfigError(
-            f"max_model_len = {requested} is more than the {derived} tokens that the model supports: lower it, or "
-            "scale the model's positions with hf_overrides={'rope_scaling': ...}."
+            f"max_model_len = {requested} is more than the {derived} {what}: lower it to {derived} at most{scale}."
         )
     return requested
 

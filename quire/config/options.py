@@ -7,12 +7,15 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.errors import ConfigError
+from quire.utils.suggest import nearest
 
 _FORMS = {bool: "True or False", str: "a text", list: "a list of texts", dict: "an object of keys and values"}
+Options = TypeVar("Options")  # a dataclass of options
 UNLIMITED = 2.0**62  # a number beyond it is no number that an option means; inf only where it is said
 
 
@@ -38,6 +41,24 @@ def option(
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+def read_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> Options:
+    """The options of a class from an object of JSON, which came as one option, `owner`.
+
+    Raises:
+        ConfigError: an unknown name, or a bad value; the message begins with the owner.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            close = nearest(str(name), known)
+            hint = f"Did you mean {close!r}?" if close else f"There are {', '.join(known)}."
+            raise ConfigError(f"{owner} has no option {name!r}. {hint}")
+    try:
+        return kind(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{owner}: {error}") from None
 
 
 def option_of(options: type, name: str) -> Any:

@@ -4,7 +4,6 @@
 `quire.speculative` to say.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,8 @@ from typing import Any, Literal
 
 from quire.config.draft_tree import DraftTree
 from quire.config.model import ModelConfig
-from quire.config.options import check_options, option
+from quire.config.options import check_options, option, read_options
 from quire.errors import ConfigError
-from quire.utils.suggest import nearest
 
 MAX_DRAFTS = 32  # of one sequence in one step
 OPTION = "speculative_config"
@@ -24,14 +22,27 @@ EAGLE_METHODS = ("eagle", "eagle3")  # likewise, with layers of their own
 CACHED_METHODS = ("draft_model", *EAGLE_METHODS)  # what drafts has keys and values in the KV cache
 _WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
 
-# The options that some methods alone read.
-_OF_METHODS = {
-    **dict.fromkeys(("model", "revision", "draft_tensor_parallel_size", "quantization", "num_threads"), _WITH_MODEL),
-    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), ("ngram",)),
-    **dict.fromkeys(("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests"), ("suffix",)),
-}
-_OF_TYPICAL = ("posterior_threshold", "posterior_alpha")
 _DRAFT_TREES = (*HEAD_METHODS, *EAGLE_METHODS)  # methods that can
+# Options that are of use only where another has one of these values.
+_OF_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("model", "revision", "draft_tensor_parallel_size", "quantization", "num_threads"), ("method", _WITH_MODEL)
+    ),
+    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), ("method", ("ngram",))),
+    **dict.fromkeys(
+        ("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests"), ("method", ("suffix",))
+    ),
+    "speculative_token_tree": ("method", _DRAFT_TREES),
+    **dict.fromkeys(("posterior_threshold", "posterior_alpha"), ("acceptance", ("typical",))),
+}
+# Under the acceptance 'typical' what is drafted makes a difference, and so has to follow from the request alone.
+# Option -> what answers would depend on.
+_NOT_TYPICAL = {
+    "speculative_token_tree": "how much of the tree there is room for",
+    "adaptive": "what steps cost",
+    "disable_by_batch_size": "who else is there",
+    "suffix_decoding_max_cached_requests": "who else was there",
+}
 _LOOKUPS = ("ngram", "[ngram]")  # as vLLM takes them for a model
 
 
@@ -102,30 +113,12 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"prompt_lookup_min={self.lookup_min} is above prompt_lookup_max={self.lookup_max}; swap them."
             )
-        if self.tree is not None and self.method not in _DRAFT_TREES:
-            raise ConfigError(
-                f"speculative_token_tree is for the methods {', '.join(_DRAFT_TREES)}, and {self.method!r} drafts "
-                "chains; leave it out."
-            )
-        if self.tree is not None and self.acceptance == "typical":
-            raise ConfigError(
-                "speculative_token_tree is refused with the acceptance 'typical', as answers would depend on how much "
-                "of the tree there is room for; draft a chain, by num_speculative_tokens, or take 'exact'."
-            )
-        if self.acceptance != "typical":
-            return
-        # What is drafted makes a difference then, and so has to follow from the request alone.
-        if self.method in EAGLE_METHODS:
+        if self.acceptance == "typical" and self.method in EAGLE_METHODS:
             raise ConfigError(
                 f"the acceptance 'typical' is refused with the method {self.method!r}, whose drafts depend on what is "
                 "cached; take 'exact' or 'rejection', or draft by 'medusa' or 'draft_model'."
             )
-        for name in ("disable_by_batch_size", "suffix_decoding_max_cached_requests"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is refused with the acceptance 'typical', as answers would depend "
-                    "on who else is there; leave it out."
-                )
+        _ = self.tree  # refuses what is none
 
     @cached_property
     def tree(self) -> DraftTree | None:
@@ -169,35 +162,22 @@ class SpeculativeConfig:
         Raises:
             ConfigError: an unknown name, or a bad value; the message begins with the option that it came by.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                close = nearest(str(name), known)
-                hint = f"Did you mean {close!r}?" if close else f"There are {', '.join(known)}."
-                raise ConfigError(f"{OPTION} has no option {name!r}. {hint}")
         if given.get("method") is None:
             if not (model := given.get("model")):
                 raise ConfigError(f"{OPTION} needs 'method', as in {{'method': 'ngram'}}, or 'model'.")
             method = "ngram" if model in _LOOKUPS else "medusa"
             given = {**given, "method": method, "model": None if method == "ngram" else model}
-        try:
-            config = cls(**given)
-        except ConfigError as error:
-            raise ConfigError(f"{OPTION}: {error}") from None
-        for name in _OF_TYPICAL:
-            if name in given and config.acceptance != "typical":
+        config = read_options(cls, given, OPTION)
+        for name, (other, values) in _OF_OTHERS.items():
+            if given.get(name) is not None and (value := getattr(config, other)) not in values:
+                for_them = f"{other}{'s' if len(values) > 1 else ''} {', '.join(map(repr, values))}"
+                raise ConfigError(f"{OPTION}: {name} is for the {for_them}, not {value!r}; leave it out.")
+        for name, cause in _NOT_TYPICAL.items():
+            if config.acceptance == "typical" and (value := given.get(name)):
                 raise ConfigError(
-                    f"{OPTION}: {name} is for the acceptance 'typical', not {config.acceptance!r}; leave it out."
+                    f"{OPTION}: {name}={value!r} is refused with the acceptance 'typical', as answers would depend on "
+                    f"{cause}; leave it out."
                 )
-        if config.acceptance == "typical" and given.get("adaptive"):
-            raise ConfigError(
-                f"{OPTION}: adaptive is refused with the acceptance 'typical', as a request's answer would depend on "
-                "what steps cost; leave it out."
-            )
-        for name, methods in _OF_METHODS.items():
-            if given.get(name) is not None and config.method not in methods:
-                for_them = f"method{'s' if len(methods) > 1 else ''} {', '.join(map(repr, methods))}"
-                raise ConfigError(f"{OPTION}: {name} is for the {for_them}, not {config.method!r}; leave it out.")
         if given.get("num_speculative_tokens", config.max_drafts) != config.max_drafts:
             raise ConfigError(
                 f"{OPTION}: num_speculative_tokens={config.num_speculative_tokens} are not the {config.max_drafts} "

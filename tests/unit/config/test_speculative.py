@@ -46,7 +46,7 @@ def test_thresholds_have_medusas_defaults() -> None:
         (TYPICAL | {"posterior_alpha": 1.5}, "posterior_alpha must be a number, over 0, at most 1, got 1.5"),
         (TYPICAL | {"posterior_alpha": "high"}, "posterior_alpha must be a number, over 0, at most 1, got 'high'"),
         (TYPICAL | {"method": "eagle", "model": "demo-eagle"}, "'typical' is refused with the method 'eagle'"),
-        (TYPICAL | {"adaptive": True}, "adaptive is refused with the acceptance 'typical'"),
+        (TYPICAL | {"adaptive": True}, "adaptive=True is refused with the acceptance 'typical'"),
         (TYPICAL | {"disable_by_batch_size": 8}, "disable_by_batch_size=8 is refused with the acceptance 'typical'"),
         (
             TYPICAL | {"method": "suffix", "suffix_decoding_max_cached_requests": 9},
@@ -54,7 +54,7 @@ def test_thresholds_have_medusas_defaults() -> None:
         ),
         (
             TYPICAL | {"method": "medusa", "model": "demo-medusa", "speculative_token_tree": "[(0,)]"},
-            "speculative_token_tree is refused with the acceptance 'typical'",
+            "speculative_token_tree='[(0,)]' is refused with the acceptance 'typical'",
         ),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5 is above"),
         ({"method": "draft_model", "model": "demo-draft", "draft_tensor_parallel_size": 2}, "draft_tensor"),
@@ -70,7 +70,7 @@ def test_thresholds_have_medusas_defaults() -> None:
         (DRAFT_MODEL | {"num_threads": 10_000}, "num_threads must be an integer, from 1 to 256, got 10000"),
         (DRAFT_MODEL | {"num_threads": "two"}, "num_threads must be an integer, from 1 to 256, got 'two'"),
         ({"method": "suffix", "num_threads": 2}, "num_threads is for the methods 'draft_model', 'medusa', 'eagle', "),
-        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "for the methods medusa, eagle, eagle3, and 'ngram'"),
+        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "the methods 'medusa', 'eagle', 'eagle3', not 'ngram'"),
         ({"method": "suffix", "speculative_token_tree": "[(0,"}, "must be the text of a list of tuples of choices"),
         ({"method": "ngram", "speculative_token_tree": [[0]]}, "speculative_token_tree must be a text, got [[0]]"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer, at least 1"),
@@ -156,7 +156,7 @@ def test_published_forms_of_heads_are_known(name: str, config: dict[str, Any], m
 
 def test_options_are_held_against_the_method_that_was_found() -> None:
     tree = {"model": "demo-draft", "speculative_token_tree": "[(0,)]"}
-    with pytest.raises(ConfigError, match="for the methods medusa, eagle, eagle3, and 'draft_model' drafts"):
+    with pytest.raises(ConfigError, match="for the methods 'medusa', 'eagle', 'eagle3', not 'draft_model'"):
         EngineArgs(speculative_config=tree).resolve()
     with pytest.raises(ConfigError, match="prompt_lookup_max is for the method 'ngram', not 'medusa'"):
         EngineArgs(speculative_config={"model": "demo-medusa", "prompt_lookup_max": 3}).resolve()

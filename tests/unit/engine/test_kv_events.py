@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from quire.config.kv_events import KVEventsConfig
+from quire.config.options import read_options
 from quire.engine.kv_events import KVEventPublisher
 from quire.errors import ConfigError
 from quire.protocol.kv_events import AllBlocksCleared, BlockRemoved, KVEvent, KVEventBatch
@@ -113,11 +114,11 @@ def test_what_nobody_can_be_sent_is_a_gap_in_the_numbers(tmp_path: Path) -> None
 def test_bad_addresses_and_options() -> None:
     with pytest.raises(ConfigError, match=r"no events can be published at endpoint='tcp://\*:nowhere'"):
         KVEventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:nowhere"))
-    with pytest.raises(ConfigError, match="publisher must be 'zmq' or 'null', got 'kafka'"):
-        KVEventsConfig.of({"publisher": "kafka"})
-    with pytest.raises(ConfigError, match="kv_events_config has no 'endpiont'; it may have enable_kv_cache_events"):
-        KVEventsConfig.of({"endpiont": "tcp://*:1"})
+    with pytest.raises(ConfigError, match="^kv_events_config: publisher must be one of 'zmq', 'null', got 'kafka'"):
+        read_options(KVEventsConfig, {"publisher": "kafka"}, "kv_events_config")
+    with pytest.raises(ConfigError, match="kv_events_config has no option 'endpiont'. Did you mean 'endpoint'"):
+        read_options(KVEventsConfig, {"endpiont": "tcp://*:1"}, "kv_events_config")
     with pytest.raises(ConfigError, match="buffer_steps"):
-        KVEventsConfig.of({"buffer_steps": -1})
-    assert not KVEventsConfig.of({"endpoint": "tcp://*:1"}).is_on
-    assert not KVEventsConfig.of(None).is_on
+        read_options(KVEventsConfig, {"buffer_steps": -1}, "kv_events_config")
+    assert not read_options(KVEventsConfig, {"endpoint": "tcp://*:1"}, "kv_events_config").is_on
+    assert not read_options(KVEventsConfig, {}, "kv_events_config").is_on
