@@ -11,13 +11,6 @@ from quire.kvcache.table import NEVER
 KEY_TILE = 64  # tokens; kernels read a window's keys from the beginning of such a tile
 
 
-def first_visible_block(num_computed_tokens: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that a query at position num_computed_tokens, or a later one, may touch."""
-    if window is None or num_computed_tokens < window:
-        return 0
-    return (num_computed_tokens - window + 1) // KEY_TILE * KEY_TILE // block_size
-
-
 def window_reach(window: int, block_size: int) -> int:
     """Tokens before its next one that a long sequence holds at most, where the window begins least favourably."""
     return window - 1 + KEY_TILE - 1 + (block_size - 1 if KEY_TILE % block_size else 0)
@@ -42,8 +35,10 @@ class KVGroup:
         self.num_pinned = 0
 
     def first_visible(self, num_computed_tokens: int) -> int:
-        """Index of the first block to be kept by a sequence with so many computed tokens."""
-        return first_visible_block(num_computed_tokens, self.window, self.block_size)
+        """Index of the first block that a query at position num_computed_tokens, or a later one, may touch."""
+        if self.window is None or num_computed_tokens < self.window:
+            return 0
+        return (num_computed_tokens - self.window + 1) // KEY_TILE * KEY_TILE // self.block_size
 
     def release_at(self, first_block: int) -> int:
         """Computed tokens of a sequence at which this block of it has fallen out of the window."""

@@ -126,21 +126,6 @@ class HostTier:
         self._out = {}
         self.arrivals.take()
 
-    def forget_all(self) -> None:
-        """Forget every prefix; what sequences own stays theirs."""
-        for pool in self.pools:
-            pool.forget_all()
-
-    def check_integrity(self, owned: Sequence[Sequence[int]]) -> None:
-        """Raise AssertionError unless these are the owners of each group's blocks, between two plans."""
-        self.arrivals.check_none()
-        for pool, blocks in zip(self.pools, owned, strict=True):
-            pool.check_integrity()
-            counts = [0] * pool.num_blocks
-            for block in blocks:
-                counts[block] += 1
-            assert counts == pool.ref_counts, "host blocks are owned by nobody, or freed twice"
-
     def _write(self, group: int, block: int, name: bytes | None) -> int:
         pool = self.pools[group]
         (host,) = pool.allocate(1)

@@ -11,7 +11,6 @@ from quire.errors import ConfigError
 from quire.kvcache.copies import BlockCopy, PlannedCopies
 from quire.kvcache.events import KVEventLog
 from quire.kvcache.groups import KVGroup, window_reach
-from quire.kvcache.integrity import check_books
 from quire.kvcache.pins import Pins
 from quire.kvcache.prefix import BlockHasher, longest_prefix, root_hash
 from quire.kvcache.residency import ResidencyTimes
@@ -32,6 +31,7 @@ class KVManager:
         block_size: tokens in a block.
         num_blocks: by group.
         windows: by group, in tokens; None: full attention.
+        pools: by group.
         events: what happened to cached blocks, where that is kept; whoever publishes takes it out.
         pins: prefixes that are never evicted.
         space: the second memory, where there are host blocks; disk: the files below it, where blocks are kept there.
@@ -61,6 +61,7 @@ class KVManager:
             KVGroup(count, size, group.window, self.times)
             for count, group in zip(self.num_blocks, layout.groups, strict=True)
         ]
+        self.pools = [group.pool for group in self._groups]
         self._windowed = [number for number, group in enumerate(self._groups) if group.window is not None]
         self._caching = enable_prefix_caching
         self._hash = BlockHasher(size)
@@ -68,7 +69,7 @@ class KVManager:
         self._computing: dict[bytes, int] = {}  # block hash -> the running sequence that will compute it
         self._watched: set[bytes] = set()  # those of them that somebody awaits
         self.settled: list[bytes] = []
-        self._copies = PlannedCopies([group.pool for group in self._groups])  # of the plan being made
+        self._copies = PlannedCopies(self.pools)  # of the plan being made
         longest = min(layout.max_model_len, self.max_tokens_ever())
         self.events = KVEventLog(self._groups) if keeps_events else None
         self.pins = Pins(self._groups, self._hash if enable_prefix_caching else None, longest)
@@ -82,26 +83,12 @@ class KVManager:
     @property
     def num_free_blocks(self) -> list[int]:
         """By group: blocks that can be taken, those that still hold a cached prefix included."""
-        return [group.pool.num_free for group in self._groups]
+        return [pool.num_free for pool in self.pools]
 
     @property
     def usage(self) -> float:
         """Share of the blocks that running sequences hold, 0 to 1, of the fullest group."""
-        return max(1.0 - group.pool.num_free / group.pool.num_blocks for group in self._groups)
-
-    @property
-    def num_evicted(self) -> int:
-        """Blocks handed out although their content could be found, since the start, of all groups."""
-        return sum(group.pool.num_evicted for group in self._groups)
-
-    @property
-    def num_shared(self) -> int:
-        """Blocks with more than one owner, of all groups: forks, prefixes that several read, pins."""
-        return sum(group.pool.num_shared for group in self._groups)
-
-    def block_states(self) -> bytes:
-        """One byte a block, group after group: 0 free, 1 free but holding a cached prefix, 2 used."""
-        return b"".join(group.pool.states() for group in self._groups)
+        return max(1.0 - pool.num_free / pool.num_blocks for pool in self.pools)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of a full-attention group that hold so many tokens."""
@@ -277,11 +264,11 @@ class KVManager:
                 self.events.stored(table, table.num_committed, num_full, self._hash_of)
             for index in range(table.num_committed, num_full):
                 block_hash = self._hash_of(table, index)
-                for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
-                    if index >= first:
-                        group.pool.register(block_ids[index], block_hash)
-                if self.disk is not None:
-                    self._save(table, index, block_hash)
+                for number, block_ids in enumerate(table.block_ids):
+                    if index >= table.first_block[number]:
+                        self.pools[number].register(block_ids[index], block_hash)
+                        if self.disk is not None:
+                            self.disk.save(number, block_ids[index], block_hash)
                 self._forget_computing(table, block_hash)
             table.num_committed = max(table.num_committed, num_full)
         for number in self._windowed:
@@ -350,8 +337,8 @@ class KVManager:
         if self._tables:
             return False
         self.pins.remove_all()
-        for group in self._groups:
-            group.pool.forget_all()
+        for pool in self.pools:
+            pool.forget_all()
         if self.space is not None:
             self.space.forget_all()
         if self.events is not None:
@@ -361,12 +348,39 @@ class KVManager:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every count and hash is what the live tables imply. O(num_blocks + tokens)."""
         self._copies.check_none()
-        check_books(self._groups, list(self._tables.values()), self.pins, self._hash)
+        for number, group in enumerate(self._groups):
+            self._check_group(number, group)
+        for table in self._tables.values():
+            self._check_table(table)
         if self.space is not None:
             self.space.check_integrity()
         computing = {name for table in self._tables.values() for name in table.hashes[table.num_committed :]}
         assert self._computing.keys() <= computing, "nobody computes a block that is waited for"
         assert set(self._computing.values()) <= self._tables.keys(), "nobody computes a block that is waited for"
+
+    def _check_group(self, number: int, group: KVGroup) -> None:
+        group.pool.check_integrity()
+        owners = self.pins.owners(number)
+        assert all(map(group.pool.is_registered, owners)), "a block is pinned, and nobody can find it"
+        assert group.num_pinned == len(owners), "pinned blocks are miscounted"
+        for table in self._tables.values():
+            where = f"of sequence {table.sequence_id}"
+            first, num_known = table.first_block[number], max(table.num_committed, table.num_found)
+            held = table.block_ids[number][first:]
+            assert not any(table.block_ids[number][:first]), f"a block {where} is kept behind the window"
+            owners.update(held)
+            for block in held[max(num_known - first, 0) :]:
+                assert not group.pool.is_registered(block), f"block {block} {where} is findable before it was computed"
+        counts = [owners[block] for block in range(group.pool.num_blocks)]
+        assert counts == group.pool.ref_counts, "reference counts are not the numbers of owners"
+
+    def _check_table(self, table: BlockTable) -> None:
+        where, size, parent = f"sequence {table.sequence_id}", self.block_size, table.root
+        assert all(table.block_ids), f"{where} is kept without blocks"
+        assert table.num_slots == min(map(len, table.block_ids)) * size, f"{where} miscounts its positions"
+        for index, block_hash in enumerate(table.hashes):
+            parent = self._hash(parent, table.tokens(index * size, (index + 1) * size))
+            assert block_hash == parent, f"wrong hash of block {index} of {where}"
 
     def _start(self, table: BlockTable) -> None:
         self._tables[table.sequence_id] = table
@@ -404,12 +418,12 @@ class KVManager:
 
     def _is_shared(self, number: int, block: int) -> bool:
         """Whether writing to a block would change what another table, or the prefix cache, knows it for."""
-        pool = self._groups[number].pool
+        pool = self.pools[number]
         return pool.is_registered(block) or pool.ref_counts[block] - self._copies.num_owned(number, block) > 1
 
     def _copy(self, table: BlockTable, number: int, index: int) -> tuple[int, int, int]:
         """Replace a shared block by one of the table's own; returns the edit."""
-        pool, block_ids = self._groups[number].pool, table.block_ids[number]
+        pool, block_ids = self.pools[number], table.block_ids[number]
         source = block_ids[index]
         (destination,) = pool.allocate(1)
         block_ids[index] = destination
@@ -445,12 +459,6 @@ class KVManager:
         while index + 1 < limit and computing.get(following := self._hash_of(table, index + 1)) == sequence_id:
             index, name = index + 1, following
         return name
-
-    def _save(self, table: BlockTable, index: int, block_hash: bytes) -> None:
-        assert self.disk is not None
-        for number, block_ids in enumerate(table.block_ids):
-            if index >= table.first_block[number]:
-                self.disk.save(number, block_ids[index], block_hash)
 
     def _forget_computing(self, table: BlockTable, block_hash: bytes) -> None:
         if self._computing.get(block_hash) == table.sequence_id:

@@ -24,7 +24,6 @@ class Pins:
         self._hasher = hasher
         self._longest = longest
         self._pinned: dict[str, tuple[PinnedPrefix, list[list[int]]]] = {}
-        self._owners: list[Counter[int]] = [Counter() for _ in groups]  # by group: block -> pins that have it
 
     @property
     def num_blocks(self) -> list[int]:
@@ -41,18 +40,18 @@ class Pins:
         if name in self._pinned:
             raise InvalidRequestError(f"a prefix {name!r} is pinned already; unpin it, or choose another name.", "name")
         block_ids, num_tokens = self._find(token_ids, cache_salt)
-        try:
-            for group, owners, blocks in zip(self._groups, self._owners, block_ids, strict=True):
-                group.num_pinned = len(owners.keys() | set(blocks))
-            self._check_room()
-            for group, owners, blocks in zip(self._groups, self._owners, block_ids, strict=True):
-                owners.update(blocks)
-                for block in blocks:
-                    group.pool.acquire(block)
-        finally:
-            self._count()
         prefix = PinnedPrefix(name, num_tokens, sum(map(len, block_ids)))
         self._pinned[name] = (prefix, block_ids)
+        self._count()
+        try:
+            self._check_room()
+        except InvalidRequestError:
+            del self._pinned[name]
+            self._count()
+            raise
+        for group, blocks in zip(self._groups, block_ids, strict=True):
+            for block in blocks:
+                group.pool.acquire(block)
         return prefix
 
     def remove(self, name: str) -> bool:
@@ -60,9 +59,8 @@ class Pins:
         if name not in self._pinned:
             return False
         _, block_ids = self._pinned.pop(name)
-        for group, owners, blocks in zip(self._groups, self._owners, block_ids, strict=True):
+        for group, blocks in zip(self._groups, block_ids, strict=True):
             group.pool.release_all(blocks)
-            owners -= Counter(blocks)  # in place; what nobody has any more is left out
         self._count()
         return True
 
@@ -75,9 +73,9 @@ class Pins:
         """All of them, in the order in which they were pinned."""
         return [prefix for prefix, _ in self._pinned.values()]
 
-    def owners(self, group: int) -> dict[int, int]:
+    def owners(self, group: int) -> Counter[int]:
         """The pinned blocks of a group, and how many pins have each."""
-        return self._owners[group]
+        return Counter(block for _, block_ids in self._pinned.values() for block in block_ids[group])
 
     def _find(self, token_ids: list[int], cache_salt: str | None) -> tuple[list[list[int]], int]:
         """The cached blocks of a prompt by group, and how many of its tokens they are for."""
@@ -115,5 +113,5 @@ class Pins:
                 )
 
     def _count(self) -> None:
-        for group, owners in zip(self._groups, self._owners, strict=True):
-            group.num_pinned = len(owners)
+        for number, group in enumerate(self._groups):
+            group.num_pinned = len(self.owners(number))

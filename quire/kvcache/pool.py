@@ -22,7 +22,7 @@ class BlockPool:
         num_shared: blocks with more than one owner.
         num_evicted: blocks handed out although their content could be found, since the start.
         evicted: where a list, `allocate` notes here which blocks held which content.
-        on_removed: told of each name that leads nowhere any more, `forget_all` aside.
+        on_removed: told of each name that leads nowhere any more, as its block was handed out.
     """
 
     def __init__(self, num_blocks: int, residency: Residency | None = None) -> None:
@@ -115,7 +115,7 @@ class BlockPool:
         if held is not None:
             if self.ref_counts[held] > 0:
                 return
-            self._drop(held)
+            self.forget(held)
             self._unlink(held)
             self._link_before(self._next[self._sentinel], held)
         self._block_of[block_hash] = block
@@ -128,12 +128,13 @@ class BlockPool:
         return self._hashes[block] is not None
 
     def forget(self, block: int) -> None:
-        """Make a block unknown: what it holds can't be relied on."""
+        """Make a block unknown: what it holds can't be relied on, or is known elsewhere."""
         block_hash = self._hashes[block]
         if block_hash is not None:
-            self._drop(block)
-            if self.on_removed is not None:
-                self.on_removed(block_hash)
+            del self._block_of[block_hash]
+            self._hashes[block] = None
+            if self.ref_counts[block] == 0:
+                self._states[block] = _FREE
 
     def forget_all(self) -> None:
         """Make every block unknown."""
@@ -178,14 +179,6 @@ class BlockPool:
             self.evicted.append((block, block_hash))
         if not block & UNSAMPLED and self._residency is not None:
             self._residency.on_evicted(block)
-
-    def _drop(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            self._hashes[block] = None
-            if self.ref_counts[block] == 0:
-                self._states[block] = _FREE
 
     def _link_before(self, successor: int, block: int) -> None:
         previous = self._previous[successor]

@@ -6,6 +6,7 @@ as numbers: there is no clock here, so that a simulation decides the same each t
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -211,19 +212,24 @@ class SwapSpace:
 
     def forget_all(self) -> None:
         """Forget every prefix; what was swapped out stays."""
-        self.tier.forget_all()
+        for pool in self.tier.pools:
+            pool.forget_all()
         self._forget_evicted()
         if self.disk is not None:
             self.disk.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's blocks are owned as the swapped tables imply."""
+        self.tier.arrivals.check_none()
         held = [table.swapped.block_ids for table in self._swapped.values() if table.swapped is not None]
         assert len(held) == len(self._swapped), "a sequence is kept as swapped out, and is not"
-        owned = [[block for block_ids in held for block in block_ids[g]] for g in range(len(self._groups))]
-        if self.disk is not None:
-            owned = [blocks + self.disk.owned(group) for group, blocks in enumerate(owned)]
-        self.tier.check_integrity(owned)
+        for number, pool in enumerate(self.tier.pools):
+            pool.check_integrity()
+            owners = Counter(block for block_ids in held for block in block_ids[number])
+            if self.disk is not None:
+                owners.update(self.disk.owned(number))
+            counts = [owners[block] for block in range(pool.num_blocks)]
+            assert counts == pool.ref_counts, "host blocks are owned by nobody, or freed twice"
 
     def _lookup(self, number: int, on_disk: bool) -> Callable[[bytes], bool]:
         """Whether a group's block of a name is anywhere."""

@@ -23,7 +23,6 @@ from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResul
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
 from quire.scheduler.guidance import Guidance
-from quire.scheduler.integrity import check_scheduler
 from quire.scheduler.limits import check_request_fits, check_width
 from quire.scheduler.live_limits import changed, limits_of, restored
 from quire.scheduler.outcomes import Outcomes
@@ -237,9 +236,9 @@ class Scheduler:
             prefix_cache_queries_total=counts.prefix_cache_queries,
             prefix_cache_hits_total=counts.prefix_cache_hits,
             waiting_reasons=waiting_reasons(planner),
-            prefix_cache_evictions_total=self.kv.num_evicted,
+            prefix_cache_evictions_total=sum(pool.num_evicted for pool in self.kv.pools),
             num_forks_total=counts.num_forks,
-            kv_blocks_shared=self.kv.num_shared,
+            kv_blocks_shared=sum(pool.num_shared for pool in self.kv.pools),
             kv_blocks_pinned=sum(self.kv.pins.num_blocks),
             kv_block_residency=self.kv.times.counts(),
             tiers=self.kv.space and self.kv.space.stats(),
@@ -267,8 +266,30 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, groups, tables and the pool agree. O(everything)."""
+        self.kv.check_integrity()
+        planner, groups, kv = self._planner, self._outcomes.groups.values(), self.kv
         most_running = min(self._most.max_num_seqs, self._most.max_num_batched_tokens)
-        check_scheduler(self._planner, self._outcomes, self.kv, len(self._in_flight), most_running)
+        running, waiting, preparing = planner.running.items, [*planner.waiting], [*planner.preparing.values()]
+        assert len(running) <= most_running, "more sequences run than may"
+        assert len(waiting) == len(planner.waiting), "the waiting are counted wrong"
+        for keys in ([s.key for s in running], list(map(planner.waiting.order_of, waiting))):
+            assert all(a < b for a, b in zip(keys, keys[1:], strict=False)), "a queue is out of order"
+        queues = {SequenceStatus.RUNNING: running, SequenceStatus.WAITING: waiting, SequenceStatus.PREPARING: preparing}
+        for status, queue in queues.items():
+            assert all(s.status is status for s in queue), "a sequence is in the wrong queue"
+        queued = {s.sequence_id: s for s in [*running, *waiting, *preparing]}
+        assert queued == self._outcomes.live, "a live sequence is in no queue, or a dead one in one"
+        assert queued == {s.sequence_id: s for group in groups for s in group.sequences.values()}
+        for sequence in queued.values():
+            sequence.check_integrity(kv.block_size, len(self._in_flight))
+        swapped = {s.sequence_id for s in [*waiting, *preparing] if s.table.swapped is not None}
+        held_there = kv.space.swapped_ids() if kv.space is not None else set()
+        assert held_there == swapped, "the host holds blocks for somebody who does not wait"
+        for group in groups:
+            assert group.unfinished, f"request {group.request_id} has ended and is still known"
+            assert all(group.needs(index) for index in group.sequences), "a sequence goes on that nobody needs"
+        held = [count - free for count, free in zip(kv.num_blocks, kv.num_free_blocks, strict=True)]
+        assert running or held == kv.pins.num_blocks, "idle, but blocks are held"
 
     # Going on elsewhere.
 

@@ -210,3 +210,24 @@ class Sequence:
             self.num_computed_tokens,
             self.drafts,
         )
+
+    def check_integrity(self, block_size: int, num_plans: int) -> None:
+        """Raise AssertionError unless its books agree, with so many plans in flight."""
+        where = f"sequence {self.sequence_id}"
+        assert self.num_tokens == self.table.num_tokens, f"{where} counts its tokens wrong"
+        runs = self.status is SequenceStatus.RUNNING
+        own_key = (*self.key[:-2], self.group.order, self.index) if runs else self.own_key
+        assert self.key == own_key, f"{where} has another key than its request"
+        assert 0 <= self.num_computed_tokens < self.num_tokens + self.sits_out, f"{where} computed more than it has"
+        assert 0 <= self.num_in_flight <= num_plans, f"{where} is in more plans than there are"
+        if not self.num_in_flight:
+            expected = self.num_tokens, self.num_computed_tokens
+            assert (self.num_expected, self.num_scheduled) == expected, f"{where} expects too much"
+        if runs:
+            needed = -(-self.num_computed_tokens // block_size)
+            assert all(len(block_ids) >= needed for block_ids in self.table.block_ids), f"{where} lacks blocks"
+            return
+        assert not any(self.table.block_ids), f"{where} waits with blocks"
+        assert self.num_computed_tokens == self.announced == self.num_drafts == 0, f"{where} waits with a row"
+        assert self.num_in_flight == 0 or self.awaits == "result", f"{where} waits, but a result is to come"
+        assert not self.sits_out or self.awaits == "siblings", f"{where} can't go on, and is in the queue"

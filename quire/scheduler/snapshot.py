@@ -18,7 +18,7 @@ def take_snapshot(scheduler: Scheduler, now: float) -> EngineSnapshot:
         stats=scheduler.stats(),
         sequences=[_look_at(scheduler, s, i < num_running, now) for i, s in enumerate(sequences)],
         num_sequences=num_running + scheduler.num_waiting,
-        blocks=scheduler.kv.block_states(),
+        blocks=b"".join(pool.states() for pool in scheduler.kv.pools),
         block_size=scheduler.kv.block_size,
         block_groups=list(map(BlockGroup, scheduler.kv.num_blocks, scheduler.kv.windows)),
     )

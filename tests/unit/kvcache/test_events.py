@@ -58,7 +58,7 @@ def test_followers_know_what_the_pool_holds() -> None:
                 assert known.issuperset(event.block_hashes)
                 known.difference_update(event.block_hashes)
         assert known == kv._groups[0].pool._block_of.keys()
-    assert kv.num_evicted > 0
+    assert kv.pools[0].num_evicted > 0
     kv.reset_prefix_cache()
     assert take(kv) == [AllBlocksCleared()]
 
