@@ -18,7 +18,7 @@ from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.worker.weights.dummy import DummySource
 from quire.worker.weights.safetensors import SafetensorsSource
-from quire.worker.weights.source import TensorSource
+from quire.worker.weights.source import TensorSource, first_names
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in all), after each tensor
 
@@ -71,8 +71,8 @@ def load_model_weights(
         # A merged parameter lacks only some of its tensors; the model knows which, by their names in the checkpoint.
         missing = sorted(getattr(model, "missing_weights", ()) or missing)
         raise ModelLoadError(
-            f"The checkpoint of {config.model!r} lacks {len(missing)} of the model's tensors: {_first(missing)}. It "
-            f"is incomplete, or not of the architecture {config.architecture} that its config.json names."
+            f"The checkpoint of {config.model!r} lacks {len(missing)} of the model's tensors: {first_names(missing)}. "
+            f"It is incomplete, or not of the architecture {config.architecture} that its config.json names."
         )
     return LoadReport(source.num_files, total, time.perf_counter() - start)
 
@@ -128,7 +128,3 @@ def _progress_callback(progress: bool | ProgressCallback, total: int) -> Iterato
 
         with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024) as bar:
             yield lambda done, total: cast(None, bar.update(done - bar.n))
-
-
-def _first(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

@@ -42,3 +42,8 @@ class TensorSource(Protocol):
             ModelLoadError: a file can't be read; the message names it and the tensor.
         """
         ...
+
+
+def first_names(names: list[str], limit: int = 5) -> str:
+    """Some of `names`, for a message."""
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
