@@ -47,6 +47,7 @@ class _Candidate(NamedTuple):
     score: float  # of the beam and the token
     rank: int  # of the beam
     place: int  # among the beam's candidates
+    token_id: int
 
 
 class Beams:
@@ -85,8 +86,7 @@ class Beams:
         running: list[_Candidate] = []
         ended: list[Hypothesis] = []
         for place, candidate in enumerate(islice(self._candidates(), self._num_candidates)):
-            token_id = self._token(candidate)
-            stops = token_id in self._stop_token_ids and length >= self._min_tokens
+            stops = candidate.token_id in self._stop_token_ids and length >= self._min_tokens
             if not stops and length < self._max_tokens:
                 if len(running) < self._width:
                     running.append(candidate)
@@ -136,20 +136,16 @@ class Beams:
         for rank, (index, node) in enumerate(self._beams):
             score, found = node.score if node else 0.0, self._found[index].candidates
             assert found is not None
-            ranked.append([_Candidate(score + logprob, rank, i) for i, logprob in enumerate(found.logprobs)])
+            tokens = zip(found.logprobs, found.token_ids, strict=True)
+            ranked.append([_Candidate(score + logprob, rank, i, token) for i, (logprob, token) in enumerate(tokens)])
         return merge(*ranked, key=lambda candidate: (-candidate.score, candidate.rank, candidate.place))
-
-    def _token(self, candidate: _Candidate) -> int:
-        found = self._found[self._beams[candidate.rank][0]].candidates
-        assert found is not None
-        return found.token_ids[candidate.place]
 
     def _node(self, candidate: _Candidate) -> Node:
         index, parent = self._beams[candidate.rank]
         result, place = self._found[index], candidate.place
         found = result.candidates
         assert found is not None
-        entry = TokenLogprobs([found.token_ids[place]], [found.logprobs[place]], [found.ranks[place]])
+        entry = TokenLogprobs([candidate.token_id], [found.logprobs[place]], [found.ranks[place]])
         for top in result.logprobs or ():  # the likeliest of all, where asked for
             entry.token_ids.extend(top.token_ids[1:])
             entry.logprobs.extend(top.logprobs[1:])
@@ -157,8 +153,7 @@ class Beams:
         return Node(parent, entry, candidate.score, parent.length + 1 if parent else 1)
 
     def _end(self, candidate: _Candidate, stops: bool) -> Hypothesis:
-        node = self._node(candidate)
-        token_id = node.entry.token_ids[0]
+        node, token_id = self._node(candidate), candidate.token_id
         score = node.score / node.length**self._length_penalty
         stop_reason = token_id if stops and token_id != self._eos_token_id else None
         return Hypothesis(score, node, "stop" if stops else "length", stop_reason)
@@ -188,7 +183,7 @@ class Beams:
             parents.discard(candidate.rank)
             node = self._node(candidate)
             beams.append((index, node))
-            branches.append(Branch(index, node.entry.token_ids[0], None, parent))
+            branches.append(Branch(index, candidate.token_id, None, parent))
         self._beams = beams
         return branches
 

@@ -6,7 +6,6 @@ The scheduler asks before it keeps to other limits, and the front end how they b
 from dataclasses import replace
 from typing import Any
 
-from quire.config.options import check_number
 from quire.config.scheduler import OPTIONS_OF, POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.errors import ConfigError, InvalidRequestError
 from quire.protocol.stats import Limits
@@ -43,9 +42,6 @@ def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, A
             close = nearest(name, _LIMITS)
             hint = f"did you mean {close!r}?" if close else f"there are {', '.join(_LIMITS)}."
             raise InvalidRequestError(f"unknown limit {name[:80]!r}; {hint}", name[:80])
-    for name in _COUNTS:
-        if name in changes:
-            _check_count(name, changes[name], getattr(most, name))
     policy = changes.get("policy", config.policy)
     if policy not in tuple(OPTIONS_OF):
         known = ", ".join(map(repr, OPTIONS_OF))
@@ -57,10 +53,18 @@ def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, A
     options |= {name: value for name, value in changes.items() if name in POLICY_OPTIONS}
     counts = {name: changes[name] for name in _COUNTS if name in changes}
     try:
-        return replace(config, policy=policy, policy_options=PolicyOptions(**options), **counts)
+        found = replace(config, policy=policy, policy_options=PolicyOptions(**options), **counts)
     except ConfigError as error:
         blamed = next((name for name in changes if str(error).startswith(name)), None)
         raise InvalidRequestError(str(error), blamed) from None
+    for name, value in counts.items():
+        if value > (limit := getattr(most, name)):
+            raise InvalidRequestError(
+                f"{name}={value} is above {limit}, for which memory was reserved at the start; start with a higher "
+                f"{name}.",
+                name,
+            )
+    return found
 
 
 def restored(most: SchedulerConfig, limits: Limits) -> SchedulerConfig:
@@ -72,15 +76,3 @@ def restored(most: SchedulerConfig, limits: Limits) -> SchedulerConfig:
         policy=limits.policy,
         policy_options=PolicyOptions(**limits.policy_options),  # type: ignore[arg-type]  (they were checked)
     )
-
-
-def _check_count(name: str, value: Any, most: int) -> None:
-    try:
-        check_number(name, value, int, 1)
-    except ConfigError as error:
-        raise InvalidRequestError(str(error), name) from None
-    if value > most:
-        raise InvalidRequestError(
-            f"{name}={value} is above {most}, for which memory was reserved at the start; start with a higher {name}.",
-            name,
-        )

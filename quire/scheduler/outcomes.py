@@ -117,8 +117,8 @@ class Outcomes:
 
     def _take_failures(self, sequences: list[Sequence], result: StepResult) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
-        for place in [place for place, found in enumerate(result.results) if found.failure is not None]:
-            sequence, failure = sequences[place], result.results[place].failure
+        found = [(s, one.failure) for s, one in zip(sequences, result.results, strict=True) if one.failure is not None]
+        for sequence, failure in found:
             if sequence.matcher is not None and (error := sequence.matcher.error) is not None:
                 failure = Failure(FailureKind.BAD_REQUEST, error, "structured_outputs")
             if sequence.status is not _FINISHED:

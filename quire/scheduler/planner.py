@@ -14,10 +14,9 @@ from quire.protocol.step import Fork, StepPlan
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.policies.registry import make_policy
-from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.scheduler.state import PlanCounts
-from quire.scheduler.waiting import WaitingQueue
+from quire.scheduler.waiting import WaitingQueue, insert, remove
 
 
 class Planner:
@@ -26,7 +25,7 @@ class Planner:
     Attributes:
         policy: orders the queues.
         watches_service, watches_steps: whether the policy wants to be told what was served, and what steps took.
-        running: sequences that hold blocks.
+        running: sequences that hold blocks, in the order of their keys.
         waiting: sequences that hold none and could run if there were room.
         planned: sequences of the last plan, in its order.
         preparing: sequences that could not, by id; they never hold up those that wait.
@@ -38,7 +37,7 @@ class Planner:
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
-        self.running = SequenceQueue()
+        self.running: list[Sequence] = []
         self.planned: list[Sequence] = []
         self.preparing: dict[int, Sequence] = {}
         self.counts = PlanCounts()
@@ -52,8 +51,8 @@ class Planner:
         self._prefixes: dict[bytes, list[Sequence]] = {}  # who awaits a block that another one computes, by its name
         self.num_preparing: dict[str, int] = {}  # by what they await
         self._reason: str | None = None  # why the first waiting sequence was not admitted; None: not looked at yet
-        self._use_policy(make_policy(config.policy, config.policy_options))
-        self.set_limits(config)
+        self._use_policy(config)
+        self.set_limits(config, [])
 
     def plan(self, step_id: int, may_be_empty: bool) -> StepPlan | None:
         """The next step, or None when there is nothing to be done now.
@@ -99,16 +98,21 @@ class Planner:
 
     # What may be changed between steps.
 
-    def set_limits(self, config: SchedulerConfig) -> None:
-        """Keep to other limits from the next plan on; what runs goes on."""
-        self._config = config
+    def set_limits(self, config: SchedulerConfig, groups: Iterable[SequenceGroup]) -> None:
+        """Keep to other limits from the next plan on; what runs goes on.
+
+        `groups`: all live requests, in their order of add, whom another policy may order anew.
+        """
+        last, self._config = self._config, config
         self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._reason = None
+        if (config.policy, config.policy_options) != (last.policy, last.policy_options):
+            self._change_policy(groups)
 
-    def change_policy(self, config: SchedulerConfig, groups: Iterable[SequenceGroup]) -> None:
-        """Put all sequences of all live requests, in their order of add, in another policy's order."""
+    def _change_policy(self, groups: Iterable[SequenceGroup]) -> None:
+        """Put all sequences of all live requests in another policy's order."""
         last, waiting, running = self.policy, [*self.waiting], [*self.running]
-        self._use_policy(make_policy(config.policy, config.policy_options))
+        self._use_policy(self._config)
         if type(last) is type(self.policy):  # with other options: it goes on with what it knows
             self.policy.restore(last.state())
         for group in groups:
@@ -117,17 +121,17 @@ class Planner:
                 sequence.key = self._seat(sequence) if sequence.status is SequenceStatus.RUNNING else sequence.own_key
         for sequence in waiting:
             self.waiting.add(sequence)
-        self.running.items = sorted(running, key=lambda sequence: sequence.key)
+        self.running = sorted(running, key=lambda sequence: sequence.key)
 
-    def _use_policy(self, policy: Policy) -> None:
-        self.policy = policy
+    def _use_policy(self, config: SchedulerConfig) -> None:
+        self.policy = policy = make_policy(config.policy, config.policy_options)
         self.watches_service = type(policy).on_served is not Policy.on_served
         self.watches_steps = type(policy).on_step is not Policy.on_step
         self.waiting = WaitingQueue(policy.rank)
 
     def budget(self) -> int:
         """Tokens of the next step: one each for what runs, at least, for limits may have been lowered meanwhile."""
-        limit, num_running = self._config.max_num_batched_tokens, len(self.running.items)
+        limit, num_running = self._config.max_num_batched_tokens, len(self.running)
         if self._config.enable_chunked_prefill:  # a prompt can be no smaller otherwise
             limit = self.policy.budget(limit, num_running)
         return max(limit, num_running)
@@ -222,7 +226,7 @@ class Planner:
 
     def _continue_running(self, builder: PlanBuilder) -> None:
         """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them."""
-        running, append, add = self.running.items, self._kv.append, builder.add_next
+        running, append, add = self.running, self._kv.append, builder.add_next
         behind: list[Sequence] = []
         place = 0
         while place < len(running):
@@ -271,14 +275,14 @@ class Planner:
 
     def _has_blocks_over(self, num_drafts: int) -> bool:
         """Whether drafts may have a block more: not where one that runs or waits might need it in this step."""
-        return not len(self.waiting) and min(self._kv.num_free_blocks) > len(self.running.items) + num_drafts
+        return not len(self.waiting) and min(self._kv.num_free_blocks) > len(self.running) + num_drafts
 
     def _continue(self, sequence: Sequence, num_new_tokens: int, builder: PlanBuilder) -> None:
         """Schedule tokens of a running sequence; while blocks lack, the last of the queue is preempted.
 
         When that is the sequence itself, it makes do with a smaller part, or is preempted if there is none.
         """
-        start, running = sequence.num_scheduled, self.running.items
+        start, running = sequence.num_scheduled, self.running
         while (appended := self._kv.append(sequence.table, start, start + num_new_tokens)) is None:
             if running[-1] is sequence and num_new_tokens > 1:
                 num_new_tokens //= 2
@@ -359,17 +363,17 @@ class Planner:
             there is no room.
         """
         kv, table, running = self._kv, sequence.table, self.running
-        num_short = kv.shortage(table, match, num_new_tokens) + (self._num_spare_blocks if running.items else 0)
+        num_short = kv.shortage(table, match, num_new_tokens) + (self._num_spare_blocks if running else 0)
         if len(running) < self.max_running and num_short <= 0:
             return num_new_tokens
         outranked = self._outranked_by(sequence)
-        if running.items and num_short > sum(max(map(len, victim.table.block_ids)) for victim in outranked):
+        if running and num_short > sum(max(map(len, victim.table.block_ids)) for victim in outranked):
             return 0
         while len(running) >= self.max_running or kv.shortage(table, match, num_new_tokens) > 0:
             if outranked:
                 # What is found on the host is not owned yet, and nothing may take its place there.
                 self._preempt(outranked.pop(), builder, may_swap=match.is_swapped or not match.num_from_host)
-            elif running.items or num_new_tokens == 1:
+            elif running or num_new_tokens == 1:
                 return 0
             else:
                 num_new_tokens //= 2
@@ -377,7 +381,7 @@ class Planner:
 
     def _outranked_by(self, sequence: Sequence) -> list[Sequence]:
         """Running sequences that the policy lets a waiting one preempt, in order."""
-        request, running = sequence.group.request, self.running.items
+        request, running = sequence.group.request, self.running
         first = len(running)
         while first and self.policy.preempts(request, running[first - 1].group.request):
             first -= 1
@@ -397,7 +401,7 @@ class Planner:
     def _start(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
         sequence.key = self._seat(sequence)
-        self.running.add(sequence)
+        insert(self.running, sequence)
 
     def _seat(self, sequence: Sequence) -> tuple[Any, ...]:
         """Its key among those that run."""
@@ -437,7 +441,7 @@ class Planner:
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a running sequence's place, blocks and row."""
-        self.running.remove(sequence)
+        remove(self.running, sequence)
         sequence.key = sequence.own_key
         self._kv.free(sequence.table)
         if self._forks.pop(sequence.sequence_id, None) is None and sequence.announced:

@@ -97,7 +97,7 @@ class Scheduler:
     def _load(self) -> Load:
         """What a request finds that is just coming. O(all that wait)."""
         planner = self._planner
-        running = planner.running.items
+        running = planner.running
         prompts: list[Prompt] = []
         for sequence in [*running, *planner.preparing.values(), *planner.waiting]:
             if not sequence.output_token_ids:
@@ -147,10 +147,8 @@ class Scheduler:
         return self.limits
 
     def _apply(self, config: SchedulerConfig) -> None:
-        last, self.config = self.config, config
-        self._planner.set_limits(config)
-        if (config.policy, config.policy_options) != (last.policy, last.policy_options):
-            self._planner.change_policy(config, self._outcomes.groups.values())
+        self.config = config
+        self._planner.set_limits(config, self._outcomes.groups.values())
 
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None = None) -> PinnedPrefix:
         """Keep the full blocks of a prompt that has been computed, until `kv.pins.remove` or a reset.
@@ -215,22 +213,12 @@ class Scheduler:
 
     # What may be asked.
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._planner.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that hold none."""
-        return len(self._planner.waiting) + len(self._planner.preparing)
-
     def stats(self) -> EngineStats:
         """The figures of this moment."""
         planner, counts = self._planner, self._planner.counts
         return EngineStats(
-            num_requests_running=self.num_running,
-            num_requests_waiting=self.num_waiting,
+            num_requests_running=len(planner.running),
+            num_requests_waiting=len(planner.waiting) + len(planner.preparing),
             kv_cache_usage_perc=self.kv.usage,
             num_preemptions_total=counts.num_preemptions,
             prefix_cache_queries_total=counts.prefix_cache_queries,
@@ -269,7 +257,7 @@ class Scheduler:
         self.kv.check_integrity()
         planner, groups, kv = self._planner, self._outcomes.groups.values(), self.kv
         most_running = min(self._most.max_num_seqs, self._most.max_num_batched_tokens)
-        running, waiting, preparing = planner.running.items, [*planner.waiting], [*planner.preparing.values()]
+        running, waiting, preparing = planner.running, [*planner.waiting], [*planner.preparing.values()]
         assert len(running) <= most_running, "more sequences run than may"
         assert len(waiting) == len(planner.waiting), "the waiting are counted wrong"
         for keys in ([s.key for s in running], list(map(planner.waiting.order_of, waiting))):

@@ -5,31 +5,30 @@ The engine core takes one when the live view asks. It changes nothing.
 
 from quire.protocol.stats import BlockGroup, EngineSnapshot, SequenceSnapshot
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import Sequence, SequenceStatus
 
 MAX_SEQUENCES = 200
 
 
 def take_snapshot(scheduler: Scheduler, now: float) -> EngineSnapshot:
     """The state now; request ages count from arrival times, of the same clock as `now`."""
-    sequences = scheduler.first_sequences(MAX_SEQUENCES)
-    num_running = scheduler.num_running
+    stats = scheduler.stats()
     return EngineSnapshot(
-        stats=scheduler.stats(),
-        sequences=[_look_at(scheduler, s, i < num_running, now) for i, s in enumerate(sequences)],
-        num_sequences=num_running + scheduler.num_waiting,
+        stats=stats,
+        sequences=[_look_at(scheduler, sequence, now) for sequence in scheduler.first_sequences(MAX_SEQUENCES)],
+        num_sequences=stats.num_requests_running + stats.num_requests_waiting,
         blocks=b"".join(pool.states() for pool in scheduler.kv.pools),
         block_size=scheduler.kv.block_size,
         block_groups=list(map(BlockGroup, scheduler.kv.num_blocks, scheduler.kv.windows)),
     )
 
 
-def _look_at(scheduler: Scheduler, sequence: Sequence, running: bool, now: float) -> SequenceSnapshot:
+def _look_at(scheduler: Scheduler, sequence: Sequence, now: float) -> SequenceSnapshot:
     request = sequence.group.request
     return SequenceSnapshot(
         request_id=request.request_id,
         index=sequence.index,
-        status="running" if running else "waiting",
+        status="running" if sequence.status is SequenceStatus.RUNNING else "waiting",
         num_prompt_tokens=len(request.prompt_token_ids),
         num_output_tokens=len(sequence.output_token_ids),
         num_computed_tokens=sequence.num_computed_tokens,

@@ -1,18 +1,40 @@
-"""The waiting sequences in lanes, which take turns by their ranks.
+"""Sequences in the order of their keys, and the waiting ones of them in lanes, which take turns by their ranks.
 
-The planner keeps one. Within a lane the order is that of keys, which never change; a policy that looks at what was
+The planner keeps both. Keys are unique and never change in a queue, or in a lane; a policy that looks at what was
 served changes the rank of a lane, and only that lane's place is found anew, however many wait in it.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
-from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence
 
 Lane = str | None
 Turn = tuple[float, tuple[Any, ...], Lane]  # rank, key of its first sequence, lane
+
+_key = attrgetter("key")
+
+
+def insert(queue: list[Sequence], sequence: Sequence) -> None:
+    """Put a sequence at its place: at the end in O(1), elsewhere by a search and a short move of memory."""
+    if not queue or queue[-1].key < sequence.key:
+        queue.append(sequence)
+    else:
+        insort(queue, sequence, key=_key)
+
+
+def remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out."""
+    place = place_in(queue, sequence)
+    assert queue[place] is sequence, "the sequence is not in the queue"
+    del queue[place]
+
+
+def place_in(queue: list[Sequence], sequence: Sequence) -> int:
+    """How many come before a sequence of this queue."""
+    return bisect_left(queue, sequence.key, key=_key)
 
 
 class WaitingQueue:
@@ -22,7 +44,7 @@ class WaitingQueue:
 
     def __init__(self, rank: Callable[[Lane], float]) -> None:
         self._rank = rank
-        self._lanes: dict[Lane, SequenceQueue] = {}
+        self._lanes: dict[Lane, list[Sequence]] = {}
         self._turns: list[Turn] = []  # sorted, one a lane
         self._turn_of: dict[Lane, Turn] = {}
         self._num_waiting = 0
@@ -38,7 +60,7 @@ class WaitingQueue:
     @property
     def first(self) -> Sequence:
         """Who comes next, of at least one."""
-        return self._lanes[self._turns[0][2]].items[0]
+        return self._lanes[self._turns[0][2]][0]
 
     @property
     def lowest_rank(self) -> float | None:
@@ -56,25 +78,23 @@ class WaitingQueue:
     def place(self, sequence: Sequence) -> tuple[int, int]:
         """How many lanes come before a sequence's own, and how many sequences within that."""
         lane = sequence.group.lane
-        return bisect_left(self._turns, self._turn_of[lane]), self._lanes[lane].place(sequence)
+        return bisect_left(self._turns, self._turn_of[lane]), place_in(self._lanes[lane], sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence at its place."""
         lane = sequence.group.lane
-        queue = self._lanes.get(lane)
-        if queue is None:
-            queue = self._lanes[lane] = SequenceQueue()
-        queue.add(sequence)
+        queue = self._lanes.setdefault(lane, [])
+        insert(queue, sequence)
         self._num_waiting += 1
-        if queue.items[0] is sequence:
+        if queue[0] is sequence:
             self.reorder(lane)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
         lane = sequence.group.lane
         queue = self._lanes[lane]
-        was_first = queue.items[0] is sequence
-        queue.remove(sequence)
+        was_first = queue[0] is sequence
+        remove(queue, sequence)
         self._num_waiting -= 1
         if was_first:
             self.reorder(lane)
@@ -87,8 +107,8 @@ class WaitingQueue:
         queue = self._lanes.get(lane)
         if queue is None:
             return
-        if not queue.items:
+        if not queue:
             del self._lanes[lane]
             return
-        turn = self._turn_of[lane] = (self._rank(lane), queue.items[0].key, lane)
+        turn = self._turn_of[lane] = (self._rank(lane), queue[0].key, lane)
         insort(self._turns, turn)

@@ -27,8 +27,8 @@ from quire.scheduler.continuation import Branch, Independent
 from quire.scheduler.guidance import Guidance
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
-from quire.scheduler.queue import SequenceQueue
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.scheduler.waiting import WaitingQueue
 from quire.structured.matcher import Matcher
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -197,12 +197,13 @@ def a_beam_gets_its_siblings_token(
     return right(outcomes, group, branches)
 
 
-@plant(SequenceQueue, "add")
-def a_newcomer_jumps_the_queue(right: Callable[..., None], queue: SequenceQueue, sequence: Sequence) -> None:
+@plant(WaitingQueue, "add")
+def a_newcomer_jumps_the_queue(right: Callable[..., None], waiting: WaitingQueue, sequence: Sequence) -> None:
     """Who comes last is put one place too far to the front."""
-    right(queue, sequence)
-    if len(queue.items) > 2 and queue.items[-1] is sequence:
-        queue.items[-2:] = queue.items[:-3:-1]
+    right(waiting, sequence)
+    queue = waiting._lanes[sequence.group.lane]
+    if len(queue) > 2 and queue[-1] is sequence:
+        queue[-2:] = queue[:-3:-1]
 
 
 @plant(Sequence, "forget_row")

@@ -227,9 +227,10 @@ class World:
         """Invariant 7: idle means no requests and a full pool."""
         self.check_integrity()
         assert not self.expectations
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        stats = self.scheduler.stats()
+        assert stats.num_requests_running == stats.num_requests_waiting == 0
         pinned = any(self.scheduler.kv.pins.num_blocks)  # `check_integrity` has counted them
-        assert (self.scheduler.stats().kv_cache_usage_perc == 0.0) != pinned
+        assert (stats.kv_cache_usage_perc == 0.0) != pinned
 
     def check_plan(self, plan: StepPlan) -> None:
         """Every plan keeps to the limits, serves people in their order, and those who wait have a reason."""
@@ -254,8 +255,9 @@ class World:
             awaits_result = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
             assert first.sequence_id in scheduled or awaits_result, "the first in order does not get on"
         # Invariant 5: all who wait can say why.
-        reasons = self.scheduler.stats().waiting_reasons
-        assert sum(reasons.values()) == self.scheduler.num_waiting
+        stats = self.scheduler.stats()
+        reasons = stats.waiting_reasons
+        assert sum(reasons.values()) == stats.num_requests_waiting
         assert "next_step" not in reasons, "a step was planned, and does not say why somebody waits"
         assert all(s.status is SequenceStatus.PREPARING and s.awaits for s in planner.preparing.values())
 

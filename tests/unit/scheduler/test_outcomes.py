@@ -40,7 +40,8 @@ def test_forks_without_a_place_wait_and_end_too(driver) -> None:
     d.add("a", 6, n=4, max_tokens=2)
     assert len(d.step()) == 4
     d.add("b", 6, max_tokens=1)
-    assert (d.scheduler.num_running, d.scheduler.num_waiting) == (2, 3)
+    stats = d.scheduler.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (2, 3)
     d.step()
     assert d.schedule() == {"a/2": 3, "a/3": 3}, "one block of the prompt is found; b comes later"
     assert [new.output_token_ids for new in d.plan.new_sequences] == [[7], [7]]
@@ -54,7 +55,7 @@ def test_forks_may_end_at_their_first_token(driver, ending: set[int]) -> None:
     d.add("a", 6, n=3, max_tokens=2, stop={1})
     outputs = d.step(lambda name, sample: 1 if sample in ending else 2)
     assert {o.sequence_index for o in outputs if o.finish_reason == "stop"} == ending
-    assert d.scheduler.num_running == 3 - len(ending)
+    assert d.scheduler.stats().num_requests_running == 3 - len(ending)
     ends = d.finish()
     assert len(ends) == 3 - len(ending)
 

@@ -128,14 +128,15 @@ def test_reasons_to_wait(driver) -> None:
     d.step()
     assert d.waiting_reasons() == {"capacity": 2}
     assert d.scheduler.why("b") == "capacity: 1 sequences run, and at most 1 may"
-    assert (d.scheduler.num_running, d.scheduler.num_waiting) == (1, 2)
+    stats = d.scheduler.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 2)
 
 
 def test_no_more_sequences_than_tokens_in_a_step(driver) -> None:
     d = driver(max_num_seqs=8, max_num_batched_tokens=3)
     d.add("a", 1, n=5)
     d.step()
-    assert d.scheduler.num_running == 3
+    assert d.scheduler.stats().num_requests_running == 3
     assert d.schedule() == {"a": 1, "a/1": 1, "a/2": 1}
 
 
