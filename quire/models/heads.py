@@ -3,39 +3,18 @@
 Medusa's and EAGLE's are read through this. The worker opens the files (`quire.worker.heads`); nothing here knows them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.families import check_drafting_method
 from quire.errors import ModelLoadError
-from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
+from quire.models.weights import CheckpointFormat, TensorSource, WeightSlot, weight_slots
 
 _FORM = CheckpointFormat(prefix="")
-
-
-class TensorSpec(Protocol):
-    """A tensor before it is read."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def file(self) -> str: ...
-
-
-class Tensors(Protocol):
-    """The tensors of a checkpoint, as the worker's sources have them."""
-
-    @property
-    def specs(self) -> Sequence[TensorSpec]: ...
-    def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +29,7 @@ class HeadCheckpoint:
 
     name: str
     config: dict[str, Any]
-    source: Tensors | None
+    source: TensorSource | None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,17 +1,51 @@
-"""Where each tensor of a checkpoint belongs in a model, by name.
+"""What the tensors of a checkpoint are, and where each belongs in a model, by name.
 
 Names follow from the modules: a parameter is called by its path, a part of a merged linear layer as a sibling of
 that layer. How a family's checkpoints differ from that is the `CheckpointFormat` in its file. `CausalLM` loads by
-these; nothing here knows files.
+these. A checkpoint format is a `TensorSource` of the worker's; nothing here knows files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from quire.quantization.base import TensorForm
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor before it is read; `num_bytes` is what it takes in the source."""
+
+    name: str
+    dtype: str  # in safetensors' names: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str  # its name, for messages; "" where there is none
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint, whose promises were checked when it was opened."""
+
+    @property
+    def num_files(self) -> int:
+        """Files that the tensors are read from."""
+        ...
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor, in the order of `stream`."""
+        ...
+
+    def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Each tensor but those named in `skip`; one is only good until the next is asked for.
+
+        Raises:
+            ModelLoadError: a file can't be read; the message names it and the tensor.
+        """
+        ...
 
 
 @dataclass(frozen=True)

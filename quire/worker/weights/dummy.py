@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from quire.worker.weights.source import TensorSpec
+from quire.models.weights import TensorSpec
 
 _STD = 0.02
 # Random elements drawn per tensor, then repeated. A prime, so that no two rows of a weight begin at the same element:

@@ -6,21 +6,19 @@ the model owns those), nor a file format (the sources do).
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.weights import TensorSource
 from quire.worker.weights.dummy import DummySource
-from quire.worker.weights.safetensors import SafetensorsSource
-from quire.worker.weights.source import TensorSource, first_names
-
-ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in all), after each tensor
+from quire.worker.weights.safetensors import SafetensorsSource, first_names
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class _HasShapes(Protocol):
 
 
 def load_model_weights(
-    model: nn.Module, config: ModelConfig, load_format: str = "auto", progress: bool | ProgressCallback = True
+    model: nn.Module, config: ModelConfig, load_format: str = "auto", progress: bool = True
 ) -> LoadReport:
     """Fill `model`, in place, from `config.path`.
 
@@ -52,7 +50,7 @@ def load_model_weights(
             on copying. A tensor is only good until the next one is asked for.
         load_format: "auto" and "safetensors" read *.safetensors; "dummy" fills with random weights, the same for one
             (config.seed, parameter name) always; "none" leaves the model as it is, to plan.
-        progress: True draws a bar on stderr; a callable is told instead.
+        progress: whether to draw a bar on stderr.
 
     Raises:
         ModelLoadError: no weights, a truncated or lying file, a tensor missing, twice, or of the wrong shape; the
@@ -64,8 +62,7 @@ def load_model_weights(
     start = time.perf_counter()
     source = open_source(model, config, load_format)
     total = sum(spec.num_bytes for spec in source.specs)
-    with _progress_callback(progress if source.num_files else False, total) as report:
-        loaded = _stream(model, source, report)
+    loaded = _stream(model, source, progress and source.num_files > 0)
     missing = [name for name, _ in model.named_parameters() if name not in loaded]
     if missing:
         # A merged parameter lacks only some of its tensors; the model knows which, by their names in the checkpoint.
@@ -91,23 +88,22 @@ def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> Tens
     return SafetensorsSource(config.path, config.model)
 
 
-def _stream(model: nn.Module, source: TensorSource, report: ProgressCallback) -> set[str]:
+def _stream(model: nn.Module, source: TensorSource, progress: bool) -> set[str]:
     """Hand every tensor to the model; a misfit is reported with the tensor and the file that the model was given."""
     current, current_file = "no tensor", ""
     filled: Collection[str] = getattr(model, "filled_weights", ())
+    total = sum(spec.num_bytes for spec in source.specs if spec.name not in filled)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current, current_file
-        total = sum(spec.num_bytes for spec in source.specs)
-        done = sum(spec.num_bytes for spec in source.specs if spec.name in filled)
         for spec, tensor in source.stream(filled):
             current, current_file = f"{spec.name!r} {list(spec.shape)} of {spec.file}", spec.file
             yield spec.name, tensor
-            done += spec.num_bytes
-            report(done, total)
+            if bar is not None:
+                bar.update(spec.num_bytes)
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _bar(total, progress and total > 0) as bar:
             return cast(_LoadsWeights, model).load_weights(tensors())
     except ModelLoadError as error:
         if current_file in str(error):
@@ -117,14 +113,10 @@ def _stream(model: nn.Module, source: TensorSource, report: ProgressCallback) ->
         raise ModelLoadError(f"Tensor {current} does not fit the model that config.json describes: {error}") from error
 
 
-@contextmanager
-def _progress_callback(progress: bool | ProgressCallback, total: int) -> Iterator[ProgressCallback]:
-    if callable(progress):
-        yield progress
-    elif not progress:
-        yield lambda done, total: None
-    else:
-        from tqdm import tqdm  # not needed by a silent start
+def _bar(total: int, shown: bool) -> AbstractContextManager[Any]:
+    """A bar of so many bytes on stderr; None inside where it is not shown."""
+    if not shown:
+        return nullcontext()
+    from tqdm import tqdm  # not needed by a silent start
 
-        with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024) as bar:
-            yield lambda done, total: cast(None, bar.update(done - bar.n))
+    return tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.worker.weights.source import TensorSpec
+from quire.models.weights import TensorSpec
 
 SUFFIXES = (".pt", ".bin", ".pth")
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64"}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.config.model import parse_json
 from quire.errors import ModelLoadError
+from quire.models.weights import TensorSpec
 from quire.utils.hub import describe_unsupported_files
-from quire.worker.weights.source import TensorSpec, first_names
 
 _INDEX_FILE = "model.safetensors.index.json"
 _WINDOW_BYTES = 256 * 2**20  # a file is unmapped and mapped again after this much, to give its resident pages back
@@ -142,3 +142,8 @@ def _windows(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
             window, window_bytes = [], 0
     if window:
         yield window
+
+
+def first_names(names: list[str], limit: int = 5) -> str:
+    """Some of `names`, for a message."""
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

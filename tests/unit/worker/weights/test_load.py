@@ -169,12 +169,9 @@ def test_tensors_that_are_there_already_are_not_read(tmp_path: Path) -> None:
     assert model.get_parameter("embed.weight").isnan().all()
 
 
-def test_progress_is_told_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_drawn_where_it_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file(good_tensors(), tmp_path / "model.safetensors")
-    calls: list[tuple[int, int]] = []
-    _, report = load(tmp_path, progress=lambda done, total: calls.append((done, total)))
-    assert calls[-1] == (report.num_bytes, report.num_bytes)
-    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    load(tmp_path, progress=False)
     assert capsys.readouterr().err == ""
     load(tmp_path, progress=True)
     assert "Loading weights: 100%" in capsys.readouterr().err
