@@ -4,7 +4,6 @@ The `SwapSpace` keeps one where there is a folder for them. The worker writes an
 so what it says of a file may be out of date: a read that fails is an answer, too.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from quire.protocol.stats import TierStats
@@ -18,6 +17,7 @@ class DiskTier:
 
     Attributes:
         known: names of the files by KV group.
+        under_way: (group, host block) -> name of what is being read to it.
     """
 
     def __init__(self, stored: Sequence[Sequence[bytes]], stats: TierStats) -> None:
@@ -27,22 +27,17 @@ class DiskTier:
         self._is_open = True
         self._saves: list[Request] = []  # from the device's blocks
         self._fetches: list[Request] = []  # to the host's blocks
-        self._under_way: dict[tuple[int, int], bytes] = {}  # (group, host block) -> name
-        self._outstanding: Counter[bytes] = Counter()  # reads by name
+        self.under_way: dict[tuple[int, int], bytes] = {}
 
     @property
     def has_work(self) -> bool:
         """Whether a plan should be made for the disk's sake."""
-        return bool(self._saves or self._under_way)
+        return bool(self._saves or self.under_way)
 
     @property
     def has_saves(self) -> bool:
         """Whether blocks wait to be written."""
         return bool(self._saves)
-
-    def is_under_way(self, name: bytes) -> bool:
-        """Whether a block of that name is being read."""
-        return name in self._outstanding
 
     def save(self, group: int, block: int, name: bytes) -> None:
         """A device's block was computed: have it written, unless that was done before."""
@@ -54,12 +49,11 @@ class DiskTier:
     def fetch(self, group: int, host: int, name: bytes) -> None:
         """Have a block read to a host block, which stays owned until the answer comes."""
         self._fetches.append((group, host, name))
-        self._under_way[group, host] = name
-        self._outstanding[name] += 1
+        self.under_way[group, host] = name
 
     def owned(self, group: int) -> list[int]:
         """A group's host blocks that are being read to."""
-        return [host for number, host in self._under_way if number == group]
+        return [host for number, host in self.under_way if number == group]
 
     def end_plan(self) -> tuple[list[Request], list[Request]]:
         """The plan is complete: what is to be written, from device blocks, and to be read, to host blocks."""
@@ -73,26 +67,21 @@ class DiskTier:
         stats.disk_written_blocks_total, stats.disk_failed_writes_total = news.num_written, news.num_failed
         stats.disk_damaged_files_total, stats.disk_removed_files_total = news.num_damaged, news.num_removed
         answers: list[tuple[Request, bool]] = []
-        settled: list[bytes] = []
         for group, host, was_read in news.fetched:
-            name = self._under_way.pop((group, host))
+            name = self.under_way.pop((group, host))
             answers.append(((group, host, name), was_read))
             stats.disk_hits_total += was_read
             stats.disk_misses_total += not was_read
             if not was_read:
                 self.known[group].discard(name)
-            self._outstanding[name] -= 1
-            if not self._outstanding[name]:
-                del self._outstanding[name]
-                settled.append(name)
-        return answers, settled
+        left = set(self.under_way.values()) if answers else ()
+        return answers, [name for name in dict.fromkeys(name for (_, _, name), _ in answers) if name not in left]
 
     def cancel(self) -> list[tuple[int, int]]:
         """No answer will come any more; returns the host blocks, as (group, block), that were waiting for one."""
-        waiting = list(self._under_way)
+        waiting = list(self.under_way)
         self._fetches = []
-        self._under_way.clear()
-        self._outstanding.clear()
+        self.under_way.clear()
         return waiting
 
     def close(self) -> None:

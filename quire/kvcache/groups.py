@@ -53,23 +53,11 @@ class KVGroup:
 
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that can run here by itself."""
-        if self.window is not None and self.max_pending() > 0:
+        num_tokens = (self.pool.num_blocks - self.num_pinned) * self.block_size
+        # Beyond what a window shows, the next token at least must have a place.
+        if self.window is not None and num_tokens > window_reach(self.window, self.block_size):
             return NEVER
-        return (self.pool.num_blocks - self.num_pinned) * self.block_size
-
-    def max_pending(self) -> int:
-        """Tokens that a long sequence may be ahead of its computed ones, here by itself; zero or less: it can't be."""
-        if self.window is None:
-            return NEVER
-        return (self.pool.num_blocks - self.num_pinned) * self.block_size - window_reach(self.window, self.block_size)
-
-    def drop_left_behind(self, block_ids: list[int], first_block: int, num_computed_tokens: int) -> int:
-        """Free what no query to come can touch, the oldest first; returns the first index that is still held."""
-        stop = min(self.first_visible(num_computed_tokens), len(block_ids))
-        for index in range(first_block, stop):
-            self.pool.release(block_ids[index])
-            block_ids[index] = 0
-        return max(first_block, stop)
+        return num_tokens
 
     def num_free_among(self, block_ids: list[int]) -> int:
         """How many of some blocks nobody owns; negative numbers stand for blocks elsewhere."""

@@ -272,10 +272,12 @@ class KVManager:
                 self._forget_computing(table, block_hash)
             table.num_committed = max(table.num_committed, num_full)
         for number in self._windowed:
-            group, block_ids = self._groups[number], table.block_ids[number]
-            table.first_block[number] = group.drop_left_behind(
-                block_ids, table.first_block[number], num_computed_tokens
-            )
+            group, block_ids, first = self._groups[number], table.block_ids[number], table.first_block[number]
+            stop = min(group.first_visible(num_computed_tokens), len(block_ids))
+            for index in range(first, stop):  # the oldest first
+                group.pool.release(block_ids[index])
+                block_ids[index] = 0
+            table.first_block[number] = max(first, stop)
         self._set_next_commit(table)
 
     def free(self, table: BlockTable) -> None:

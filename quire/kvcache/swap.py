@@ -37,6 +37,7 @@ class SwapSpace:
     Attributes:
         tier: the blocks themselves.
         disk: the files, where there are such.
+        swapped: the tables that own blocks here, by sequence id.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SwapSpace:
         self.disk = DiskTier(stored, self.tier.stats) if stored is not None else None
         self._groups = groups
         self._size = layout.block_size
-        self._swapped: dict[int, BlockTable] = {}  # those that own blocks here
+        self.swapped: dict[int, BlockTable] = {}
         speed = layout.copy_bytes_per_second
         self._token_seconds = 0.0  # to compute one of a prompt; not measured yet
         self._copy_seconds = [size / speed if speed else 0.0 for size in self.tier.block_bytes]
@@ -91,13 +92,9 @@ class SwapSpace:
         if held is None:
             return False
         table.swapped = Swapped(num_computed_tokens, held)
-        self._swapped[table.sequence_id] = table
+        self.swapped[table.sequence_id] = table
         self.tier.stats.num_swaps_total += 1
         return True
-
-    def swapped_ids(self) -> set[int]:
-        """The sequences for which there are blocks here."""
-        return set(self._swapped)
 
     def drop_swapped(self, table: BlockTable) -> None:
         """Give up what the host holds of a sequence."""
@@ -106,7 +103,7 @@ class SwapSpace:
         for pool, block_ids in zip(self.tier.pools, table.swapped.block_ids, strict=True):
             pool.release_all(block_ids)
         table.swapped = None
-        del self._swapped[table.sequence_id]
+        del self.swapped[table.sequence_id]
 
     # At admission.
 
@@ -124,7 +121,8 @@ class SwapSpace:
         disk = self.disk
         if disk is None or table.fetched or num_known >= limit:
             return None
-        if disk.is_under_way(name := name_of(num_known)):
+        under_way = set(disk.under_way.values())
+        if (name := name_of(num_known)) in under_way:
             return name
         limit = min(limit, num_known + min(pool.num_free for pool in self.tier.pools))
         num_reached = self.longest_known(name_of, limit, on_disk=True)
@@ -137,7 +135,7 @@ class SwapSpace:
             for number, group in enumerate(self._groups):
                 if index < group.first_visible(num_reached * self._size) or group.pool.find(name) is not None:
                     continue
-                if not self.tier.touch(number, name) and not disk.is_under_way(name):
+                if not self.tier.touch(number, name) and name not in under_way:
                     missing.append((number, name))
         last: bytes | None = None
         for number, name in missing:
@@ -203,7 +201,7 @@ class SwapSpace:
 
     def cancel(self) -> None:
         """As `KVManager.cancel`."""
-        for table in list(self._swapped.values()):
+        for table in list(self.swapped.values()):
             self.drop_swapped(table)
         self._forget_evicted()
         for group, host in self.disk.cancel() if self.disk is not None else ():
@@ -221,8 +219,8 @@ class SwapSpace:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's blocks are owned as the swapped tables imply."""
         self.tier.arrivals.check_none()
-        held = [table.swapped.block_ids for table in self._swapped.values() if table.swapped is not None]
-        assert len(held) == len(self._swapped), "a sequence is kept as swapped out, and is not"
+        held = [table.swapped.block_ids for table in self.swapped.values() if table.swapped is not None]
+        assert len(held) == len(self.swapped), "a sequence is kept as swapped out, and is not"
         for number, pool in enumerate(self.tier.pools):
             pool.check_integrity()
             owners = Counter(block for block_ids in held for block in block_ids[number])

@@ -271,8 +271,9 @@ class Scheduler:
         for sequence in queued.values():
             sequence.check_integrity(kv.block_size, len(self._in_flight))
         swapped = {s.sequence_id for s in [*waiting, *preparing] if s.table.swapped is not None}
-        held_there = kv.space.swapped_ids() if kv.space is not None else set()
-        assert held_there == swapped, "the host holds blocks for somebody who does not wait"
+        assert swapped == (set() if kv.space is None else kv.space.swapped.keys()), (
+            "the host holds blocks for somebody who does not wait"
+        )
         for group in groups:
             assert group.unfinished, f"request {group.request_id} has ended and is still known"
             assert all(group.needs(index) for index in group.sequences), "a sequence goes on that nobody needs"

@@ -252,7 +252,7 @@ class KVManagerMachine(RuleBasedStateMachine):
                 assert twin.table.first_block[group] == first // self.size, "a window keeps what it shows, and no more"
                 seen = self._read(group, block_ids, first, twin.num_computed)
                 assert seen == twin.content(first, twin.num_computed)
-        assert (self.kv.space.swapped_ids() if self.kv.space else set()) == {
+        assert (set(self.kv.space.swapped) if self.kv.space else set()) == {
             twin.table.sequence_id for twin in self.swapped
         }
         for twin in self.swapped:
