@@ -16,13 +16,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quire.ops.native.library import Target
+from quire.sampling.lanes import Draw, Lane
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.processing import RowError
 from quire.sampling.random import ACCEPT, DRAFT, RECOVER, random_bits
-from quire.sampling.sampler import Draws, row_weights, sample
+from quire.sampling.sampler import row_weights, sample
 from quire.sampling.select import DrawTable, Weights
 from quire.sampling.state import SamplingState
-from quire.sampling.waves import Lane
 
 Probs = npt.NDArray[np.float64]
 
@@ -75,11 +75,11 @@ def draw_drafts(
     for i, state in enumerate(states):
         if not state.greedy:
             with suppress(RowError):
-                weights = row_weights(logits[i], state)
+                weights = row_weights(logits, Draw(state, i))
                 bits = random_bits(state.seed, state.sequence_index, state.position + ahead, DRAFT)
                 token_ids[i], probs[i] = DrawTable(None, weights).pick(bits), _probs(weights)
     if greedy := [i for i, state in enumerate(states) if state.greedy]:
-        output = sample(logits, Draws([states[i] for i in greedy], [1] * len(greedy), greedy), target)
+        output = sample(logits, [Draw(states[i], i) for i in greedy], target)
         for i, drawn in zip(greedy, output.token_ids, strict=True):
             token_ids[i] = drawn[0] if drawn else None
     return token_ids, probs
@@ -95,7 +95,8 @@ def _judge(logits: Tensor, lane: Lane, rule: Rule, refused: list[Lane]) -> bool:
         if not tokens.has_draft:
             return True
         try:
-            weights = row_weights(logits[lane.first_row + place], lane.state, lane.mask(place))
+            lane.go_to(place)
+            weights = row_weights(logits, lane)
         except RowError as error:
             lane.failure = error.failure
             return False
@@ -148,10 +149,9 @@ def _draw(logits: Tensor, lanes: Sequence[Lane], target: Target | None) -> None:
     """Draw the next token of each lane as the sampler does; drafts beyond it are void."""
     if not lanes:
         return
-    places = [len(lane.token_ids) for lane in lanes]
-    masks = [lane.mask(place) for lane, place in zip(lanes, places, strict=True)]
-    rows = [lane.first_row + place for lane, place in zip(lanes, places, strict=True)]
-    output = sample(logits, Draws([lane.state for lane in lanes], [1] * len(lanes), rows, masks), target)
+    for lane in lanes:
+        lane.go_to(len(lane.token_ids))
+    output = sample(logits, lanes, target)
     for lane, drawn in zip(lanes, output.token_ids, strict=True):
         if drawn:
             lane.token_ids += drawn

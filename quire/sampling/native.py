@@ -10,7 +10,6 @@ import math
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from quire.ops.native.library import Target, loaded_library
 from quire.ops.native.library import library as library
 from quire.ops.native.structs import c_struct
 from quire.protocol.step import TokenLogprobs
+from quire.sampling.lanes import Draw, Lane
 from quire.sampling.select import WEIGHT_BITS, power_scales
 from quire.sampling.state import Ids, Mask, SamplingState
 
@@ -123,30 +123,21 @@ class _Call:
 
 
 def sample_rows(
-    target: Target,
-    logits: Tensor,
-    states: Sequence[SamplingState],
-    num_samples: Sequence[int],
-    rows: Sequence[int],
-    masks: Sequence[Mask | None] | None = None,
+    target: Target, logits: Tensor, draws: Sequence[Draw]
 ) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
-    """Sample rows of [R, V] logits with a state, of which none has a logits processor, and a number of samples each.
+    """Sample rows of [R, V] logits for sequences of which none has a logits processor.
 
-    `masks`: as of `Draws`.
-
-    Returns, by index in `rows`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
+    Returns, by index in `draws`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
     """
+    states, num_samples = [draw.state for draw in draws], [draw.num_samples for draw in draws]
     asked = {i: k + 1 for i, s in enumerate(states) if (k := s.num_logprobs) is not None and 0 <= k <= MAX_LOGPROBS}
     width = min(max(asked.values()), 1 + logits.shape[1]) if asked else 0
-    if masks is None:
-        records = b"".join([s.record or _current(s) for s in states])
-    else:
-        records = b"".join([s.record or _current(s, mask) for s, mask in zip(states, masks, strict=True)])
+    records = b"".join([draw.state.record or _current(draw.state, draw.mask) for draw in draws])
     first = list(accumulate(num_samples, initial=0))
-    positions = [s.position for s in states]
-    call = _Call(logits, records, rows, positions, first, width)
-    if masks is not None:
-        call.mask(masks)
+    positions = [draw.state.position + draw.ahead for draw in draws]
+    call = _Call(logits, records, [draw.row for draw in draws], positions, first, width)
+    if [draw for draw in draws if draw.mask is not None]:
+        call.mask([draw.mask for draw in draws])
     errors = call.run(target)
     flat = call.token_ids
     if max(num_samples) == min(num_samples) == 1:
@@ -165,34 +156,26 @@ def sample_rows(
     return token_ids, errors, listed
 
 
-class Chain(NamedTuple):
-    """A sequence's token `ahead` of the next one and those after its drafts, in rows of logits from `first_row` on.
+def draw_chains(target: Target, logits: Tensor, lanes: Sequence[Lane]) -> list[list[int]]:
+    """Draw each lane's tokens from [N, V] logits for as long as they are its drafts; [] where one can't be drawn.
 
-    The state has a `record`, and asks for no logprobs. `masks`, one a position, where there are any.
+    The states have a `record`, and ask for no logprobs.
     """
-
-    state: SamplingState
-    first_row: int
-    ahead: int
-    drafts: list[int]
-    masks: list[Mask | None] | None = None
-
-
-def draw_chains(target: Target, logits: Tensor, chains: Sequence[Chain]) -> list[list[int]]:
-    """Draw each chain's tokens from [N, V] logits for as long as they are its drafts; [] where one can't be drawn."""
     token_ids: list[int] = []
     first = [0]
-    for chain in chains:
-        token_ids += chain.drafts
+    for lane in lanes:
+        if lane.num_drafts:
+            token_ids += lane.state.tokens.drafts()[: lane.num_drafts]
         token_ids.append(-1)
         first.append(len(token_ids))
-    if chains[-1].first_row + len(chains[-1].drafts) >= logits.shape[0]:
+    if lanes[-1].first_row + lanes[-1].num_drafts >= logits.shape[0]:
         raise ValueError(f"drafts have more rows than the {logits.shape[0]} of the logits")
-    records, rows = b"".join([fixed_record(chain.state) for chain in chains]), [chain.first_row for chain in chains]
-    call = _Call(logits, records, rows, [chain.state.position + chain.ahead for chain in chains], first, 0)
+    records, rows = b"".join([fixed_record(lane.state) for lane in lanes]), [lane.first_row for lane in lanes]
+    call = _Call(logits, records, rows, [lane.state.position for lane in lanes], first, 0)
     call.give(token_ids)
-    if [chain for chain in chains if chain.masks]:
-        call.mask([mask for chain in chains for mask in chain.masks or [None] * (1 + len(chain.drafts))])
+    if [lane for lane in lanes if lane.masks]:
+        places = [(lane, place) for lane in lanes for place in range(1 + lane.num_drafts)]
+        call.mask([lane.masks.get(place) if lane.masks else None for lane, place in places])
     nums = (ctypes.c_int64 * len(rows))()
     call.args.drawn = ctypes.addressof(nums)
     errors, drawn = call.run(target), call.token_ids

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from quire.ops.native.library import Target, default_target
 from quire.protocol.step import Failure, FailureKind, TokenLogprobs
-from quire.sampling import native
+from quire.sampling import native, select
+from quire.sampling.lanes import Draw
 from quire.sampling.logprobs import listed_logprobs, row_logprobs
-from quire.sampling.processing import Mask, RowError, float32_array, process_logits
+from quire.sampling.processing import RowError, float32_array, process_logits
 from quire.sampling.random import random_bits
-from quire.sampling.select import Weights, candidates, draw, kept_weights, leading_ids
-from quire.sampling.state import Floats, SamplingState
+from quire.sampling.select import Weights, candidates, kept_weights, leading_ids
+from quire.sampling.state import Floats
 
 logger = logging.getLogger(__name__)
 
@@ -36,33 +37,8 @@ class SamplerOutput:
     failures: dict[int, Failure] = field(default_factory=dict)  # index of the sequence -> why there is no token
 
 
-@dataclass(slots=True)
-class Draws:
-    """What is to be drawn from [N, V] logits: sequence i draws `num_samples[i]` tokens from row `rows[i]`.
-
-    Where that is more than one, sample j is drawn as sequence `sequence_index` + j would. `masks`, where there are any,
-    has a grammar's bitmask or None for each sequence.
-    """
-
-    states: Sequence[SamplingState]
-    num_samples: Sequence[int]
-    rows: Sequence[int]
-    masks: Sequence[Mask | None] | None = None
-
-    def some(self, indices: Sequence[int]) -> "Draws":
-        """Those of some sequences."""
-        states, num_samples, rows = self.states, self.num_samples, self.rows
-        masks = None if self.masks is None else [self.masks[i] for i in indices]
-        chosen = [states[i] for i in indices], [num_samples[i] for i in indices], [rows[i] for i in indices]
-        return Draws(*chosen, masks)
-
-    def special(self) -> list[int]:
-        """Sequences of which something is asked that the compiled sampler can't do."""
-        return [i for i, state in enumerate(self.states) if state.logits_processors]
-
-
-def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> SamplerOutput:
-    """Choose the next token or tokens of each sequence from `logits`, [N, V] of any float type. Appends nothing.
+def sample(logits: Tensor, draws: Sequence[Draw], target: Target | None = None) -> SamplerOutput:
+    """Choose what each sequence draws from `logits`, [N, V] of any float type. Appends nothing.
 
     Where that breaks, each sequence is sampled by itself, so that only one that breaks by itself fails. `target` says
     with which kernels and threads, `default_target` where it is None; the result is the same on any.
@@ -70,57 +46,54 @@ def sample(logits: Tensor, draws: Draws, target: Target | None = None) -> Sample
     try:
         return _sample(logits, draws, target)
     except Exception as error:
-        logger.exception("sampling %d sequences broke", len(draws.states))
-        if len(draws.states) == 1:
+        logger.exception("sampling %d sequences broke", len(draws))
+        if len(draws) == 1:
             failure = Failure(FailureKind.INTERNAL, f"{type(error).__name__} while its token was chosen")
             return SamplerOutput([[]], [None], {0: failure})
     output = SamplerOutput([], [])
-    for i in range(len(draws.states)):
-        one = sample(logits, draws.some([i]), target)
+    for i, draw in enumerate(draws):
+        one = sample(logits, [draw], target)
         output.token_ids += one.token_ids
         output.logprobs += one.logprobs
         output.failures.update((i, failure) for failure in one.failures.values())
     return output
 
 
-def row_weights(logits: Tensor, state: SamplingState, mask: Mask | None = None) -> Weights:
-    """The weights by which a sequence that is not greedy would draw from its row, int64 [V]; 0 for what it can't.
+def row_weights(logits: Tensor, draw: Draw) -> Weights:
+    """The weights by which a sequence that is not greedy would draw from [N, V] logits, int64 [V]; 0 for what it can't.
 
     Raises:
         RowError: it can't be sampled.
     """
-    processed = _processed(float32_array(logits), state, mask)
+    state, processed = draw.state, _processed(float32_array(logits[draw.row]), draw)
     maximum = _largest(processed)[1]
     return kept_weights(processed, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
 
 
-def rank(logits: Tensor, draws: Draws, target: Target | None = None) -> list[TokenLogprobs | Failure]:
+def rank(logits: Tensor, draws: Sequence[Draw], target: Target | None = None) -> list[TokenLogprobs | Failure]:
     """Each sequence's `num_samples` best tokens of its row after processing, best first; fewer if more are masked.
 
     Log-probabilities and ranks are those of the raw row, as everywhere.
     """
     logits = logits.cpu()
-    masks = draws.masks or [None] * len(draws.states)
-    plain = [i for i, state in enumerate(draws.states) if not state.processes and masks[i] is None]
-    found = _rank_natively(logits, draws.some(plain), target) if plain else []
+    plain = [i for i, draw in enumerate(draws) if not draw.state.processes and draw.mask is None]
+    found = _rank_natively(logits, [draws[i] for i in plain], target) if plain else []
     ranked: dict[int, TokenLogprobs | Failure] = {i: one for i, one in zip(plain, found, strict=False) if one}
-    return [
-        ranked[i] if i in ranked else _rank_one(logits[draws.rows[i]], state, draws.num_samples[i], masks[i])
-        for i, state in enumerate(draws.states)
-    ]
+    return [ranked[i] if i in ranked else _rank_one(logits, draw) for i, draw in enumerate(draws)]
 
 
-def _rank_natively(logits: Tensor, draws: Draws, target: Target | None) -> list[TokenLogprobs | None]:
+def _rank_natively(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> list[TokenLogprobs | None]:
     """Of rows that nothing is done to, all at once; None for those that can't be sampled, [] if there is no library."""
-    num = max(draws.num_samples)
+    num = max(draw.num_samples for draw in draws)
     if native.library() is None or num > native.MAX_LOGPROBS:
         return []
-    rows = list(draws.rows)
+    rows = [draw.row for draw in draws]
     if rows != list(range(len(logits))):
         logits = torch.from_numpy(float32_array(logits)[rows])
     ranked: list[TokenLogprobs | None] = []
     entries = native.given_logprobs(target or default_target(), logits, [0] * len(rows), num)
-    for entry, wanted in zip(entries, draws.num_samples, strict=True):
+    for entry, draw in zip(entries, draws, strict=True):
+        wanted = draw.num_samples
         logprobs = entry.logprobs[1 : wanted + 1]
         if math.isfinite(logprobs[-1]):
             ranked.append(TokenLogprobs(entry.token_ids[1 : wanted + 1], logprobs, entry.ranks[1 : wanted + 1]))
@@ -129,45 +102,40 @@ def _rank_natively(logits: Tensor, draws: Draws, target: Target | None) -> list[
     return ranked
 
 
-def _rank_one(logits: Tensor, state: SamplingState, num: int, mask: Mask | None) -> TokenLogprobs | Failure:
-    raw = float32_array(logits)
+def _rank_one(logits: Tensor, draw: Draw) -> TokenLogprobs | Failure:
+    raw = float32_array(logits[draw.row])
     try:
-        processed = _processed(raw, state, mask)
+        processed = _processed(raw, draw)
         _largest(processed)
     except RowError as error:
         return error.failure
-    return listed_logprobs(raw, leading_ids(processed, num), are_leading=processed is raw)
+    return listed_logprobs(raw, leading_ids(processed, draw.num_samples), are_leading=processed is raw)
 
 
-def _sample(logits: Tensor, draws: Draws, target: Target | None) -> SamplerOutput:
+def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> SamplerOutput:
     logits = logits.cpu()
-    num = len(draws.states)
-    special: Sequence[int] = range(num) if native.library() is None else draws.special()
-    if len(special) == num:
-        output = SamplerOutput([[] for _ in range(num)], [None] * num)
-    elif not special:
+    in_numpy = native.library() is None  # all of them, or those that the compiled sampler can't do
+    special = [i for i, draw in enumerate(draws) if in_numpy or draw.state.logits_processors]
+    if not special:
         output = _sample_natively(target or default_target(), logits, draws)
     else:
-        output = SamplerOutput([[] for _ in range(num)], [None] * num)
-        others = sorted(set(range(num)) - set(special))
-        some = _sample_natively(target or default_target(), logits, draws.some(others))
-        for i, token_ids, logprobs in zip(others, some.token_ids, some.logprobs, strict=True):
-            output.token_ids[i], output.logprobs[i] = token_ids, logprobs
-        output.failures.update((others[i], failure) for i, failure in some.failures.items())
-    if special:
+        output = SamplerOutput([[] for _ in draws], [None] * len(draws))
+        if others := sorted(set(range(len(draws))) - set(special)):
+            some = _sample_natively(target or default_target(), logits, [draws[i] for i in others])
+            for i, token_ids, logprobs in zip(others, some.token_ids, some.logprobs, strict=True):
+                output.token_ids[i], output.logprobs[i] = token_ids, logprobs
+            output.failures.update((others[i], failure) for i, failure in some.failures.items())
         _sample_in_numpy(logits, draws, special, output)
-    asking = [i for i, state in enumerate(draws.states) if state.num_logprobs is not None]
+    asking = [i for i, draw in enumerate(draws) if draw.state.num_logprobs is not None]
     for i in asking:  # what the compiled sampler has not answered
         if output.logprobs[i] is None and output.token_ids[i]:
-            raw = float32_array(logits[draws.rows[i]])
-            output.logprobs[i] = row_logprobs(raw, output.token_ids[i], draws.states[i].num_logprobs or 0)
+            raw = float32_array(logits[draws[i].row])
+            output.logprobs[i] = row_logprobs(raw, output.token_ids[i], draws[i].state.num_logprobs or 0)
     return output
 
 
-def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOutput:
-    token_ids, errors, listed = native.sample_rows(
-        target, logits, draws.states, draws.num_samples, draws.rows, draws.masks
-    )
+def _sample_natively(target: Target, logits: Tensor, draws: Sequence[Draw]) -> SamplerOutput:
+    token_ids, errors, listed = native.sample_rows(target, logits, draws)
     output = SamplerOutput(token_ids, [None] * len(token_ids))
     for i, code in errors.items():
         output.failures[i] = _unusable(native.MAXIMA[code]).failure
@@ -176,25 +144,23 @@ def _sample_natively(target: Target, logits: Tensor, draws: Draws) -> SamplerOut
     return output
 
 
-def _sample_in_numpy(logits: Tensor, draws: Draws, indices: Sequence[int], output: SamplerOutput) -> None:
+def _sample_in_numpy(logits: Tensor, draws: Sequence[Draw], indices: Sequence[int], output: SamplerOutput) -> None:
     for i in indices:
-        state, num_samples = draws.states[i], draws.num_samples[i]
+        draw = draws[i]
         try:
-            mask = None if draws.masks is None else draws.masks[i]
-            processed = _processed(float32_array(logits[draws.rows[i]]), state, mask)
+            processed = _processed(float32_array(logits[draw.row]), draw)
             best, maximum = _largest(processed)
-            output.token_ids[i] = (
-                [best] * num_samples if state.greedy else _choose(processed, maximum, state, num_samples)
-            )
+            chosen = [best] * draw.num_samples if draw.state.greedy else _choose(processed, maximum, draw)
+            output.token_ids[i] = chosen
         except RowError as error:
             output.failures[i] = error.failure
 
 
-def _processed(logits: Floats, state: SamplingState, mask: Mask | None) -> Floats:
-    if not state.processes and mask is None:
+def _processed(logits: Floats, draw: Draw) -> Floats:
+    if not draw.state.processes and draw.mask is None:
         return logits
     logits = logits.copy()
-    process_logits(logits, state, mask)
+    process_logits(logits, draw.state, draw.mask)
     return logits
 
 
@@ -207,13 +173,14 @@ def _largest(logits: Floats) -> tuple[int, float]:
     return index, value
 
 
-def _choose(logits: Floats, maximum: float, state: SamplingState, num_samples: int) -> list[int]:
+def _choose(logits: Floats, maximum: float, what: Draw) -> list[int]:
     """Tokens drawn from one row, [V]."""
+    state = what.state
     table, mass = candidates(logits, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
     tokens: list[int] = []
-    for index in range(state.sequence_index, state.sequence_index + num_samples):
-        bits = partial(random_bits, state.seed, index, state.position)
-        tokens.append(draw(table, mass, logits, bits))
+    for index in range(state.sequence_index, state.sequence_index + what.num_samples):
+        bits = partial(random_bits, state.seed, index, state.position + what.ahead)
+        tokens.append(select.draw(table, mass, logits, bits))
     return tokens
 
 

@@ -13,7 +13,7 @@ from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import LayerCache
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import TokenLogprobs
-from quire.sampling import Draws
+from quire.sampling import Draw
 from quire.sampling.native import fixed_record
 from quire.sampling.state import SamplingState
 from quire.speculative.base import DraftedSequence, Proposer
@@ -110,5 +110,5 @@ def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
 
 def rank_tokens(device: Device, logits: Tensor, states: list[SamplingState], nums: list[int]) -> list[Sequence[int]]:
     """Of each row so many of the likeliest tokens, best first; fewer, or none, where there are no more."""
-    ranked = device.rank(logits, Draws(states, nums, range(len(states))))
+    ranked = device.rank(logits, [Draw(*of) for of in zip(states, range(len(states)), nums, strict=True)])
     return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.accept import Rule
-from quire.sampling.waves import Lane
+from quire.sampling.lanes import Lane
 from quire.speculative.base import Proposer
 from quire.worker.devices.base import Device
 from quire.worker.rows import Row

@@ -27,10 +27,9 @@ from quire.protocol.step import (
     StepResult,
     TokenLogprobs,
 )
-from quire.sampling.sampler import Draws
+from quire.sampling.lanes import Lane
 from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import NO_DRAFT
-from quire.sampling.waves import Lane
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
@@ -296,11 +295,9 @@ class ModelRunner:
     def _rank(self, logits: Tensor, lanes: dict[int, Lane], results: list[SequenceResult]) -> None:
         """Candidates by place in the plan."""
         several = list(lanes.values())
-        masks = [lane.masks[0] if lane.masks else None for lane in several]
-        draws = Draws(
-            [s.state for s in several], [s.num_samples for s in several], [s.first_row for s in several], masks
-        )
-        for (place, lane), found in zip(lanes.items(), self.device.rank(logits, draws), strict=True):
+        for lane in several:
+            lane.go_to(0)
+        for (place, lane), found in zip(lanes.items(), self.device.rank(logits, several), strict=True):
             if isinstance(found, Failure):
                 result = SequenceResult(failure=found)
             else:

@@ -21,10 +21,11 @@ from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import WeightFormats
-from quire.sampling import Draws, prompt_logprobs, rank
+from quire.sampling import Draw, prompt_logprobs, rank
 from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
+from quire.sampling.lanes import Lane
 from quire.sampling.state import SamplingState
-from quire.sampling.waves import Lane, draw_lanes, sample_ahead
+from quire.sampling.waves import draw_lanes, sample_ahead
 from quire.worker.gather import StepArrays
 from quire.worker.weights.store import WeightStore
 
@@ -186,7 +187,7 @@ class Device(ABC):
         """Draw as `draw_ahead`, but with bits of their own, as `quire.sampling.accept.draw_drafts`."""
         return draw_drafts(logits, states, ahead, self.target)
 
-    def rank(self, logits: Tensor, draws: Draws) -> list[TokenLogprobs | Failure]:
+    def rank(self, logits: Tensor, draws: Sequence[Draw]) -> list[TokenLogprobs | Failure]:
         """The best tokens of some rows, as `quire.sampling.rank`."""
         return rank(logits, draws, self.target)
 

@@ -11,9 +11,9 @@ from chi_square import ChiSquare, target
 from torch import Tensor
 
 from quire.protocol.step import FailureKind
-from quire.sampling import Draws, SamplingState, SequenceTokens, accept, prompt_logprobs, sample
+from quire.sampling import Draw, SamplingState, SequenceTokens, accept, prompt_logprobs, sample
 from quire.sampling.accept import Rule, draw_drafts, judge_lanes
-from quire.sampling.waves import Lane
+from quire.sampling.lanes import Lane
 from quire.sampling_params import SamplingParams
 
 V = 24
@@ -193,7 +193,7 @@ def test_typical_acceptance_is_medusas() -> None:
             taken += 1
         else:  # what the sampler draws by itself
             plain = lane_of(params, 3)
-            assert [lane.token_ids] == sample(logits, Draws([plain.state], [1], [0])).token_ids
+            assert [lane.token_ids] == sample(logits, [Draw(plain.state, 0)]).token_ids
     assert 1 < taken < 12
 
 

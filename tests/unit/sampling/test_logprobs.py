@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from quire.protocol.step import Failure, TokenLogprobs
-from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, rank, sampler
+from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, rank, sampler
 from quire.sampling_params import SamplingParams
 
 
 def sample(logits, states, num_samples) -> SamplerOutput:
-    return sampler.sample(logits, Draws(states, num_samples, range(len(states))))
+    return sampler.sample(logits, [Draw(*of) for of in zip(states, range(len(states)), num_samples, strict=True)])
 
 
 def make_state(vocab: int, seed: int = 7, **params) -> SamplingState:
@@ -114,7 +114,7 @@ def test_the_compiled_sampler_ranks_alike(dtype: torch.dtype, monkeypatch: pytes
         SamplingState(one, SequenceTokens.of([1], room=4), seed=0, sequence_index=0, vocab_size=300) for one in params
     ]
     rows = [[0, 1, 2, 3, 4, 5], [5, 3, 0], [1]]
-    draws = [Draws([states[i] for i in some], [8, 3, 12, 1, 4, 6][: len(some)], some) for some in rows]
+    draws = [[Draw(states[i], i, num) for i, num in zip(some, [8, 3, 12, 1, 4, 6], strict=False)] for some in rows]
     found = [rank(logits, one) for one in draws]
     monkeypatch.setattr(native, "library", lambda: None)
     assert found == [rank(logits, one) for one in draws]

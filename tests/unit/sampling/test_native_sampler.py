@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.ops.native.library import Target, default_target
 from quire.protocol.step import Failure, FailureKind
-from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, sampler
+from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, sampler
 from quire.sampling.state import masks_of
 from quire.sampling_params import SamplingParams
 
@@ -24,7 +24,9 @@ same_level = settings(suppress_health_check=[HealthCheck.function_scoped_fixture
 
 
 def sample(logits, states, num_samples, target=None) -> SamplerOutput:
-    return sampler.sample(logits, Draws(states, num_samples, range(len(states))), target)
+    return sampler.sample(
+        logits, [Draw(*of) for of in zip(states, range(len(states)), num_samples, strict=True)], target
+    )
 
 
 def in_numpy(function: Any, *arguments: Any) -> Any:
@@ -147,7 +149,7 @@ def test_masks_are_applied_alike(level, seed, vocab, dtype, num_rows) -> None:
             for token_id in state.stop_token_ids.tolist():
                 mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         masks.append(mask if generator.random() < 0.8 else None)
-    draws = Draws(states, num_samples, range(num_rows), [m if m is None else masks_of(m[None])[0] for m in masks])
+    draws = [Draw(states[i], i, num_samples[i], m if m is None else masks_of(m[None])[0]) for i, m in enumerate(masks)]
     output = sampler.sample(logits, draws, Target(level, 1))
     assert output == in_numpy(sampler.sample, logits, draws)
     for token_ids, mask in zip(output.token_ids, masks, strict=True):
@@ -162,7 +164,7 @@ def test_a_grammar_may_end_before_min_tokens_where_nothing_else_is_left() -> Non
     logits = torch.zeros(1, 64)
     only, others = np.array([1 << 7, 0], np.uint32), np.array([1 << 7, 1 << 3], np.uint32)
     for mask, token_id in ((only, 7), (others, 35), (only, 7)):
-        draws = Draws([state], [1], [0], masks_of(mask[None]))
+        draws = [Draw(state, 0, mask=masks_of(mask[None])[0])]
         assert (
             sampler.sample(logits, draws).token_ids == in_numpy(sampler.sample, logits, draws).token_ids == [[token_id]]
         )
@@ -243,12 +245,10 @@ def test_ids_outside_the_logits_and_shapes_that_do_not_fit_are_refused() -> None
     failure = Failure(FailureKind.INTERNAL, "IndexError while its token was chosen")
     assert sample(torch.zeros(2, 40), penalised, [1, 1]).failures == {1: failure}
     with pytest.raises(IndexError, match="vocabulary of 40"):
-        native.sample_rows(default_target(), torch.zeros(2, 40), penalised, [1, 1], [0, 1])
-    states = make_states(2, 50)
+        native.sample_rows(default_target(), torch.zeros(2, 40), [Draw(state, i) for i, state in enumerate(penalised)])
+    one, two = make_states(2, 50)
     compiled = default_target()
     with pytest.raises(ValueError, match="rows"):
-        native.sample_rows(compiled, torch.zeros(2, 50), states, [1, 1], [0, 2])
+        native.sample_rows(compiled, torch.zeros(2, 50), [Draw(one, 0), Draw(two, 2)])
     with pytest.raises(ValueError, match="logits must be"):
-        native.sample_rows(compiled, torch.zeros(100), states, [1, 1], [0, 1])
-    with pytest.raises(ValueError, match="positions"):
-        native.sample_rows(compiled, torch.zeros(2, 50), states, [1], [0, 1])
+        native.sample_rows(compiled, torch.zeros(100), [Draw(one, 0), Draw(two, 1)])

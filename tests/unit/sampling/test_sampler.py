@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.sampling import Draws, SamplerOutput, SamplingState, SequenceTokens, prompt_logprobs, sampler
+from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, prompt_logprobs, sampler
 from quire.sampling.processing import process_logits
 from quire.sampling.select import candidates
 from quire.sampling_params import SamplingParams
@@ -16,7 +16,7 @@ VOCAB = 60
 
 
 def sample(logits, states, num_samples) -> SamplerOutput:
-    return sampler.sample(logits, Draws(states, num_samples, range(len(states))))
+    return sampler.sample(logits, [Draw(*of) for of in zip(states, range(len(states)), num_samples, strict=True)])
 
 
 def make_state(

@@ -8,10 +8,11 @@ import torch
 from quire import SamplingParams
 from quire.config.draft_tree import DraftTree
 from quire.sampling import native
-from quire.sampling.sampler import Draws, sample
+from quire.sampling.lanes import Draw, Lane
+from quire.sampling.sampler import sample
 from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import SequenceTokens
-from quire.sampling.waves import Lane, draw_lanes, sample_ahead
+from quire.sampling.waves import draw_lanes, sample_ahead
 
 VOCAB = 50
 TREE = DraftTree.read("[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]")
@@ -31,7 +32,7 @@ def walk(kind: dict[str, Any], logits: torch.Tensor, places: list[int]) -> tuple
     """Draw at these rows one after another, without drafts."""
     state, drawn, logprobs = state_of(kind), [], []
     for place in places:
-        output = sample(logits, Draws([state], [1], [place]))
+        output = sample(logits, [Draw(state, place)])
         drawn += output.token_ids[0]
         logprobs += output.logprobs[0] or []
         state.tokens.append(drawn[-1])
@@ -101,7 +102,7 @@ def test_chains_are_drawn_as_far_as_their_drafts_are_right(kind: dict[str, Any],
     state, other = state_of(kind), state_of(kind)
     expected: list[int] = []
     for place in range(5):
-        output = sample(logits, Draws([other], [1], [3 + place], [masks.get(place)]))
+        output = sample(logits, [Draw(other, 3 + place, mask=masks.get(place))])
         expected += output.token_ids[0]
         other.tokens.append(expected[-1])
     drafts = [*expected[:num_right], *((token_id + 1) % VOCAB for token_id in expected[num_right:4])]
@@ -109,13 +110,13 @@ def test_chains_are_drawn_as_far_as_their_drafts_are_right(kind: dict[str, Any],
     alone = state_of(kind)
     lane, single = Lane(state, 3, 4), Lane(alone, 9)
     lane.masks = masks
-    sample(logits, Draws([state, alone], [1, 1], [0, 0]))  # their records are made with the first draw
+    sample(logits, [Draw(state, 0), Draw(alone, 0)])  # their records are made with the first draw
     draw_lanes(logits, [lane, single])
     assert lane.token_ids == expected[: num_right + 1]
     assert lane.num_refused == 4 - num_right
     assert state.tokens.output() == [5, *expected[: num_right + 1]]
     assert not state.tokens.num_drafts
-    assert [single.token_ids] == sample(logits, Draws([state_of(kind)], [1], [9])).token_ids
+    assert [single.token_ids] == sample(logits, [Draw(state_of(kind), 9)]).token_ids
 
 
 def test_a_row_that_fails_among_drafts_fails_alone() -> None:
@@ -124,7 +125,7 @@ def test_a_row_that_fails_among_drafts_fails_alone() -> None:
     logits[2] = float("nan")
     kind = {"temperature": 0}
     states = [state_of(kind), state_of(kind)]
-    sample(logits, Draws(states, [1, 1], [0, 0]))
+    sample(logits, [Draw(state, 0) for state in states])
     for state in states:
         state.tokens.set_drafts([7, 7])
     lanes = [Lane(states[0], 0, 2), Lane(states[1], 3, 2)]
@@ -143,12 +144,13 @@ def test_what_breaks_with_drafts_is_drawn_without_them(monkeypatch: pytest.Monke
     monkeypatch.setattr(native, "draw_chains", breaks)
     states = [state_of({"temperature": 0}), state_of({"temperature": 0})]
     logits = torch.eye(6, VOCAB)
-    sample(logits, Draws(states, [1, 1], [0, 0]))
+    sample(logits, [Draw(state, 0) for state in states])
     for state in states:
         state.tokens.set_drafts([0, 2])
     lanes = [Lane(states[0], 0, 2), Lane(states[1], 3, 2)]
     draw_lanes(logits, lanes)
     assert [lane.token_ids for lane in lanes] == [[0, 1], [3]]
+    monkeypatch.setattr(native, "sample_rows", breaks)
     assert sample_ahead(logits, states, 1) == [None, None]
 
 
@@ -157,7 +159,7 @@ def test_what_is_drawn_ahead_has_the_bits_of_its_position(monkeypatch: pytest.Mo
     expected, ahead = [], list(range(8))
     state = state_of({"temperature": 1.0})
     for _ in ahead:
-        (drawn,) = sample(logits, Draws([state], [1], [0])).token_ids[0]
+        (drawn,) = sample(logits, [Draw(state, 0)]).token_ids[0]
         expected.append(drawn)
         state.tokens.append(drawn)
     state = state_of({"temperature": 1.0})

@@ -1,0 +1,103 @@
+"""What a sequence draws in a step: a token from a row of logits, or several, and further ones where it has drafts.
+
+The model runner makes lanes, and the sampler fills them in. They know rows of logits, and no plan.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.draft_tree import DraftTree
+from quire.protocol.step import Failure, TokenLogprobs
+from quire.sampling.state import Mask, SamplingState
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """What is to be drawn for one sequence.
+
+    Attributes:
+        row: of the logits.
+        num_samples: tokens; sample j is drawn as sequence `sequence_index` + j would.
+        mask: a grammar's, where there is one.
+        ahead: positions after the sequence's next one that it is drawn for; then nothing may look back.
+    """
+
+    state: SamplingState
+    row: int
+    num_samples: int = 1
+    mask: Mask | None = None
+    ahead: int = 0
+
+
+class Lane(Draw):
+    """One sequence of a step: what it draws at its first position, and at the others as it goes on, and what it drew.
+
+    Several samples there are only without drafts; the first of them is appended.
+
+    Attributes:
+        first_row: row of the logits of its first position; those of its drafts follow.
+        num_drafts: how many of the drafts in its row were computed.
+        masks: a grammar's bitmask by sampled position, where there is one.
+        tree: the shape of the drafts, where they are no chain: `masks` are then by place among the computed, as is
+        path: the place of what each token was drawn from, 0 and then 1 + its node.
+        draft_ids: those of the tree.
+        drafted: the proposer's view of the sequence where a rule judges its drafts (`quire.sampling.accept`), not
+            whether the sampler draws them.
+        probs: then float64 [V], what each draft in its row was drawn from; [] where they are certain.
+        token_ids: what was appended, or the samples.
+        logprobs: one for each of them, where asked for.
+        failure: why there is no token.
+    """
+
+    __slots__ = (
+        "draft_ids", "drafted", "failure", "first_row", "logprobs", "masks", "num_drafts", "path", "probs",
+        "token_ids", "tree",
+    )  # fmt: skip
+
+    def __init__(self, state: SamplingState, first_row: int, num_drafts: int = 0, num_samples: int = 1) -> None:
+        super().__init__(state, first_row, num_samples)
+        self.first_row = first_row
+        self.num_drafts = num_drafts
+        self.masks: dict[int, Mask] | None = None
+        self.tree: DraftTree | None = None
+        self.drafted: Any = None
+        self.probs: list[Any] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.failure: Failure | None = None
+
+    @property
+    def num_refused(self) -> int:
+        """Drafts that were computed in vain."""
+        return self.num_drafts + 1 - len(self.token_ids) if self.num_drafts else 0
+
+    @property
+    def max_accepted(self) -> int:
+        """Most of its drafts that can be accepted."""
+        return self.num_drafts if self.tree is None else self.tree.depths[self.num_drafts - 1]
+
+    def go_to(self, place: int) -> None:
+        """Draw at this position, or place in the tree, next."""
+        self.row = self.first_row + place
+        self.mask = self.masks.get(place) if self.masks else None
+
+    def use_tree(self, tree: DraftTree) -> None:
+        """Its drafts are the first nodes of a tree."""
+        tokens = self.state.tokens
+        self.tree, self.path = tree, [0]
+        self.draft_ids: list[int] = tokens.ids[tokens.num : tokens.num + self.num_drafts].tolist()
+
+    def drawn_rows(self) -> list[int]:
+        """The row of the logits that each token was drawn from."""
+        if self.tree is not None:
+            return [self.first_row + place for place in self.path]
+        return list(range(self.first_row, self.first_row + len(self.token_ids)))
+
+    def follow(self, token_id: int) -> bool:
+        """Go on to the node of a token that was drawn, if there is one, in the tree."""
+        assert self.tree is not None
+        for node in self.tree.children[self.path[-1]]:
+            if node < self.num_drafts and self.draft_ids[node] == token_id:
+                self.path.append(1 + node)
+                return True
+        return False
