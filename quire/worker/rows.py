@@ -101,12 +101,6 @@ class RowTable:
         self._rows: dict[int, Row] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._rows
-
     def __getitem__(self, sequence_id: int) -> Row:
         return self._rows[sequence_id]
 

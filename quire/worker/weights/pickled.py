@@ -14,8 +14,6 @@ from quire.errors import ModelLoadError
 from quire.models.weights import TensorSpec
 
 SUFFIXES = (".pt", ".bin", ".pth")
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64", torch.int64: "I64"}
-_NAMES |= {torch.int32: "I32", torch.bool: "BOOL"}
 
 
 class PickledSource:
@@ -42,8 +40,7 @@ class PickledSource:
             raise ModelLoadError(f"{path} is no map from names to tensors: save a state_dict().")
         self._tensors = found
         self.specs = [
-            TensorSpec(name, _NAMES.get(one.dtype, str(one.dtype)), tuple(one.shape), one.nbytes, path.name)
-            for name, one in found.items()
+            TensorSpec(name, str(one.dtype), tuple(one.shape), one.nbytes, path.name) for name, one in found.items()
         ]
 
     def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
