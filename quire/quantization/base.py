@@ -74,13 +74,13 @@ class QuantizationMethod(ABC):
         forms = {"weight": TensorForm((shape.out_features, shape.in_features))}
         return forms | {"bias": TensorForm((shape.out_features,))} if shape.bias else forms
 
-    @abstractmethod
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         """Put the checkpoint tensor `name` into the output features from `start` on.
 
         A merged layer is loaded in parts, in any order; the tensor has been checked against `checkpoint_tensors` of
-        that part.
+        that part. Here: as it is, into the parameter of that name.
         """
+        weights[name][start : start + loaded.shape[0]].copy_(loaded)
 
     def finish(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> None:  # noqa: B027
         """Called once, when all of a matrix's tensors have been loaded; most formats have nothing left to do."""

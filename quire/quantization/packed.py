@@ -44,7 +44,7 @@ class Packed(QuantizationMethod):
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         if name == "bias":
-            weights[name][start : start + loaded.shape[0]].copy_(loaded)
+            super().load(weights, shape, name, loaded, start)
         else:
             self.matrix(weights, shape).pack(loaded, start)
 

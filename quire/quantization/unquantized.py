@@ -16,9 +16,6 @@ class Unquantized(QuantizationMethod):
         forms = self.checkpoint_tensors(shape)
         return {tensor: torch.empty(form.shape, dtype=dtype) for tensor, form in forms.items()}
 
-    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
-        weights[name][start : start + loaded.shape[0]].copy_(loaded)
-
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         return ops.linear(x, weights["weight"], weights.get("bias"))
 

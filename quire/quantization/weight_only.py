@@ -38,7 +38,7 @@ class WeightOnly(QuantizationMethod):
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         if name == "bias":
-            weights[name][start : start + loaded.shape[0]].copy_(loaded)
+            super().load(weights, shape, name, loaded, start)
             return
         quantize = quantize_int8 if self.bits == 8 else quantize_int4
         for low in range(0, loaded.shape[0], _ROWS_AT_ONCE):

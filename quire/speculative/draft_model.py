@@ -96,7 +96,7 @@ class DraftModelProposer(Proposer):
 
     def _propose(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
-        runner, orders, places = self._runner, list[Order](), list[int]()
+        runner, orders = self._runner, list[tuple[int, Order]]()
         budget = runner.max_tokens
         for place, row in enumerate(rows):
             reader, row.probs = row.memory or self._open(row), None
@@ -107,16 +107,16 @@ class DraftModelProposer(Proposer):
                 continue
             if num - start <= budget:
                 budget -= num - start
-                orders.append(Order(reader.row, reader.state, start, num, count))
-                places.append(place)
+                orders.append((place, Order(reader.row, reader.state, start, num, count)))
             elif budget == runner.max_tokens:  # it will take several steps
                 runner.read(reader.row, start, budget)
                 reader.num_read += budget
                 budget = 0
+        if not orders:
+            return drafts
         if len(orders) > 1:
-            ranked = sorted(range(len(orders)), key=lambda i: -orders[i].num_drafts)
-            orders, places = [orders[i] for i in ranked], [places[i] for i in ranked]
-        for place, order, drawn in zip(places, orders, runner.draft(orders) if orders else (), strict=True):
+            orders.sort(key=lambda order: -order[1].num_drafts)
+        for (place, order), drawn in zip(orders, runner.draft([order for _, order in orders]), strict=True):
             reader = rows[place].memory
             reader.drafted = drawn[: order.num_drafts - 1]
             reader.num_read = order.stop + len(reader.drafted)
