@@ -46,6 +46,11 @@ class PreparedPrompt:
     cache_salt: str | None = None
 
 
+def bad_prompt(message: str) -> InvalidRequestError:
+    """The refusal of a prompt."""
+    return InvalidRequestError(message, "prompt")
+
+
 def prompt_too_long(length: int | str, limit: int) -> InvalidRequestError:
     """The refusal of a prompt of so many tokens, or "at least" so many, where the context has `limit`."""
     return InvalidRequestError(

@@ -32,8 +32,8 @@ class AsyncInputs:
         processor: the input processor.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        self.processor = self._inputs = InputProcessor(config, tokenizer)
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, is_engine_here: bool = True) -> None:
+        self.processor = self._inputs = InputProcessor(config, tokenizer, is_engine_here)
         self._tokenizer = tokenizer
         self._encodings, self._long_encodings = _Lane("encode", 2), _Lane("encode-long", 1)
         self._renders, self._long_renders = _RenderLane("render", 2), _RenderLane("render-long", 1)

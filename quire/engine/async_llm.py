@@ -75,7 +75,7 @@ class AsyncLLM:
         self.metrics = ServingMetrics(config.model.max_model_len)
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
-        self._inputs = inputs = AsyncInputs(config, tokenizer)
+        self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
         self.prepare, self.encode, self.render_chat = inputs.prepare, inputs.encode, inputs.render_chat
         args = config.args
         self._outputs = OutputProcessor(tokenizer, not args.disable_log_stats, args.stream_interval)
@@ -310,11 +310,6 @@ class AsyncLLM:
 
     def _open(self, request_id: str | None, params: SamplingParams) -> tuple[str, str, OutputStream]:
         """Queue a request that is still to be prepared: its caller's id, the engine's own, and where outputs go."""
-        if params.logits_processors and self._options.engine == "process":
-            raise InvalidRequestError(
-                'logits_processors are Python functions, which only AsyncOptions(engine="thread") can call.',
-                "logits_processors",
-            )
         self.check_room()
         number = next(self._ids)
         external = str(number) if request_id is None else request_id

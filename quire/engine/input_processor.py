@@ -16,8 +16,8 @@ import msgspec
 
 from quire.config.engine_args import EngineConfig
 from quire.engine.terms import NO_TERMS, check_terms
-from quire.errors import InvalidRequestError
-from quire.inputs import PreparedPrompt, PromptType, prompt_too_long
+from quire.errors import InvalidRequestError, broken
+from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
 from quire.protocol.requests import NewRequest, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -49,8 +49,10 @@ class InputProcessor:
         policy: the scheduling policy's name, as of now; what another one reads of a request's terms is refused.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, is_engine_here: bool = True) -> None:
+        """`is_engine_here`: the engine core is in this process."""
         self._config = config
+        self._calls_functions = is_engine_here and not config.args.parallel.has_processes
         self._model = config.model
         self._tokenizer = tokenizer
         self.policy = config.scheduler.policy
@@ -70,17 +72,16 @@ class InputProcessor:
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
         self._check_speculation(params)
-        if params.logits_processors and self._config.args.parallel.has_processes:
-            message = 'logits_processors are Python functions, which only distributed_executor_backend="uni" can call.'
-            raise InvalidRequestError(message, "logits_processors")
+        if params.logits_processors and not self._calls_functions:
+            message = "logits_processors are Python functions, which only a model in this process can call"
+            remedy = 'AsyncOptions(engine="thread") and distributed_executor_backend="uni"'
+            raise InvalidRequestError(f"{message}; take {remedy}.", "logits_processors")
         if params.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens=0 leaves nothing of the prompt."
-            raise InvalidRequestError(message, "truncate_prompt_tokens")
+            raise broken("truncate_prompt_tokens", 0, "-1 or at least 1, as 0 leaves nothing of the prompt")
         if self._tokenizer is None:
-            _refuse_texts(params)
-            if params.structured_outputs is not None:
-                message = "structured_outputs needs a tokenizer, but skip_tokenizer_init=True."
-                raise InvalidRequestError(message, "structured_outputs")
+            for name in ("stop", "bad_words", "structured_outputs"):
+                if getattr(params, name):
+                    raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init=True.", name)
             params.detokenize = False
         text, token_ids, cache_salt = _read_prompt(prompt)
         if token_ids is None:
@@ -111,7 +112,7 @@ class InputProcessor:
             InvalidRequestError: a bad request id, or bad terms; or as `prepare` does.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}.", "request_id")
+            raise broken("request_id", request_id, "a non-empty string")
         check_terms(terms, self.policy)
         if not isinstance(prompt, PreparedPrompt):
             prompt = self.prepare(prompt, params)  # type: ignore[arg-type]  (None is refused there)
@@ -119,9 +120,8 @@ class InputProcessor:
             raise InvalidRequestError("a prepared prompt has its parameters already; pass none.", "params")
         params = drawn = prompt.params
         stop_token_ids, eos_token_ids = frozenset(params.stop_token_ids), self._model.eos_token_ids
-        ends = (
-            not params.ignore_eos or params.structured_outputs is not None
-        )  # a grammar's end is one whatever is ignored
+        # A grammar's end is one, whatever is ignored.
+        ends = not params.ignore_eos or params.structured_outputs is not None
         if ends:
             stop_token_ids |= set(eos_token_ids)
         room = self._model.max_model_len - len(prompt.token_ids)
@@ -159,16 +159,12 @@ class InputProcessor:
 
     def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
-            raise InvalidRequestError(
-                f"a prompt is a string, a list of token ids, or a dict with one of them; got {type(text).__name__}.",
-                "prompt",
-            )
+            what = "a string, a list of token ids, or a dict with one of them"
+            raise bad_prompt(f"a prompt is {what}; got {type(text).__name__}.")
         if not text:
-            raise InvalidRequestError("the prompt is empty; pass at least one character.", "prompt")
+            raise bad_prompt("the prompt is empty; pass at least one character.")
         if self._tokenizer is None:
-            raise InvalidRequestError(
-                "a text prompt needs a tokenizer, but skip_tokenizer_init=True; pass prompt_token_ids.", "prompt"
-            )
+            raise bad_prompt("a text prompt needs a tokenizer, but skip_tokenizer_init=True; pass prompt_token_ids.")
         limit = self._model.max_model_len
         if params.truncate_prompt_tokens is None and len(text) > limit:
             least = len(text) // self._longest_token
@@ -176,32 +172,29 @@ class InputProcessor:
                 raise prompt_too_long(f"at least {least}", limit)
         token_ids = self._tokenizer.encode(text, add_special_tokens)
         if not token_ids:
-            raise InvalidRequestError("the prompt has no tokens once encoded; pass some text.", "prompt")
+            raise bad_prompt("the prompt has no tokens once encoded; pass some text.")
         size = self._model.vocab_size
         if (largest := max(token_ids)) >= size:
-            raise InvalidRequestError(
+            raise bad_prompt(
                 f"the text holds the token {self._tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), which is "
                 f"out of the model's vocabulary, 0 to {size - 1}. Drop it from the text, or use a tokenizer made for "
-                "this model.",
-                "prompt",
+                "this model."
             )
         return token_ids
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
         if isinstance(token_ids, str | bytes | bytearray | memoryview) or not isinstance(token_ids, Iterable):
-            message = f"prompt_token_ids must be a list of ints, got {type(token_ids).__name__}."
-            raise InvalidRequestError(message, "prompt")
+            raise bad_prompt(f"prompt_token_ids must be a list of ints, got {type(token_ids).__name__}.")
         ids = list(token_ids)
         if set(map(type, ids)) != {int}:  # as a list from JSON or from a tokenizer is, without a look at each
             ids = [_token_id(value, place) for place, value in enumerate(ids)]
         if not ids:
-            raise InvalidRequestError("the prompt is empty; pass at least one token id.", "prompt")
+            raise bad_prompt("the prompt is empty; pass at least one token id.")
         size = self._model.vocab_size
         for wrong in (min(ids), max(ids)):
             if not 0 <= wrong < size:
-                raise InvalidRequestError(
-                    f"token id {wrong} (place {ids.index(wrong)}) is out of the vocabulary, 0 to {size - 1}.", "prompt"
-                )
+                place = ids.index(wrong)
+                raise bad_prompt(f"token id {wrong} (place {place}) is out of the vocabulary, 0 to {size - 1}.")
         return ids
 
     @cached_property
@@ -232,24 +225,15 @@ def _read_prompt(prompt: Any) -> tuple[Any, Any, str | None]:
     if isinstance(prompt, dict):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
-            raise InvalidRequestError(
-                f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has 'prompt' or 'prompt_token_ids', "
-                "and may have 'cache_salt'.",
-                "prompt",
-            )
+            known = "'prompt' or 'prompt_token_ids', and may have 'cache_salt'"
+            raise bad_prompt(f"unknown prompt entry {sorted(unknown)[0]!r}; a prompt dict has {known}.")
         cache_salt = prompt.get("cache_salt")
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
-            raise InvalidRequestError(f"cache_salt must be a non-empty string, got {cache_salt!r}.", "cache_salt")
+            raise broken("cache_salt", cache_salt, "a non-empty string")
         return prompt.get("prompt"), prompt.get("prompt_token_ids"), cache_salt
     if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | bytearray | memoryview):
         return None, prompt, None
     return prompt, None, None
-
-
-def _refuse_texts(params: SamplingParams) -> None:
-    for name in ("stop", "bad_words"):
-        if getattr(params, name):
-            raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init=True.", name)
 
 
 def _token_id(value: Any, place: int) -> int:
@@ -258,4 +242,4 @@ def _token_id(value: Any, place: int) -> int:
             return operator.index(value)
     except TypeError:
         pass
-    raise InvalidRequestError(f"token id {place} is {repr(value)[:80]}; ids must be integers.", "prompt")
+    raise bad_prompt(f"token id {place} is {repr(value)[:80]}; ids must be integers.")

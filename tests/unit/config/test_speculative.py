@@ -70,7 +70,7 @@ def test_thresholds_have_medusas_defaults() -> None:
         (DRAFT_MODEL | {"num_threads": 10_000}, "num_threads must be an integer, from 1 to 256, got 10000"),
         (DRAFT_MODEL | {"num_threads": "two"}, "num_threads must be an integer, from 1 to 256, got 'two'"),
         ({"method": "suffix", "num_threads": 2}, "num_threads is for the methods 'draft_model', 'medusa', 'eagle', "),
-        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "the methods 'medusa', 'eagle', 'eagle3', not 'ngram'"),
+        ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "methods 'medusa', 'eagle', 'eagle3', not 'ngram'"),
         ({"method": "suffix", "speculative_token_tree": "[(0,"}, "must be the text of a list of tuples of choices"),
         ({"method": "ngram", "speculative_token_tree": [[0]]}, "speculative_token_tree must be a text, got [[0]]"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer, at least 1"),
