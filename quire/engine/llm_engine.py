@@ -21,7 +21,6 @@ from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
-from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput
@@ -151,30 +150,6 @@ class LLMEngine:
         """Requests whose final output is still to come."""
         return len(self._outputs)
 
-    def unfinished_request_ids(self) -> list[str]:
-        """Their ids, in order of arrival."""
-        return self._outputs.request_ids()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
-        return self.core.reset_prefix_cache()
-
-    def pin_prefix(self, name: str, prompt: PreparedPrompt) -> PinnedPrefix:
-        """Keep the full blocks of a prompt that was just computed, until it is unpinned.
-
-        Raises:
-            InvalidRequestError: it is not cached, the name is in use, or it would be too much.
-        """
-        return self.core.pin_prefix(name, prompt.token_ids, prompt.cache_salt)
-
-    def unpin_prefix(self, name: str) -> bool:
-        """Let a pinned prefix be evicted; False where there is none of this name."""
-        return self.core.unpin_prefix(name)
-
-    def pinned_prefixes(self) -> list[PinnedPrefix]:
-        """All of them, in the order in which they were pinned."""
-        return self.core.pinned_prefixes()
-
     @property
     def limits(self) -> Limits:
         """The scheduler's limits and its policy, as of now."""
@@ -209,5 +184,5 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Abort what is unfinished and release the model's memory."""
-        self.abort_request(self.unfinished_request_ids())
+        self.abort_request(self._outputs.request_ids())
         self.core.stop()

@@ -218,7 +218,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
-        return self.llm_engine.reset_prefix_cache()
+        return self.llm_engine.core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
         """Compute a prompt and keep its blocks in the KV cache, whatever else comes, until `unpin_prefix`.
@@ -234,15 +234,16 @@ class LLM:
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         prepared = self.llm_engine.prepare(prompt, params)
         self._run(self._add_all([prompt], [params], [Terms()]), use_tqdm=False)
-        return self.llm_engine.pin_prefix(name or f"prefix-{next(self._request_ids)}", prepared)
+        name = name or f"prefix-{next(self._request_ids)}"
+        return self.llm_engine.core.pin_prefix(name, prepared.token_ids, prepared.cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted like all others; False where there is none of this name."""
-        return self.llm_engine.unpin_prefix(name)
+        return self.llm_engine.core.unpin_prefix(name)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        return self.llm_engine.pinned_prefixes()
+        return self.llm_engine.core.pinned_prefixes()
 
     def get_metrics(self) -> EngineStats:
         """The engine's counters and gauges."""

@@ -19,7 +19,7 @@ def cpus_of_ranks(bind: str, num_ranks: int, system: Path = Path("/sys/devices/s
     Raises:
         ConfigError: the list is none, is of another length, or names CPUs that this process may not use.
     """
-    allowed = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if bind not in ("auto", "none"):
         given = [_listed(part) for part in bind.split("|")]
         if len(given) == num_ranks and all(cpus and allowed.issuperset(cpus) for cpus in given):

@@ -3,6 +3,8 @@
 The scheduler's outcomes tell each verified draft, `Scheduler.stats` reads them. Knows no sequence.
 """
 
+from msgspec import structs
+
 from quire.config.draft_tree import DraftTree
 from quire.protocol.stats import SpeculationStats
 
@@ -13,15 +15,15 @@ class DraftCounts:
     def __init__(self, shown: bool, tree: DraftTree | None = None) -> None:
         self._shown = shown
         self._tree = tree
-        self._num_drafts = self._num_draft_tokens = self._num_accepted = 0
-        self._per_position: list[int] = []
+        self._counts = SpeculationStats()
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """A sequence's drafts were verified, and the first few accepted."""
-        self._num_drafts += 1
-        self._num_draft_tokens += num_drafts
-        self._num_accepted += num_accepted
-        per_position = self._per_position
+        counts = self._counts
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_drafts
+        counts.num_accepted_tokens += num_accepted
+        per_position = counts.num_accepted_tokens_per_pos
         depth = num_drafts if self._tree is None else self._tree.depths[num_drafts - 1]
         if depth > len(per_position):
             per_position += [0] * (depth - len(per_position))
@@ -30,12 +32,13 @@ class DraftCounts:
 
     def stats(self) -> SpeculationStats | None:
         """The figures of this moment; None where nothing drafts."""
-        if not self._shown and not self._num_drafts:
-            return None
-        return SpeculationStats(self._num_drafts, self._num_draft_tokens, self._num_accepted, self._per_position.copy())
+        return _copied(self._counts) if self._shown or self._counts.num_drafts else None
 
     def restore(self, stats: SpeculationStats | None) -> None:
         """Go on from these."""
         if stats is not None:
-            self._num_drafts, self._num_draft_tokens = stats.num_drafts, stats.num_draft_tokens
-            self._num_accepted, self._per_position = stats.num_accepted_tokens, [*stats.num_accepted_tokens_per_pos]
+            self._counts = _copied(stats)
+
+
+def _copied(stats: SpeculationStats) -> SpeculationStats:
+    return structs.replace(stats, num_accepted_tokens_per_pos=[*stats.num_accepted_tokens_per_pos])

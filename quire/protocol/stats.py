@@ -35,7 +35,7 @@ class TierStats(msgspec.Struct):
     disk_removed_files_total: Annotated[int, "Files of KV blocks removed to stay within the limit."] = 0
 
 
-class SpeculationStats(msgspec.Struct, frozen=True):
+class SpeculationStats(msgspec.Struct):
     """What became of drafts, since the start."""
 
     num_drafts: int = 0  # times that a sequence's drafts were verified

@@ -27,6 +27,14 @@ HEAD_PATTERNS = ("config.json", "*.safetensors", "*.pt", "*.bin")  # heads that 
 _IGNORE_PATTERNS = ("original/*", "consolidated*.safetensors", "*/*.safetensors", "*/*.json", "adapter_model*")
 _BUNDLED = {"demo": Path("demo"), "demo-draft": Path("demo", "draft"), "demo-medusa": Path("demo", "medusa")}
 _BUNDLED |= {"demo-eagle": Path("demo", "eagle"), "demo-eagle3": Path("demo", "eagle3")}
+# Names of files that are not read -> what to say of them.
+_UNREAD = {
+    r"\.gguf$": "It holds GGUF files, which are not supported: use the model's safetensors checkpoint.",
+    r"\.(bin|pt|pth|ckpt)$": "It holds pickle files (.bin, .pt, .pth), which can run code and are refused: convert "
+    "them to safetensors, for example with transformers' save_pretrained.",
+    r"^consolidated": "It holds Mistral's consolidated layout only: use the Hugging Face layout (model*.safetensors).",
+    r"^adapter_": "It holds an adapter only: give the base model that the adapter was made for.",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
 _TRUE = {"1", "ON", "YES", "TRUE"}
@@ -54,38 +62,32 @@ def resolve_model_path(
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    if name.lower().endswith(".gguf"):
-        raise ModelLoadError(
-            f"Model {name!r} is a GGUF file, which is not supported yet: use the model's safetensors checkpoint."
-        )
-    if address := _ADDRESS.fullmatch(name):
-        raise ModelLoadError(f"Model {name!r} is a page's address; give the hub id: {address[1]}.")
-    if "://" in name:
-        raise ModelLoadError(f"Model {name!r} is an address; give a directory, or a hub id (owner/name).")
-    if path.is_file():
-        raise ModelLoadError(f"Model {name!r} is a file; give the directory that holds config.json and *.safetensors.")
-    if _looks_local(name):
-        raise ModelLoadError(f"Model directory {name!r} does not exist; check the path.")
-    if not _HUB_ID.fullmatch(name) or ".." in name or "--" in name:
-        raise ModelLoadError(f"Model {name!r} is neither a directory nor a hub id (owner/name).")
+    if complaint := _complaint(name, path):
+        raise ModelLoadError(f"Model {complaint}")
     return _download(name, revision, cache_dir, allow_patterns)
+
+
+def _complaint(name: str, path: Path) -> str | None:
+    """What is wrong with a name that is no directory's, where it can't be a hub id either."""
+    if name.lower().endswith(".gguf"):
+        return f"{name!r} is a GGUF file, which is not supported yet: use the model's safetensors checkpoint."
+    if address := _ADDRESS.fullmatch(name):
+        return f"{name!r} is a page's address; give the hub id: {address[1]}."
+    if "://" in name:
+        return f"{name!r} is an address; give a directory, or a hub id (owner/name)."
+    if path.is_file():
+        return f"{name!r} is a file; give the directory that holds config.json and *.safetensors."
+    if not name or name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/"):
+        return f"directory {name!r} does not exist; check the path."
+    if not _HUB_ID.fullmatch(name) or ".." in name or "--" in name:
+        return f"{name!r} is neither a directory nor a hub id (owner/name)."
+    return None
 
 
 def describe_unsupported_files(path: Path) -> str | None:
     """One sentence on weights in `path` that Quire does not read (GGUF, pickle, Mistral's layout), or None."""
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    if any(name.endswith(".gguf") for name in names):
-        return "It holds GGUF files, which are not supported: use the model's safetensors checkpoint."
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
-        return (
-            "It holds pickle files (.bin, .pt, .pth), which can run code and are refused: convert them to safetensors, "
-            "for example with transformers' save_pretrained."
-        )
-    if any(name.startswith("consolidated") for name in names):
-        return "It holds Mistral's consolidated layout only: use the Hugging Face layout (model*.safetensors)."
-    if any(name.startswith("adapter_") for name in names):
-        return "It holds an adapter only: give the base model that the adapter was made for."
-    return None
+    return next((said for form, said in _UNREAD.items() if any(re.search(form, name) for name in names)), None)
 
 
 def _bundled(name: str) -> Path:
@@ -95,18 +97,11 @@ def _bundled(name: str) -> Path:
     return path
 
 
-def _looks_local(name: str) -> bool:
-    return not name or name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or name.endswith("/")
-
-
 def _download(name: str, revision: str | None, cache_dir: str | Path | None, allow_patterns: tuple[str, ...]) -> Path:
-    # Imported here: it costs 0.3 s, and most models are local directories.
-    from huggingface_hub import errors as hub_errors
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # here: it costs 0.3 s, and most models are local directories
 
     # Read at each call: huggingface_hub itself looks at the environment only when first imported.
     offline = any(os.environ.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    at = f" at revision {revision!r}" if revision else ""
     try:
         only_cache = offline or not _hub_answers(name, revision)
         return Path(
@@ -119,28 +114,30 @@ def _download(name: str, revision: str | None, cache_dir: str | Path | None, all
                 local_files_only=only_cache,
             )
         )
-    except hub_errors.GatedRepoError as error:
-        raise ModelLoadError(
-            f"Model {name!r} is gated: accept its licence on its hub page, then log in with `hf auth login` or "
-            "set HF_TOKEN."
-        ) from error
-    except hub_errors.RevisionNotFoundError as error:
-        raise ModelLoadError(f"Model {name!r} has no revision {revision!r} on the hub.") from error
-    except hub_errors.RepositoryNotFoundError as error:
-        raise ModelLoadError(
-            f"Model {name!r} is neither a local directory nor a public repository of the hub; check the spelling, or "
-            f"log in with `hf auth login` or set HF_TOKEN if it is private.{_hint(name)}"
-        ) from error
-    except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled) as error:
+    except Exception as error:  # the hub's client lets its transport's and the disk's errors through
+        raise ModelLoadError(f"Model {name!r}{_why(error, name, revision, offline)}") from error
+
+
+def _why(error: Exception, name: str, revision: str | None, offline: bool) -> str:
+    """Why a model can't be had from the hub, and what to do."""
+    from huggingface_hub import errors
+
+    at = f" at revision {revision!r}" if revision else ""
+    if isinstance(error, errors.GatedRepoError):
+        remedy = "accept its licence on its hub page, then log in with `hf auth login` or set HF_TOKEN"
+        return f" is gated: {remedy}."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f" has no revision {revision!r} on the hub."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        remedy = "check the spelling, or log in with `hf auth login` or set HF_TOKEN if it is private"
+        return f" is neither a local directory nor a public repository of the hub; {remedy}.{_hint(name)}"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         why, remedy = "the hub can't be reached", "check the network"
         if offline:
             why, remedy = "HF_HUB_OFFLINE forbids to download it", "unset HF_HUB_OFFLINE"
-        raise ModelLoadError(
-            f"Model {name!r}{at} is not, or not wholly, in the local cache, and {why}: {remedy}, or give a directory."
-            f"{_hint(name)}"
-        ) from error
-    except Exception as error:  # the hub's client lets its transport's and the disk's errors through
-        raise ModelLoadError(f"Model {name!r}{at} can't be downloaded ({type(error).__name__}); try again.") from error
+        cached = f"is not, or not wholly, in the local cache, and {why}"
+        return f"{at} {cached}: {remedy}, or give a directory.{_hint(name)}"
+    return f"{at} can't be downloaded ({type(error).__name__}); try again."
 
 
 def _hint(name: str) -> str:

@@ -185,7 +185,7 @@ def test_cache_salt_keeps_prefixes_apart() -> None:
         return drain(engine)["r"][-1].num_cached_tokens
 
     assert [cached(None), cached(None), cached("a"), cached("a"), cached("b"), cached(None)] == [0, 32, 0, 32, 0, 32]
-    assert engine.reset_prefix_cache()
+    assert engine.core.reset_prefix_cache()
     assert cached(None) == 0
 
 

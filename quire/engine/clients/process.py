@@ -29,6 +29,7 @@ import zmq
 from quire import errors
 from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError, ModelLoadError, QuireError
+from quire.executor.binding import cpus_of_ranks
 from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
 from quire.utils.child import how_it_ended, start_child
 from quire.utils.logs import configure_logging
@@ -226,8 +227,7 @@ def _take_share(args: EngineArgs, rank: int) -> None:
     size = args.data_parallel_size
     if size == 1:
         return
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    share = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+    share = cpus_of_ranks("auto", size)[rank]
     if share and args.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, share)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
