@@ -106,7 +106,7 @@ FAMILIES = (
     Family(
         "MistralForCausalLM",
         "mistral",
-        "quire.models.mistral:build",
+        "quire.models.llama:build_mistral",
         {"num_key_value_heads": 8, "sliding_window": 4096},
         tokenizer_overrides=True,
     ),
@@ -128,7 +128,7 @@ FAMILIES = (
     Family(
         "Qwen2ForCausalLM",
         "qwen2",
-        "quire.models.qwen2:build",
+        "quire.models.llama:build_qwen2",
         {"sliding_window": 4096},
         tokenizer_class="Qwen2Tokenizer",
         tokenizer_overrides=True,
@@ -146,7 +146,7 @@ FAMILIES = (
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        "quire.models.qwen3:build",
+        "quire.models.llama:build_qwen3",
         {"head_dim": 128, "sliding_window": 4096},
         tokenizer_class="Qwen2Tokenizer",
         **_QWEN,

@@ -1,6 +1,8 @@
 """Llama (arXiv:2302.13971): RMSNorm, rotary positions, grouped query attention, gated MLP.
 
-Mistral, Qwen2, Qwen3 and their mixtures of experts are this with a few switches, and build themselves here.
+Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Qwen2 (arXiv:2407.10671), with biases on queries,
+keys and values; and Qwen3 (arXiv:2505.09388), with a norm on each head of queries and keys, are this with a few
+switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,6 +48,22 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     hf = config.hf_config
     bias, mlp_bias = bool(hf.get("attention_bias", False)), bool(hf.get("mlp_bias", False))
     return build_llama(config, builder, LlamaShape(bias, bias, feed_forward=_gated_mlp(config, mlp_bias)))
+
+
+def build_mistral(config: ModelConfig, builder: Builder) -> CausalLM:
+    """MistralForCausalLM."""
+    return build_llama(config, builder, LlamaShape())
+
+
+def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Qwen2ForCausalLM."""
+    return build_llama(config, builder, LlamaShape(qkv_bias=True))
+
+
+def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Qwen3ForCausalLM."""
+    bias = bool(config.hf_config.get("attention_bias", False))
+    return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True))
 
 
 def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> CausalLM:

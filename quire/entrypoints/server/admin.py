@@ -38,6 +38,8 @@ class LimitChanges(BaseModel):
 class LimitsAnswer(BaseModel):
     """The limits, the policy with its options, and what the limits can be raised to."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     max_num_seqs: int
     max_num_batched_tokens: int
     policy: str
@@ -45,39 +47,31 @@ class LimitsAnswer(BaseModel):
     most_num_seqs: int
     most_num_batched_tokens: int
 
-    @classmethod
-    def of(cls, limits: Limits) -> "LimitsAnswer":
-        """As the scheduler tells them."""
-        return cls(**{name: getattr(limits, name) for name in cls.model_fields})
 
-
-@router.get("/admin/limits", tags=["admin"])
-async def get_limits(state: State) -> LimitsAnswer:
+@router.get("/admin/limits", tags=["admin"], response_model=LimitsAnswer)
+async def get_limits(state: State) -> Limits:
     """What the scheduler keeps to."""
-    return LimitsAnswer.of(state.llm.limits)
+    return state.llm.limits
 
 
-@router.post("/admin/limits", tags=["admin"])
-async def set_limits(body: LimitChanges, state: State) -> LimitsAnswer:
+@router.post("/admin/limits", tags=["admin"], response_model=LimitsAnswer)
+async def set_limits(body: LimitChanges, state: State) -> Limits:
     """Keep to other limits from the next step on; what runs goes on."""
     if not state.args.api_key:
         raise HTTPException(403, "limits can be changed on a server with an API key only; start it with --api-key.")
     given: dict[str, Any] = body.model_dump(exclude_unset=True)
-    return LimitsAnswer.of(await state.llm.set_limits(**given))
+    return await state.llm.set_limits(**given)
 
 
 class Engine(BaseModel):
     """One of the engines behind the server."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     rank: int = Field(description="Its label in /metrics.")
     state: Literal["up", "draining", "starting"] = Field(description="Draining: it finishes what it has, and restarts.")
     num_requests: int
     num_restarts: int
-
-    @classmethod
-    def of(cls, state: ReplicaState) -> "Engine":
-        """As the engine's client tells it."""
-        return cls(**{name: getattr(state, name) for name in cls.model_fields})
 
 
 class EngineList(BaseModel):
@@ -90,7 +84,8 @@ class EngineList(BaseModel):
 async def list_engines(state: State) -> EngineList:
     """The engines; more than one with --data-parallel-size."""
     one = [ReplicaState(0, "up", state.llm.num_unfinished, 0)]
-    return EngineList(data=list(map(Engine.of, one if state.replicas is None else state.replicas.states())))
+    states = one if state.replicas is None else state.replicas.states()
+    return EngineList(data=[Engine.model_validate(each) for each in states])
 
 
 @router.post("/admin/engines/{rank}/restart", tags=["admin"], status_code=202)

@@ -45,14 +45,11 @@ class PinRequest(BaseModel):
 class Prefix(BaseModel):
     """A pinned prefix."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     name: str
     num_tokens: int = Field(description="Whole KV blocks of the prompt.")
     num_blocks: int
-
-    @classmethod
-    def of(cls, prefix: PinnedPrefix) -> "Prefix":
-        """As the engine tells it."""
-        return cls(name=prefix.name, num_tokens=prefix.num_tokens, num_blocks=prefix.num_blocks)
 
 
 class PrefixList(BaseModel):
@@ -64,11 +61,11 @@ class PrefixList(BaseModel):
 @router.get("/admin/prefixes", tags=["admin"])
 async def list_prefixes(state: State) -> PrefixList:
     """What is pinned."""
-    return PrefixList(data=[Prefix.of(prefix) for prefix in await state.llm.pinned_prefixes()])
+    return PrefixList(data=[Prefix.model_validate(prefix) for prefix in await state.llm.pinned_prefixes()])
 
 
-@router.post("/admin/prefixes", tags=["admin"])
-async def pin_prefix(body: PinRequest, state: Changeable) -> Prefix:
+@router.post("/admin/prefixes", tags=["admin"], response_model=Prefix)
+async def pin_prefix(body: PinRequest, state: Changeable) -> PinnedPrefix:
     """Compute a prompt, and keep its blocks whatever else comes. Of a conversation: up to its last message's end."""
     if ("messages" in body.model_fields_set) == ("prompt" in body.model_fields_set):
         raise InvalidRequestError("give either prompt or messages.", "prompt")
@@ -79,8 +76,7 @@ async def pin_prefix(body: PinRequest, state: Changeable) -> Prefix:
         prompt["prompt"] = await conversation_text(state, messages, chat_template=None, add_generation_prompt=False)
     else:
         prompt["prompt" if isinstance(body.prompt, str) else "prompt_token_ids"] = body.prompt
-    pinned = await state.llm.pin_prefix(prompt, body.name, add_special_tokens=not is_chat)  # type: ignore[arg-type]
-    return Prefix.of(pinned)
+    return await state.llm.pin_prefix(prompt, body.name, add_special_tokens=not is_chat)  # type: ignore[arg-type]
 
 
 @router.delete("/admin/prefixes/{name:path}", tags=["admin"])
