@@ -150,6 +150,10 @@ class LLMEngine:
         """Requests whose final output is still to come."""
         return len(self._outputs)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
+        return self.core.reset_prefix_cache()
+
     @property
     def limits(self) -> Limits:
         """The scheduler's limits and its policy, as of now."""

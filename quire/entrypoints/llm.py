@@ -218,7 +218,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
-        return self.llm_engine.core.reset_prefix_cache()
+        return self.llm_engine.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptType, name: str | None = None) -> PinnedPrefix:
         """Compute a prompt and keep its blocks in the KV cache, whatever else comes, until `unpin_prefix`.
