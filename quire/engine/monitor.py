@@ -79,8 +79,8 @@ class Monitor:
 
     def close(self) -> None:
         """Watch no longer."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._watcher is not None and not (loop := self._watcher.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self._watcher.cancel)  # this may be another thread
 
     async def _watch(self) -> None:
         """Declare an engine dead that hangs."""

@@ -61,6 +61,7 @@ class ProcessClient:
         """`rank`: the engine's, where there are several; `most_silent`: seconds after which it counts as stuck."""
         self._most_silent = most_silent
         self._process = start_child("quire.engine.clients.process")
+        self.pid = self._process.pid
         # The child is told of it before it is there: whenever a signal cuts this short, somebody can remove it.
         self._directory = os.path.join(tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
         _tell(self._process, Birth(args, self._directory, log_level, rank))

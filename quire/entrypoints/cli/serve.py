@@ -8,7 +8,9 @@ import signal
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from quire.config.engine_args import EngineArgs
 from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engine_args_from, flag_name, options_given
+from quire.entrypoints.server.catalog import Catalog, is_catalog, read_catalog
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
 
@@ -17,21 +19,45 @@ def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire serve`."""
     add_option_flags(parser.add_argument_group("server options"), ServerArgs)
     add_engine_flags(parser)
+    parser.usage = "%(prog)s [MODEL ...] [options]"
+    models = next(action for action in parser._actions if action.dest == "model_argument")
+    models.nargs, models.help = "*", "model directories or hub ids (default: the bundled 'demo')"
 
 
 def run(namespace: Namespace) -> None:
     """Serve."""
-    given = options_given(namespace, ServerArgs)
+    given, models = options_given(namespace, ServerArgs), list(namespace.model_argument)
+    namespace.model_argument = models[0] if models else None
     _refuse_swallowed_model(namespace, given)
     if "api_key" not in given and (key := os.environ.get("QUIRE_API_KEY")):
         given["api_key"] = [key]
     args, engine_args = ServerArgs(**given), engine_args_from(namespace)
+    if len(models) > 1 and hasattr(namespace, "model"):
+        raise ConfigError(f"the models are named twice: {len(models)} of them and --model {namespace.model!r}.")
     # Importing and loading take seconds, and process 1 of a container has no default handlers.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     from quire.entrypoints.server.launch import serve
 
-    serve(args, engine_args)
+    if not models and (hasattr(namespace, "model") or args.models_dir is None):
+        models = [engine_args.model]
+    if is_catalog(models, args):
+        serve(args, engine_args, _catalog(models, args, engine_args))
+    else:
+        serve(args, engine_args)
+
+
+def _catalog(models: list[str], args: ServerArgs, engine_args: EngineArgs) -> Catalog:
+    """The models, each of which can be loaded where it is alone."""
+    from quire.entrypoints.cli.plan import make_plan
+
+    catalog = read_catalog(models, args, engine_args)
+    for model in catalog.models:
+        if model.num_bytes + catalog.kv_bytes > catalog.limits.memory and (why := make_plan(model.args).refusal):
+            raise ConfigError(
+                f"the model {model.name!r} can never be loaded here: {why} 'quire plan' says what would fit."
+            )
+    return catalog
 
 
 def _refuse_swallowed_model(namespace: Namespace, given: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
 makes a browser fetch anything from elsewhere.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,15 +27,16 @@ from quire.entrypoints.server import (
     response_routes,
 )
 from quire.entrypoints.server.errors import ANTHROPIC, error_response
+from quire.entrypoints.server.fleet import Fleet, Leases
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
 
 
-def build_app(state: ServerState) -> FastAPI:
-    """The application that serves `state`."""
-    args = state.args
+def build_app(state: ServerState | Fleet) -> FastAPI:
+    """The application that serves `state`: a model, or several."""
+    args, front = state.args, cast(ServerState, state)  # for those who need no model
     app = _App(
         title="Quire",
         description="Large language models behind OpenAI's API.",
@@ -46,8 +47,8 @@ def build_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,  # a redirect would be built from the Host header
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.quire = state
-    app.state.responses = ResponsesService(state)
+    app.state.quire, app.state.fleet = state, state if isinstance(state, Fleet) else None
+    app.state.responses = ResponsesService(front)
     app.root_path = args.root_path
     for module in (info, completions, chat, render, response_routes, messages, admin, prefixes, live, pages):
         app.include_router(module.router)
@@ -56,10 +57,12 @@ def build_app(state: ServerState) -> FastAPI:
     for kind in (QuireError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer)
     # The last one added is the outermost.
+    if isinstance(state, Fleet):
+        app.add_middleware(Leases, fleet=state)
     app.add_middleware(RequestLimits, max_body_bytes=args.max_body_bytes, max_headers=args.h11_max_header_count)
     if args.api_key:
         app.add_middleware(ApiKeys, keys=args.api_key)
-    app.add_middleware(Frame, state=state)
+    app.add_middleware(Frame, state=front)
     if args.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 
 from quire.errors import InvalidRequestError
 
+_TELL_OF_THE_SERVER = frozenset(("server", "models", "responses"))  # tags of routes that need no model
+
 
 class JsonRequest(Request):
     """A request whose body is a JSON object, and strictly so: valid UTF-8, no NaN or Infinity, of bounded depth."""
@@ -32,12 +34,19 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         takes_body = self.body_field is not None
+        needs_model = takes_body or _TELL_OF_THE_SERVER.isdisjoint(self.tags)
 
         async def handle_json(request: Request) -> Response:
+            name = None
             if takes_body:
                 _check_content_type(request)
                 request = JsonRequest(request.scope, request.receive)
-                await request.json()  # here, for FastAPI has one text for all that can be wrong with it
+                # Here, for FastAPI has one text for all that can be wrong with it.
+                name = (await request.json()).get("model")
+            if needs_model and (fleet := request.app.state.fleet) is not None:
+                name = request.query_params.get("model") if name is None else name
+                if not await fleet.enter(request, name):
+                    return Response(status_code=499)  # for the log: nobody reads it
             return await handle(request)
 
         return handle_json

@@ -16,6 +16,7 @@ from quire.entrypoints.server.info_requests import (
     DetokenizeRequest,
     DetokenizeResponse,
     Load,
+    ManagedModelCard,
     ModelCard,
     ModelList,
     TokenizeRequest,
@@ -23,7 +24,7 @@ from quire.entrypoints.server.info_requests import (
     TokenizerInfo,
     Version,
 )
-from quire.entrypoints.server.prometheus import render
+from quire.entrypoints.server.prometheus import render_all
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sse import JsonParts
@@ -40,19 +41,14 @@ State = Annotated[ServerState, Depends(get_state)]
 
 @router.get("/v1/models", tags=["models"])
 async def list_models(state: State) -> ModelList:
-    """The names that the model goes by."""
-    return ModelList(data=[_card(state, name) for name in state.model_names])
+    """The names that the model goes by, or the models with their state."""
+    return ModelList(data=[state.card(name) for name in state.model_names])
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])
-async def get_model(model: str, state: State) -> ModelCard:
+async def get_model(model: str, state: State) -> ManagedModelCard | ModelCard:
     """One of them."""
-    return _card(state, state.check_model(model))
-
-
-def _card(state: ServerState, name: str) -> ModelCard:
-    length = state.llm.config.model.max_model_len
-    return ModelCard(id=name, created=state.created, root=state.model_names[0], max_model_len=length)
+    return state.card(state.check_model(model))
 
 
 @router.post("/tokenize", tags=["tokenizer"], response_model=TokenizeResponse)
@@ -145,13 +141,13 @@ def _tokenizer(state: ServerState) -> Tokenizer:
 async def health(state: State) -> Response:
     """200 while the engine is alive."""
     try:
-        await state.llm.check_health()
+        await state.check_health()
     except EngineDeadError:
         return Response(status_code=503)
     return Response()
 
 
-@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+@router.api_route("/ping", methods=["GET", "POST"], tags=["server"], include_in_schema=False)
 async def ping(state: State) -> Response:
     """The same as /health, for SageMaker."""
     return await health(state)
@@ -172,5 +168,5 @@ async def load(state: State) -> Load:
 @router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(state: State) -> Response:
     """Counters, gauges and histograms in Prometheus' text form."""
-    body, media_type = render(state.llm.metrics, state.engine_stats(), state.model_names[0], time.monotonic())
+    body, media_type = render_all(state.figures(), time.monotonic())
     return Response(body, media_type=media_type)

@@ -1,6 +1,6 @@
 """Bodies and answers of the routes that tell about the server and its tokenizer, in vLLM's form."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictStr
 
@@ -80,11 +80,22 @@ class ModelCard(BaseModel):
     max_model_len: int
 
 
+class ManagedModelCard(ModelCard):
+    """One of several models behind the server, which loads and unloads it."""
+
+    max_model_len: int | None  # type: ignore[assignment]  # None: its files can't be read
+    state: Literal["unloaded", "loading", "ready", "unloading"]
+    size: int = Field(description="Bytes of its weights on the disk.")
+    memory: int = Field(description="Bytes of memory that its processes hold now; 0 while it is not loaded.")
+    num_requests: int = Field(description="That it has, or that wait for it.")
+    error: str | None = Field(description="Why it did not load when it was last tried.")
+
+
 class ModelList(BaseModel):
     """All of them."""
 
     object: str = "list"
-    data: list[ModelCard]
+    data: list[ManagedModelCard | ModelCard]
 
 
 class Version(BaseModel):

@@ -18,7 +18,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.catalog import Catalog
 from quire.entrypoints.server.connection import connection_class
+from quire.entrypoints.server.fleet import Fleet
 from quire.entrypoints.server.log_line import ThroughputLine
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
@@ -54,8 +56,8 @@ _STALL_SECONDS = 0.01
 _STALL_WINDOW = 30.0
 
 
-def serve(args: ServerArgs, engine_args: EngineArgs) -> None:
-    """Run a server until a signal comes.
+def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = None) -> None:
+    """Run a server until a signal comes; `catalog`: of several models, each loaded when it is asked for.
 
     Raises:
         ConfigError, NotYetSupportedError: the options.
@@ -72,24 +74,40 @@ def serve(args: ServerArgs, engine_args: EngineArgs) -> None:
     with bound_socket(args) as listener:
         context = ssl_context(args)
         args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))
-        where = "in its own process" if args.engine == "process" else "in a thread"
-        logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
-        options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
-        llm, replicas = start_engines(engine_args, options)
+        if catalog is None:
+            state = _load(args, engine_args)
+        else:
+            logger.info("Quire %s: %s", quire.__version__, catalog.describe())
+            state = Fleet(catalog, args, _beside)
         try:
-            state = ServerState(llm, args, args.served_model_name or [engine_args.model], replicas)
             death = asyncio.run(_run(state, listener, context))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
-            llm.shutdown()
+            state.shutdown()
         _exit_in(_EXIT_SECONDS, code=0 if death is None else 1)
     if death is not None:
         raise death
     logger.info("stopped")
 
 
-async def _run(state: ServerState, listener: socket.socket, context: ssl.SSLContext | None) -> EngineDeadError | None:
+def _load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
+    where = "in its own process" if args.engine == "process" else "in a thread"
+    logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
+    options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
+    llm, replicas = start_engines(engine_args, options)
+    return ServerState(llm, args, args.served_model_name or [engine_args.model], replicas)
+
+
+def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:
+    """What runs beside a model."""
+    name = "" if state.retain is None else f"{state.model_names[0]}: "
+    return [watch_stalls(state.llm.metrics), _log_throughput(state.llm, name), warm_up(state)]
+
+
+async def _run(
+    state: ServerState | Fleet, listener: socket.socket, context: ssl.SSLContext | None
+) -> EngineDeadError | None:
     """Serve until a signal, or the engine's death, which is returned."""
     server = Server(state, context)
     loop = asyncio.get_running_loop()
@@ -107,7 +125,7 @@ class Server(uvicorn.Server):
         death: why the engine died, if it did.
     """
 
-    def __init__(self, state: ServerState, context: ssl.SSLContext | None) -> None:
+    def __init__(self, state: ServerState | Fleet, context: ssl.SSLContext | None) -> None:
         args = state.args
         self._app = build_app(state)
         config = uvicorn.Config(
@@ -143,7 +161,7 @@ class Server(uvicorn.Server):
             return
         self._stopping.set()
         self.should_exit = True
-        count, seconds = self._state.num_in_flight, self._state.args.shutdown_timeout
+        count, seconds = self._state.num_unfinished, self._state.args.shutdown_timeout
         logger.info("stopping%s", f"; requests in flight: {count}, with {seconds:g} s to finish" if count else "")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -153,9 +171,8 @@ class Server(uvicorn.Server):
             raise QuireError(f"can't listen: {error.strerror}. Stop what uses it, or choose another --port.") from None
         gc.collect()
         gc.freeze()  # what is here now stays: collections need not look at it again
-        llm = self._state.llm
-        watchers = (self._watch_engine(), watch_stalls(llm.metrics), _log_throughput(llm), warm_up(self._state))
-        self._watchers = [asyncio.create_task(watcher) for watcher in watchers]
+        others = _beside(self._state) if isinstance(self._state, ServerState) else []
+        self._watchers = [asyncio.create_task(watcher) for watcher in (self._watch_engine(), *others)]
         assert sockets, "serve() passes the socket"
         sockets[0].listen(_BACKLOG)  # asyncio takes one number for two things
         logger.info("Quire is ready on %s", describe_address(sockets[0], self._state.args))
@@ -167,13 +184,11 @@ class Server(uvicorn.Server):
         connections: Any = self.server_state.connections
         for connection in list(connections):
             connection.shutdown()
-        await self._wait(lambda: not self._state.num_in_flight, self._state.args.shutdown_timeout)
-        if self._state.num_in_flight:
-            logger.warning("requests ended unfinished: %d", self._state.num_in_flight)
+        await self._wait(lambda: not self._state.num_unfinished, self._state.args.shutdown_timeout)
+        if self._state.num_unfinished:
+            logger.warning("requests ended unfinished: %d", self._state.num_unfinished)
         self._watchers[0].cancel()
-        self._state.llm.end_requests()
-        if (feed := getattr(self._app.state, "live_feed", None)) is not None:
-            feed.close()
+        self._state.end_requests()
         self._hurried.clear()
         await self._wait(lambda: not connections, _FLUSH_SECONDS)
         for connection in list(connections):  # of readers that are too slow
@@ -182,7 +197,7 @@ class Server(uvicorn.Server):
 
     async def _watch_engine(self) -> None:
         """End the server some time after the engine's death."""
-        self.death = await self._state.llm.wait_dead()
+        self.death = await self._state.wait_dead()
         if not self._stopping.is_set():
             await asyncio.sleep(_DEAD_SECONDS)
         self._stopping.set()
@@ -221,12 +236,12 @@ async def watch_stalls(metrics: ServingMetrics) -> None:
         before = longest
 
 
-async def _log_throughput(llm: AsyncLLM) -> None:
+async def _log_throughput(llm: AsyncLLM, name: str) -> None:
     log = ThroughputLine(llm.metrics, time.monotonic())
     while True:
         await asyncio.sleep(_LOG_SECONDS)
         if (line := log.next(llm.stats(), time.monotonic())) is not None:
-            logger.info("%s", line)
+            logger.info("%s%s", name, line)
 
 
 def read_chat_template(template: str | None) -> str | None:

@@ -74,9 +74,9 @@ class LiveFeed:
                 self._task.cancel()
                 self._task = None
 
-    def close(self) -> None:
-        """End all streams: the server is about to go."""
-        self._tell(_event("ended", {"message": "the server is shutting down."}), last=True)
+    def close(self, reason: str = "the server is shutting down.") -> None:
+        """End all streams."""
+        self._tell(_event("ended", {"message": reason}), last=True)
 
     async def _run(self) -> None:
         while not self._ended:
@@ -118,10 +118,18 @@ def _event(name: str, data: Any) -> bytes:
 
 
 @router.get("/live")
-async def live(request: Request) -> StreamingResponse:
-    """The event stream of the page."""
-    state = request.app.state
-    if not hasattr(state, "live_feed"):
-        state.live_feed = LiveFeed(get_state(request).llm)
+async def live(request: Request, model: str | None = None) -> StreamingResponse:
+    """The event stream of the page. `model`: which, where there are several; looking loads none."""
+    state, name = get_state(request), get_state(request).check_model(model)
+    loaded = state.loaded(name)
+    if loaded is None:
+        events = _tell_unloaded(name)
+    else:
+        loaded.live_feed = loaded.live_feed or LiveFeed(loaded.llm)
+        events = loaded.live_feed.watch()
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(state.live_feed.watch(), headers=headers, media_type="text/event-stream")
+    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+
+async def _tell_unloaded(name: str) -> AsyncGenerator[bytes, None]:
+    yield _event("ended", {"message": f"{name} is not loaded; a request to it loads it."})

@@ -31,6 +31,21 @@ class ServerArgs:
     served_model_name: list[str] | None = option(
         None, "Names that requests may give for the model, the first one shown in answers; MODEL by default."
     )
+    models_dir: str | None = option(
+        None, "Folder of models: each sub-folder with a config.json is one, under its name. Loaded at first use."
+    )
+    keep_alive: float | None = option(
+        None,
+        "Seconds without work after which one of several models is unloaded, 300 by default; 0 at once, -1 never. One "
+        "model alone is loaded at the start and stays, unless this is given.",
+        -1,
+    )
+    max_loaded_models: int | None = option(
+        None, "Most of several models that are loaded at once, 3 by default; the one unused for longest makes room.", 1
+    )
+    max_model_wait: float = option(
+        60.0, "Seconds for which a request waits until its model finds room; then it gets 503 and Retry-After.", 0
+    )
     root_path: str = option("", "Path under which a proxy shows the server, such as /llm.")
     ssl_keyfile: str | None = option(None, "Private key of the certificate (PEM).")
     ssl_certfile: str | None = option(None, "Certificate for HTTPS (PEM).")
@@ -108,6 +123,8 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.keep_alive is not None and -1 < self.keep_alive < 0:
+            raise ConfigError(f"keep_alive must be -1 (never) or at least 0 seconds, got {self.keep_alive:g}.")
         for name in ("api_key", "served_model_name"):
             if (values := getattr(self, name)) is not None and not (values and all(values)):
                 raise ConfigError(f"{name} must be a list of non-empty texts; leave it out for none.")

@@ -29,15 +29,35 @@ def render(metrics: ServingMetrics, stats: Sequence[EngineStats], model_name: st
     Each engine's figures have its number as their label "engine", the server's own an empty one, which is none, where
     there are several.
     """
-    metrics.advance(now)
+    return render_all([Figures(metrics, stats, model_name)], now)
+
+
+def render_all(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
+    """The same of several models, each under its name."""
+    for source in sources:
+        source.metrics.advance(now)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Serving(metrics, stats, model_name))
+    registry.register(sources[0] if len(sources) == 1 else _All(sources))
     ProcessCollector(registry=registry)
     return generate_latest(registry), _CONTENT_TYPE
 
 
 @dataclass(eq=False)
-class _Serving(Collector):
+class _All(Collector):
+    sources: "Sequence[Figures]"
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for family in (family for source in self.sources for family in source.collect()):
+            if (first := families.setdefault(family.name, family)) is not family:
+                first.samples += family.samples
+        yield from families.values()
+
+
+@dataclass(eq=False)
+class Figures(Collector):
+    """What there is to tell of a model."""
+
     metrics: ServingMetrics
     stats: Sequence[EngineStats]
     model_name: str

@@ -13,13 +13,14 @@ from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.sse import CONTENT_TYPES, EventStream, respond
+from quire.entrypoints.server.state import get_state
 from quire.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
 
 
 def _service(request: Request) -> ResponsesService:
-    return request.app.state.responses
+    return request.app.state.responses.of(get_state(request))
 
 
 Service = Annotated[ResponsesService, Depends(_service)]

@@ -9,6 +9,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -70,10 +71,18 @@ class ResponsesService:
     def __init__(self, state: ServerState) -> None:
         """Raises ConfigError where the store can't be opened."""
         args = state.args
-        self._state, self._llm = state, state.llm
+        self._state = state
         self._note = request_log(args)
         self._store = open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)
         self._jobs: dict[str, _Job] = {}
+
+    def of(self, state: ServerState) -> "ResponsesService":
+        """The same responses, where those that are made are of this state's model."""
+        if state is self._state:
+            return self
+        other = copy(self)
+        other._state = state
+        return other
 
     # Making them.
 
@@ -139,7 +148,7 @@ class ResponsesService:
         self, body: ResponsesRequest, request: TurnRequest, writer: ResponseWriter, client: str | None
     ) -> AsyncGenerator[list[Event], None]:
         """The events of a turn; what is to be kept is kept before its last ones are told."""
-        async with aclosing(events_of(self._llm, request, writer, client, self._note)) as steps:
+        async with aclosing(events_of(self._state.llm, request, writer, client, self._note)) as steps:
             async for events in steps:
                 if not writer.is_open and body.store is not False and not body.background:
                     await self._keep(StoredResponse(writer.answer(), writer.items), client or "")
@@ -151,7 +160,7 @@ class ResponsesService:
     async def _start(
         self, body: ResponsesRequest, request: TurnRequest, writer: ResponseWriter, client: str | None
     ) -> _Job:
-        self._llm.check_room(1)
+        self._state.llm.check_room(1)
         job = self._jobs[writer.id] = _Job(writer, client or "", bool(body.stream))
         try:
             await self._keep(job.stored(), job.owner)
@@ -159,6 +168,8 @@ class ResponsesService:
             del self._jobs[writer.id]
             raise
         job.task = asyncio.create_task(self._run(job, body, request, client))
+        if self._state.retain is not None:
+            job.task.add_done_callback(self._state.retain())
         return job
 
     async def _run(self, job: _Job, body: ResponsesRequest, request: TurnRequest, client: str | None) -> None:

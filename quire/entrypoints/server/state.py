@@ -1,20 +1,28 @@
 """What the routes share: the engine, the options, the names the model goes by, and counts of what goes on.
 
-`launch` makes one, `build_app` hangs it on the app, and a route takes it with `get_state(request)`.
+`launch` makes one, `build_app` hangs it on the app, and a route takes it with `get_state(request)`. Where a `Fleet`
+hangs there, each loaded model has one.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ModelNotFoundError
+from quire.entrypoints.server.info_requests import ModelCard
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.forms import Form
+from quire.entrypoints.server.prometheus import Figures
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.entrypoints.server.unknown_fields import UnknownFieldLog
+from quire.errors import EngineDeadError
 from quire.protocol.stats import EngineStats
+
+MODEL = "quire.model"  # in a request's scope: the state of the model that it asks for, where there are several
 
 
 @dataclass
@@ -29,10 +37,48 @@ class ServerState:
     num_in_flight: int = 0  # HTTP requests for work that came and are not answered in full
     learned_forms: dict[str, Form | None] = field(default_factory=dict)  # chat template -> its calls, where no file is
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
+    live_feed: Any = None  # the page's, once somebody looks
+    retain: Callable[[], Callable[[Any], None]] | None = None  # keep the model for more than the request, until called
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests and background jobs that have not ended."""
+        return self.num_in_flight
 
     def engine_stats(self) -> list[EngineStats]:
         """The figures of each engine, by rank."""
         return [self.llm.stats()] if self.replicas is None else self.replicas.stats
+
+    def loaded(self, name: str) -> "ServerState | None":
+        """The state of a model, if it is loaded."""
+        return self
+
+    def figures(self) -> list[Figures]:
+        """What /metrics shows."""
+        return [Figures(self.llm.metrics, self.engine_stats(), self.model_names[0])]
+
+    def card(self, name: str) -> ModelCard:
+        """What /v1/models shows of a name."""
+        length = self.llm.config.model.max_model_len
+        return ModelCard(id=name, created=self.created, root=self.model_names[0], max_model_len=length)
+
+    async def check_health(self) -> None:
+        """EngineDeadError when the server can't answer any more."""
+        await self.llm.check_health()
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait for the end of what serves, and return its reason."""
+        return await self.llm.wait_dead()
+
+    def end_requests(self) -> None:
+        """End what is running, and who looks on; take nothing more."""
+        self.llm.end_requests()
+        if self.live_feed is not None:
+            self.live_feed.close()
+
+    def shutdown(self) -> None:
+        """End the engine, which may take a few seconds."""
+        self.llm.shutdown()
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the one asked for, or the first where none is.
@@ -48,5 +94,5 @@ class ServerState:
 
 
 def get_state(request: Request) -> ServerState:
-    """The state of the server that got this request."""
-    return request.app.state.quire
+    """The state of the server that got this request; of the model that it asks for, where there are several."""
+    return request.scope.get(MODEL) or request.app.state.quire

@@ -15,6 +15,7 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.server.options import ServerArgs
+from quire.utils.hub import resolve_model_path
 
 ROOT = Path(__file__).parents[4]
 
@@ -24,7 +25,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerArgs, EngineArgs
     """What `launch.serve` was called with."""
     calls: list[tuple[ServerArgs, EngineArgs]] = []
     module = types.ModuleType("quire.entrypoints.server.launch")
-    module.serve = lambda args, engine_args: calls.append((args, engine_args))  # type: ignore[attr-defined]
+    module.serve = lambda *given: calls.append(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quire.entrypoints.server.launch", module)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
@@ -196,3 +197,74 @@ def test_without_standard_input_and_output() -> None:
     with urllib.request.urlopen(serving.url() + "/version") as answer:
         assert answer.status == 200
     assert serving.end()[0] == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two models, one that can't be read, and what is none."""
+    demo = resolve_model_path("demo")
+    for name in ("beta", "alpha"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / "models" / name / file).symlink_to(demo / file)
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{")
+    (tmp_path / "models" / "empty").mkdir()
+    return tmp_path / "models"
+
+
+def test_several_models(served: list[Any], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["serve", "demo", str(folder / "alpha"), "--served-model-name", "d", "a", "--num-kv-blocks", "64"]) == 0
+    _, _, catalog = served.pop()
+    assert [(model.name, model.args.model) for model in catalog.models] == [("d", "demo"), ("a", str(folder / "alpha"))]
+    assert all(model.num_bytes > 2**20 and model.max_model_len == 512 for model in catalog.models)
+    assert main(["serve", "--models-dir", str(folder), "--keep-alive", "-1", "--max-loaded-models", "2"]) == 0
+    _, _, catalog = served.pop()
+    assert [model.name for model in catalog.models] == ["alpha", "beta", "broken"]
+    assert "config.json" in catalog.models[2].error
+    assert "config.json" in caplog.text
+    assert (catalog.limits.keep_alive, catalog.limits.max_loaded) == (-1, 2)
+    assert catalog.models[0].args.gpu_memory_utilization == 0.2  # of the CPU's 0.4
+    assert main(["serve", "demo", "--keep-alive", "5"]) == 0  # one that goes when it is idle
+    assert [model.name for model in served.pop()[2].models] == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("demo demo", "the model 'demo' is given twice"),
+        ("{0}/alpha {0}/../models/alpha", "is given twice"),
+        ("demo {0}/missing", "does not exist"),
+        ("demo {0}/broken", "config.json"),
+        ("demo {0}/alpha --model demo", "named twice"),
+        ("--models-dir {0}/nowhere", "is no folder"),
+        ("--models-dir {0}/empty", "has no model"),
+        ("--models-dir {0}/alpha", "It is a model itself: give it as MODEL"),
+        ("--models-dir {0} --served-model-name x", "leave it out"),
+        ("demo {0}/alpha --served-model-name x", "1 names for 2 models"),
+        ("demo {0}/alpha --data-parallel-size 2", "data_parallel_size=2 is for one model"),
+        ("demo {0}/alpha --engine thread", "engine='thread' is for one model"),
+        ("demo {0}/alpha --keep-alive -0.5", "keep_alive must be -1"),
+        ("demo --keep-alive -2", "at least -1"),
+        ("demo --max-loaded-models 0", "max_loaded_models must be an integer, at least 1"),
+    ],
+)
+def test_models_that_can_not_be_served_together(
+    served: list[Any], folder: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *line.format(folder).split()]) in (1, 2)
+    assert told in capsys.readouterr().err
+    assert served == []
+
+
+def test_a_model_that_can_never_fit(
+    served: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quire.entrypoints.server.catalog.available_memory_bytes", lambda: 2**20)
+    plan = types.SimpleNamespace(refusal="the weights take 9.0 MiB, and 1.0 MiB of memory are free.")
+    monkeypatch.setattr("quire.entrypoints.cli.plan.make_plan", lambda args: plan)
+    assert main(["serve", "demo", str(folder / "alpha")]) == 2
+    assert "the model 'demo' can never be loaded here: the weights take 9.0 MiB" in capsys.readouterr().err
+    plan.refusal = None  # it was only near
+    assert main(["serve", "demo", str(folder / "alpha")]) == 0
+    assert len(served) == 1

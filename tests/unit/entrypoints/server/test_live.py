@@ -13,7 +13,8 @@ from fastapi.testclient import TestClient
 
 from quire.entrypoints.server import live
 from quire.entrypoints.server.live import LiveFeed
-from quire.entrypoints.server.state import get_state
+from quire.entrypoints.server.options import ServerArgs
+from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import EngineDeadError
 from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import EngineSnapshot, EngineStats, SequenceSnapshot
@@ -147,8 +148,8 @@ def test_closing_ends_every_stream() -> None:
 def http() -> tuple[FakeLLM, TestClient]:
     """A client of an application with these routes alone."""
     app, llm = FastAPI(), FakeLLM()
-    app.state.quire = type("State", (), {"llm": llm})()
-    assert get_state(type("Request", (), {"app": app})()) is app.state.quire  # type: ignore[arg-type]
+    app.state.quire = ServerState(llm, ServerArgs(), ["demo"])  # type: ignore[arg-type]
+    assert get_state(type("Request", (), {"app": app, "scope": {}})()) is app.state.quire  # type: ignore[arg-type]
     app.include_router(live.router)
     return llm, TestClient(app)
 
