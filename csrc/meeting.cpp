@@ -61,11 +61,16 @@ bool wait_for(Meeting& meeting, std::atomic<uint32_t>& arrivals, uint32_t turn) 
 
 }  // namespace
 
-bool meet(Meeting& meeting, int32_t rank, int32_t size) {
-    if (meeting.aborted.load(std::memory_order_relaxed)) return false;
+uint32_t arrive(Meeting& meeting, int32_t rank) {
     std::atomic<uint32_t>& own = meeting.places[rank].arrivals;
     const uint32_t turn = own.fetch_add(1) + 1;
     if (meeting.sleepers.load()) wake(own);
+    return turn;
+}
+
+bool meet(Meeting& meeting, int32_t rank, int32_t size) {
+    if (meeting.aborted.load(std::memory_order_relaxed)) return false;
+    const uint32_t turn = arrive(meeting, rank);
     for (int32_t other = 0; other < size; other++)
         if (other != rank && !wait_for(meeting, meeting.places[other].arrivals, turn)) return false;
     return true;
@@ -74,3 +79,9 @@ bool meet(Meeting& meeting, int32_t rank, int32_t size) {
 }  // namespace quire
 
 QUIRE_API int32_t quire_meet(quire::Meeting* meeting, int32_t rank, int32_t size) { return quire::meet(*meeting, rank, size); }
+
+// The halves of a meeting, for those of whom some wait for others and not these for them.
+QUIRE_API void quire_arrive(quire::Meeting* meeting, int32_t rank) { quire::arrive(*meeting, rank); }
+QUIRE_API int32_t quire_await(quire::Meeting* meeting, int32_t rank, uint32_t turn) {
+    return quire::wait_for(*meeting, meeting->places[rank].arrivals, turn);
+}

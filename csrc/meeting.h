@@ -27,6 +27,9 @@ struct Meeting {  // 4 KiB
 };
 static_assert(sizeof(Meeting) == 4096, "groups.py knows where the buffers are");
 
+// Counts the place of `rank` up, and wakes who waits for that; returns how often it has arrived.
+uint32_t arrive(Meeting& meeting, int32_t rank);
+
 // Ends the turn of `rank`: true once all `size` ranks have ended it, false where the meeting is aborted.
 bool meet(Meeting& meeting, int32_t rank, int32_t size);
 

@@ -12,11 +12,20 @@ from quire.errors import ConfigError, NotYetSupportedError
 
 # What is carried out so far; an entry goes when all of its option's values are.
 _SERVED: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,),
     "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "uni", "mp"),
     "tp_collective": ("gather",),
 }
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a model's stack of layers, and what stands before and after the stack where it reaches that far."""
+
+    number: int
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,9 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, "Processes that share each layer.", 1, short="-tp")
     pipeline_parallel_size: int = option(1, "Processes that share the stack of layers.", 1, short="-pp")
+    pp_partition: str | None = option(
+        None, "Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."
+    )
     data_parallel_size: int = option(1, "Engines behind one server, each with a copy of the model.", 1, short="-dp")
     data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option(
         "cache_aware",
@@ -56,6 +68,24 @@ class ParallelConfig:
                 raise NotYetSupportedError(f"{name}={value!r} is not supported yet; use {others}.")
         if self.cpu_bind not in ("auto", "none") and not self.has_processes:
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
+
+    def partition(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage of a model with so many (ConfigError where they can't be shared so)."""
+        stages = self.pipeline_parallel_size
+        if stages > num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size={stages} is more than the model's {num_layers} layers; lower it."
+            )
+        if self.pp_partition is None:
+            return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
+        parts = self.pp_partition.split(",")
+        given = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+        if len(given) != stages or sum(given) != num_layers or not all(given):
+            raise ConfigError(
+                f"pp_partition={self.pp_partition!r} must be {stages} numbers above 0 (pipeline_parallel_size), as "
+                f"'10,14', that sum to the model's {num_layers} layers; leave it out for equal stages."
+            )
+        return given
 
     @property
     def num_ranks(self) -> int:

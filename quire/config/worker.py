@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quire.config.draft_tree import DraftTree
 from quire.config.model import ModelConfig
+from quire.config.parallel import Stage
 from quire.config.speculative import SpeculativeConfig
 
 
@@ -36,7 +37,8 @@ class WorkerConfig:
         kv_cache_dir_size: most that they may take there, in GiB.
         debug: poison fresh KV blocks with NaN.
         rank: which of the workers that share the model it is.
-        num_ranks: how many share it.
+        num_ranks: how many share it: stages, each of as many ranks; first all of the first stage.
+        partition: layers of each stage, as `ParallelConfig.partition`; () for one of them all.
         group: name of the memory through which they meet; None for one alone.
     """
 
@@ -61,4 +63,27 @@ class WorkerConfig:
     debug: bool = False
     rank: int = 0
     num_ranks: int = 1
+    partition: tuple[int, ...] = ()
     group: str | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return max(1, len(self.partition))
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share each layer of a stage."""
+        return self.num_ranks // self.num_stages
+
+    @property
+    def reporter(self) -> int:
+        """The rank whose results are everybody's: the first one of the last stage."""
+        return self.num_ranks - self.tensor_size
+
+    @property
+    def stage(self) -> Stage:
+        """Its part of the layers."""
+        number, parts = self.rank // self.tensor_size, self.partition or (self.model.num_layers,)
+        start = sum(parts[:number])
+        return Stage(number, range(start, start + parts[number]), number == 0, number == len(parts) - 1)

@@ -5,6 +5,7 @@ it. Natively a meeting is a part of a program (csrc/meeting.h has the same layou
 done here, in plain Python. It must not know models, nor who started the ranks: executors make the memory, all zeros.
 """
 
+import itertools
 import mmap
 import time
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from torch import Tensor
 from quire.errors import EngineDeadError
 from quire.ops.native.library import library
 
-_HEAD_BYTES = 4096
+HEAD_BYTES = 4096
 _PLACE_WORDS = 16  # uint32 words from one rank's counter to the next; before the first: aborted, sleepers
-MAX_RANKS = _HEAD_BYTES // (4 * _PLACE_WORDS) - 1
+MAX_RANKS = HEAD_BYTES // (4 * _PLACE_WORDS) - 1
 _BUFFER_BYTES = 4 * 2**20  # what is larger is gathered in several turns
 _ALONE_BYTES = 16 * _BUFFER_BYTES  # for any vocabulary; memory that is not touched costs nothing
 _SPINS = 200  # of the plain wait, before it sleeps between two looks
@@ -34,7 +35,7 @@ class GroupAbortedError(EngineDeadError):
 
 def segment_bytes(vocab_size: int) -> int:
     """Size of the shared memory of a group whose model has such a vocabulary: its rows of logits are the widest."""
-    return _HEAD_BYTES + 2 * max(_BUFFER_BYTES, -(-4 * vocab_size // 4096) * 4096)
+    return HEAD_BYTES + 2 * max(_BUFFER_BYTES, -(-4 * vocab_size // 4096) * 4096)
 
 
 class Group:
@@ -44,25 +45,26 @@ class Group:
         path: of the shared memory, `segment_bytes` of zeros to begin with; a file, or ``/proc/PID/fd/N`` of its maker.
             None: this rank meets nobody and takes what it finds for theirs, so that it can be measured alone.
         rank, size: this one's number, and how many there are; at most MAX_RANKS.
+        part: the bytes of that memory which are this group's, whole pages; all of them where it is empty.
 
     Attributes:
         address: of the shared memory.
         capacity: bytes of each of its two buffers.
     """
 
-    def __init__(self, path: str | None, rank: int, size: int) -> None:
+    def __init__(self, path: str | None, rank: int, size: int, part: range = range(0)) -> None:
         assert 0 <= rank < size <= MAX_RANKS
         self.rank, self.size = rank, size
         if path is None:
-            memory = mmap.mmap(-1, _HEAD_BYTES + 2 * _ALONE_BYTES)
+            memory = mmap.mmap(-1, len(part) or HEAD_BYTES + 2 * _ALONE_BYTES)
         else:
             with open(path, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0)
+                memory = mmap.mmap(file.fileno(), len(part), offset=part.start)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = whole.data_ptr()
-        self.capacity = (len(whole) - _HEAD_BYTES) // 2
-        self._buffers = whole[_HEAD_BYTES:].split(self.capacity)
-        words = np.frombuffer(memory, np.uint32, _HEAD_BYTES // 4)
+        self.capacity = (len(whole) - HEAD_BYTES) // 2
+        self._buffers = whole[HEAD_BYTES:].split(self.capacity)
+        words = np.frombuffer(memory, np.uint32, HEAD_BYTES // 4)
         self._aborted, self._arrivals = words[:1], words[_PLACE_WORDS::_PLACE_WORDS][:size]
         self._alone = path is None
         if self._alone:
@@ -111,24 +113,47 @@ class Group:
         at_once = self.capacity // (x.shape[1] * x.itemsize)
         own = (ids >= starts[self.rank]) & (ids < starts[self.rank + 1])
         for part, has, whole in zip(x.split(at_once), own.split(at_once), out.split(at_once), strict=True):
-            rows = self._buffer().view(x.dtype)[: part.numel()].view_as(part)
+            rows = self.rows(len(part), x.shape[1], x.dtype)
             rows[has] = part[has]
             self._meet()
             whole.copy_(rows)
         return out
 
+    @property
+    def turn(self) -> int:
+        """How many turns this rank has ended."""
+        return int(self._arrivals[self.rank])
+
+    def end_turn(self) -> None:
+        """Let others see that this rank has ended its turn, and wait for nobody."""
+        if (kernels := library()) is not None:
+            kernels.quire_arrive(self.address, self.rank)
+        else:
+            self._arrivals[self.rank] += np.uint32(1)
+
+    def wait_for(self, rank: int, turn: int) -> None:
+        """Wait until another rank has ended so many turns."""
+        if (kernels := library()) is not None:
+            kernels.quire_await(self.address, rank, turn % 2**32)
+            return self.check()
+        for spins in itertools.count():
+            if (int(self._arrivals[rank]) - turn) % 2**32 < 2**31:
+                return None
+            self.check()
+            time.sleep(0 if spins < _SPINS else _PAUSE)
+
+    def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """The buffer of this rank's turn, as so many rows."""
+        return self._buffer().view(dtype)[: num_rows * width].view(num_rows, width)
+
     def _buffer(self) -> Tensor:
-        return self._buffers[int(self._arrivals[self.rank]) & 1]
+        return self._buffers[self.turn & 1]
 
     def _meet(self) -> None:
         """End this rank's turn, and wait until all have."""
         if (kernels := library()) is not None:
             kernels.quire_meet(self.address, self.rank, self.size)
             return self.check()
-        turn = self._arrivals[self.rank] + np.uint32(1)
-        self._arrivals[self.rank] = turn
-        spins = 0
-        while ((self._arrivals - turn).view(np.int32) < 0).any():
-            self.check()
-            spins += 1
-            time.sleep(0 if spins < _SPINS else _PAUSE)
+        self.end_turn()
+        for rank in range(self.size):
+            self.wait_for(rank, self.turn)
