@@ -5,19 +5,23 @@ packed weights are kept and the LoRA target; attention layers are numbered here,
 by which the KV cache is laid out. Must not know any family, nor a checkpoint's spelling of the names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionSpec
+from quire.config.parallel import Stage
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Place, Shard
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.step import Step
+from quire.models.elsewhere import Elsewhere
 from quire.models.joined import JoinedLinear
 from quire.models.sharding import Sharding
 from quire.protocol.cache import LayerCache, group_layers
@@ -32,6 +36,9 @@ class BuildContext:
     Attributes:
         dtype: of activations and vectors.
         sharding: what this rank has of each layer.
+        stage: which layers it has; None for all.
+        has_table: it has the token embedding.
+        windows: of the layers of all stages, in whose order KV groups are counted.
         cache_layers: what each attention layer keeps of a token, in the order of the step's caches.
     """
 
@@ -39,6 +46,9 @@ class BuildContext:
     formats: WeightFormats
     dtype: torch.dtype
     sharding: Sharding = field(default_factory=Sharding)
+    stage: Stage | None = None
+    has_table: bool = True
+    windows: Sequence[int | None] = ()
     cache_layers: list[LayerCache] = field(default_factory=list)
     attentions: list[SelfAttention] = field(default_factory=list)
 
@@ -47,11 +57,18 @@ class BuildContext:
 
         Where other models' layers are in the same groups, `layers` are all of them, and this one's begin at `first`.
         """
-        for number, group in enumerate(group_layers(layers or self.cache_layers)):
+        for number, group in enumerate(group_layers(layers or self.cache_layers, self.windows)):
             for layer in group.layers:
                 if 0 <= layer - first < len(self.attentions):
                     attention = self.attentions[layer - first]
                     attention.spec = replace(attention.spec, group=number)
+
+
+class _PassedBy(nn.Module):
+    """In the place of a layer of another stage."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        return x, residual
 
 
 class Builder:
@@ -59,11 +76,13 @@ class Builder:
 
     Args:
         prefix: the name; "" for the model itself.
+        here: what it makes has weights; where not, another stage has them.
     """
 
-    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+    def __init__(self, context: BuildContext, prefix: str = "", here: bool = True) -> None:
         self.context = context
         self.prefix = prefix
+        self.here = here
 
     def name(self, name: str) -> str:
         """The full name of a layer."""
@@ -73,9 +92,21 @@ class Builder:
         """The builder of what stands below a layer."""
         return Builder(self.context, self.name(name))
 
-    def layers(self, count: int) -> "list[tuple[int, Builder]]":
-        """Index and builder of each layer of a stack of `count` that is to be built here."""
-        return [(i, self.child(f"layers.{i}")) for i in range(count)]
+    @property
+    def first(self) -> "Builder":
+        """The builder of what stands before all layers."""
+        return Builder(self.context, self.prefix, self.context.stage is None or self.context.stage.is_first)
+
+    @property
+    def last(self) -> "Builder":
+        """The builder of what stands after all layers."""
+        return Builder(self.context, self.prefix, self.context.stage is None or self.context.stage.is_last)
+
+    def layers(self, count: int, make: "Callable[[int, Builder], nn.Module]") -> list[nn.Module]:
+        """A stack of `count` layers, of which those of other stages hand on what they are given."""
+        stage = self.context.stage
+        here = range(count) if stage is None else stage.layers
+        return [make(i, self.child(f"layers.{i}")) if i in here else _PassedBy() for i in range(count)]
 
     def linear(
         self,
@@ -105,7 +136,8 @@ class Builder:
 
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""
-        place = self._place(name, MatrixShape(size, num_rows), table=True)
+        here = Builder(self.context, self.prefix, self.context.has_table)
+        place = here._place(name, MatrixShape(size, num_rows), table=True)
         return VocabEmbedding(replace(place, shard=self.context.sharding.vocab(num_rows)), num_rows, size)
 
     def positions(self, name: str, num_positions: int, size: int, offset: int = 0) -> LearnedPositions:
@@ -118,7 +150,7 @@ class Builder:
         if tied:
             return TiedHead(embedding)
         size, num_rows = embedding.shape.in_features, embedding.parts[""]
-        place = self._place("lm_head", MatrixShape(size, num_rows), table=True)
+        place = self.last._place("lm_head", MatrixShape(size, num_rows), table=True)
         return Linear(replace(place, shard=embedding.shard), size, num_rows)
 
     def rms_norm(self, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
@@ -207,4 +239,5 @@ class Builder:
 
     def _place(self, name: str, shape: MatrixShape, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
         full, context = self.name(name), self.context
-        return Place(full, context.formats.method_for(full, shape, parts=parts, table=table), context.dtype)
+        method = context.formats.method_for(full, shape, parts=parts, table=table) if self.here else Elsewhere()
+        return Place(full, method, context.dtype)

@@ -5,7 +5,9 @@ differ in how they compose the backbone and in the names of their checkpoints; t
 know requests or files.
 """
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,9 @@ class CausalLM(nn.Module):
         dtype: of parameters, hidden states, KV cache and logits.
         filled_weights: checkpoint names that `load_weights` need not be given: an earlier start packed them.
         missing_weights: checkpoint names that `load_weights` has not met yet.
+        num_incoming: features of what its stage of the model is given in place of token ids; 0 for the first one.
+        is_last: its stage ends with the final norm and the head.
+        num_parameters: of all stages.
     """
 
     def __init__(
@@ -54,6 +59,12 @@ class CausalLM(nn.Module):
         self.model = backbone
         self.tied = config.tie_word_embeddings
         self.lm_head = builder.head(embedding, tied=self.tied)
+        stage = builder.context.stage
+        self.num_incoming = 0 if stage is None or stage.is_first else config.hidden_size
+        self.is_last = stage is None or stage.is_last
+        if not self.is_last:
+            for name in ("norm", "project_out"):
+                setattr(backbone, name, None)
         builder.context.assign_groups()
         self._context = builder.context
         self._form = form
@@ -61,6 +72,14 @@ class CausalLM(nn.Module):
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
+        self._elsewhere: set[str] = set()  # checkpoint names of other stages' tensors
+        self.num_parameters = sum(math.prod(slot.form.shape) for slot in slots.values())
+
+    def leave(self, whole: "CausalLM") -> None:
+        """Let other stages have the rest of what the whole model needs."""
+        self._elsewhere = whole.checkpoint_shapes().keys() - self.checkpoint_shapes().keys()
+        self.filled_weights |= self._elsewhere
+        self.num_parameters = whole.num_parameters
 
     @property
     def embedding(self) -> VocabEmbedding:
@@ -69,10 +88,15 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states of a step's tokens, int64 [T] -> [T, H] after the final norm; writes to the step's caches."""
-        return self.model(input_ids, step)
+        if self.num_incoming and step.incoming is None:  # it is only measured
+            step = replace(step, incoming=torch.zeros(len(input_ids), self.num_incoming, dtype=self.dtype))
+        hidden = self.model(input_ids, step)
+        return hidden if step.outgoing is None else step.outgoing.copy_(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V], in the model's dtype or float32."""
+        """[R, H] -> [R, V], in the model's dtype or float32; [R, 0] where a later stage has the head."""
+        if not self.is_last:
+            return hidden[:, :0]
         logits = self.lm_head(hidden, wide=True)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
@@ -98,7 +122,8 @@ class CausalLM(nn.Module):
         for name, tensor in weights:
             if name.endswith(self._form.ignored) or (self.tied and name == "lm_head.weight"):
                 continue
-            canonical = self._form.canonical(name)
+            if (canonical := self._form.canonical(name)) in self._elsewhere:
+                continue
             slot = slots.get(canonical)
             if slot is None:
                 eagle = " An EAGLE head has such a one: it drafts by the method 'eagle'." * (name == "fc.weight")

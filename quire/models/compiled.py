@@ -34,10 +34,12 @@ class CompiledModel:
         self._untapped, widths = _record(model, target, ())
         self._width, self._tapped = widths[0], tuple(tapped)
         self._body, (_, *self._tap_widths) = _record(model, target, tapped) if tapped else (self._untapped, widths)
-        builder = ProgramBuilder(model.dtype, target)
-        logits: Any = model.compute_logits(recorded(builder.input(self._width)))
-        self._head = builder.finish(logits)
-        self.target = builder.target
+        self._num_incoming, self._head = model.num_incoming, None
+        if model.is_last:
+            builder = ProgramBuilder(model.dtype, target)
+            logits: Any = model.compute_logits(recorded(builder.input(self._width)))
+            self._head = builder.finish(logits)
+        self.target = self._body.target
         self._caches: Caches | None = None  # of the last step: an engine's are the same for all
 
     def num_bytes(self, num_tokens: int) -> int:
@@ -50,33 +52,40 @@ class CompiledModel:
 
     def times(self) -> dict[str, float]:
         """Seconds in each kind of kernel since this was first called; "head" is the output head's product."""
-        return self._body.times() | {"head": sum(self._head.times().values())}
+        return self._body.times() | {"head": sum(self._head.times().values()) if self._head else 0.0}
 
     def rounds(self, caches: Sequence[Tensor]) -> Rounds | None:
         """Several tokens of rows in one call; None where parts of the model are not kernels."""
-        if not (self._body.is_whole and self._head.is_whole) or self._tapped:
+        if self._head is None or not (self._body.is_whole and self._head.is_whole) or self._tapped:
             return None
         held = Caches(caches, TYPE_OF[caches[0].dtype])
         return Rounds(self._body, self._head, self._width, self._dtype, self.vocab_size, held)
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
-        hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
+        hidden, inputs = step.outgoing, []
+        if hidden is None:
+            hidden = torch.empty(input_ids.shape[0], self._width, dtype=self._dtype)
+        if self._num_incoming:  # where there is none, it is only measured
+            shape = (input_ids.shape[0], self._num_incoming)
+            inputs = [torch.zeros(shape, dtype=self._dtype) if step.incoming is None else step.incoming]
         caches = self._caches
         if caches is None or caches.tensors is not step.caches:
             caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
         steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
         if step.taps is None:
-            self._untapped.run([hidden], steps, caches)
+            self._untapped.run([*inputs, hidden], steps, caches)
             return hidden
         assert tuple(step.taps.layers) == self._tapped, "the program was recorded for other taps"
         tapped = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._tap_widths]
-        self._body.run([hidden, *tapped], steps, caches)
+        self._body.run([*inputs, hidden, *tapped], steps, caches)
         step.taps.hidden.extend(tapped)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> float32 [R, V]."""
+        """[R, H] -> float32 [R, V]; [R, 0] where a later stage has the head."""
+        if self._head is None:
+            return hidden[:, :0]
         logits = torch.empty(hidden.shape[0], self.vocab_size)
         self._head.run([hidden, logits])
         return logits
@@ -85,7 +94,8 @@ class CompiledModel:
 def _record(model: CausalLM, target: Target | None, tapped: Sequence[int]) -> tuple[Program, list[int]]:
     """What makes hidden states, and the outputs of the layers `tapped`, of token ids; and how wide each is."""
     builder, taps = ProgramBuilder(model.dtype, target), Taps(tapped)
-    step = Step(recorded(builder.positions), taps=taps if tapped else None)
+    incoming = recorded(builder.input(model.num_incoming)) if model.num_incoming else None
+    step = Step(recorded(builder.positions), taps=taps if tapped else None, incoming=incoming)
     hidden: Any = model(recorded(builder.ids), step)
     values = [hidden, *(builder.keep(value) for value in cast(list[Any], taps.hidden))]
     return builder.finish(values), [value.width for value in values]

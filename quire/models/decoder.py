@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         self.norm = norm
 
     def forward(self, input_ids: Tensor, step: Step) -> Tensor:
-        return self.run_layers(self.embed(input_ids, step), step)
+        return self.run_layers(self.embed(input_ids, step) if step.incoming is None else step.incoming, step)
 
     def embed(self, input_ids: Tensor, step: Step) -> Tensor:
         """Token ids [T] -> what enters the first layer, [T, H]."""

@@ -130,8 +130,10 @@ class EagleHead(nn.Module):
         widths = [size, of_model] if self.joins else [of_model] * len(self._places)
         self.fc = builder.joined("fc", widths, size, bias="fc.bias" in tensors) if widths else None
         self.layers = nn.ModuleList(
-            EagleLayer(config, child, tensors, reads_both=not self.joins and not i)
-            for i, child in builder.layers(config.num_layers)
+            builder.layers(
+                config.num_layers,
+                lambda i, child: EagleLayer(config, child, tensors, reads_both=not self.joins and not i),
+            )
         )
         self.norm: RMSNorm | None = None
         self.lm_head: nn.Module | None = None

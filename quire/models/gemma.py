@@ -107,7 +107,7 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
-    layers = [layer(i, child) for i, child in body.layers(config.num_layers)]
+    layers = body.layers(config.num_layers, layer)
     scale = torch.tensor(size**0.5).to(builder.context.dtype).item()  # rounded, as models were trained with
     decoder = Decoder(embedding, layers, body.rms_norm(size, eps, plus_one=True), embed_scale=scale)
     cap = _cap(config, "final_logit_softcapping", shape.logit_cap)

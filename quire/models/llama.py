@@ -85,7 +85,7 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> Cau
 
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
-    layers = [layer(i, child) for i, child in body.layers(config.num_layers)]
+    layers = body.layers(config.num_layers, layer)
     return CausalLM(config, builder, Decoder(embedding, layers, body.rms_norm(size, eps)), embedding, shape.form)
 
 

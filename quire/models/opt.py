@@ -63,7 +63,7 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     def norm() -> LayerNorm:
         return builder.layer_norm(size, 1e-5, affine=affine)
 
-    def layer(builder: Builder) -> nn.Module:
+    def layer(index: int, builder: Builder) -> nn.Module:
         attention = builder.child("self_attn").attention(size, spec, qkv_bias=bias, output_bias=bias)
         mlp = builder.child("mlp").mlp(size, config.intermediate_size, activation=activation, bias=bias)
         return (DecoderLayer if pre_norm else PostNormLayer)(norm(), attention, norm(), mlp)
@@ -72,10 +72,10 @@ def build(config: ModelConfig, builder: Builder) -> CausalLM:
     narrow = count(config, "word_embed_proj_dim", size)
     projections = None
     if narrow != size:
-        projections = body.linear("project_in", narrow, size), body.linear("project_out", size, narrow)
+        projections = body.first.linear("project_in", narrow, size), body.last.linear("project_out", size, narrow)
     embedding = body.embedding("embed_tokens", config.vocab_size, narrow)
-    positions = body.positions("embed_positions", config.derived_max_model_len, size, POSITION_OFFSET)
+    positions = body.first.positions("embed_positions", config.derived_max_model_len, size, POSITION_OFFSET)
     final_norm = norm() if pre_norm and not hf.get("_remove_final_layer_norm", False) else None
-    layers = [layer(child) for _, child in body.layers(config.num_layers)]
+    layers = body.layers(config.num_layers, layer)
     decoder = Decoder(embedding, layers, final_norm, positions, projections=projections)
     return CausalLM(config, builder, decoder, embedding, FORMAT)

@@ -8,6 +8,7 @@ import torch
 from quire.attention.base import AttentionBackend
 from quire.config.families import BY_ARCHITECTURE
 from quire.config.model import ModelConfig
+from quire.config.parallel import Stage
 from quire.errors import ModelLoadError
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
@@ -36,12 +37,14 @@ def build_model(
     attention_backend: AttentionBackend[Any],
     formats: WeightFormats | None = None,
     group: Meeting | None = None,
+    stage: Stage | None = None,
 ) -> CausalLM:
     """Build the model that `config` describes; its parameters are allocated and not yet filled.
 
     Args:
         formats: the weight formats; None keeps the checkpoint's weights, multiplied by torch.
         group: whose ranks share the model, this one's part of which is built.
+        stage: the layers that are built; None for all.
 
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
@@ -49,5 +52,12 @@ def build_model(
     check_architecture(config)
     module, _, function = BY_ARCHITECTURE[config.architecture].build.partition(":")
     build = getattr(importlib.import_module(module), function)
-    context = BuildContext(attention_backend, formats or uniform(Unquantized()), DTYPES[config.dtype], Sharding(group))
-    return build(config, Builder(context)).eval()
+    plain, dtype = uniform(Unquantized()), DTYPES[config.dtype]
+    if stage is None or (stage.is_first and stage.is_last):
+        return build(config, Builder(BuildContext(attention_backend, formats or plain, dtype, Sharding(group)))).eval()
+    has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
+    sharding, windows = Sharding(group), config.layer_windows
+    context = BuildContext(attention_backend, formats or plain, dtype, sharding, stage, has_table, windows)
+    model = build(config, Builder(context)).eval()
+    model.leave(build(config, Builder(BuildContext(attention_backend, plain, dtype))))  # whose pages nobody touches
+    return model

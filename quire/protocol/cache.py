@@ -3,6 +3,8 @@
 The worker reports, `quire.kvcache.capacity` plans, the KV manager and the worker follow the plan. Numbers only.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -53,8 +55,21 @@ class PinnedPrefix(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int  # of all KV groups; other pins may have some of them, too
 
 
-def group_layers(layers: list[LayerCache]) -> list[CacheGroup]:
-    """Cache groups of a model's layers: full attention first, then each window, by first appearance."""
-    windows = dict.fromkeys(layer.window for layer in layers)
+def group_layers(layers: list[LayerCache], windows_of_all: Iterable[int | None] = ()) -> list[CacheGroup]:
+    """Cache groups of a model's layers: full attention first, then each window, by first appearance.
+
+    `windows_of_all`: those of all stages' layers, so that each stage has all groups, of some perhaps no layer.
+    """
+    windows = dict.fromkeys([*windows_of_all, *(layer.window for layer in layers)])
     ordered = [w for w in windows if w is None] + [w for w in windows if w is not None]
     return [CacheGroup([i for i, layer in enumerate(layers) if layer.window == w], w) for w in ordered]
+
+
+def least(reports: list[CacheReport]) -> CacheReport:
+    """What all workers have at least, where each keeps its own part of every block: the largest one is counted."""
+    available = min(report.available_bytes - report.activation_bytes for report in reports)
+    return msgspec.structs.replace(
+        reports[0],
+        available_bytes=available + reports[0].activation_bytes,
+        block_bytes=[max(sizes) for sizes in zip(*(report.block_bytes for report in reports), strict=True)],
+    )

@@ -21,13 +21,15 @@ def build_packed(
     `keep`: as far as the configuration allows that, map what an earlier start has packed, or leave it to a later one.
     """
     place = store = None
-    group = device.group if shared else None
+    group, stage = (device.group, config.stage) if shared else (None, None)
     part = () if group is None else (group.rank, group.size)
+    if stage is not None and config.num_stages > 1:
+        part = (*part, "layers", stage.layers.start, stage.layers.stop)
     if device.packs_weights:
         if keep and config.weight_cache and config.load_format not in ("dummy", "none"):
             place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
         store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
-        return build_model(model, device.backend, device.weight_formats(quantization, store), group), store
+        return build_model(model, device.backend, device.weight_formats(quantization, store), group, stage), store
     except StaleStoreError:  # removed, or where that is not allowed done without
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())

@@ -79,7 +79,7 @@ def cache_folder() -> Path | None:
 
 
 def place_of(
-    config: ModelConfig, quantization: str | None, limit: int = DEFAULT_LIMIT, part: Sequence[int] = ()
+    config: ModelConfig, quantization: str | None, limit: int = DEFAULT_LIMIT, part: Sequence[int | str] = ()
 ) -> StorePlace | None:
     """The place of a model's packed weights, of one rank's part where there are several, or None: see `find_place`."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
