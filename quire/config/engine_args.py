@@ -131,6 +131,7 @@ class EngineArgs:
     max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
     tensor_parallel_size: int = option_of(ParallelConfig, "tensor_parallel_size")
     pipeline_parallel_size: int = option_of(ParallelConfig, "pipeline_parallel_size")
+    pp_partition: str | None = option_of(ParallelConfig, "pp_partition")
     data_parallel_size: int = option_of(ParallelConfig, "data_parallel_size")
     data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option_of(
         ParallelConfig, "data_parallel_router"
@@ -214,6 +215,9 @@ class EngineArgs:
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         speculative = self._speculative()
+        self.parallel.partition(model.num_layers)
+        if speculative is not None and self.pipeline_parallel_size > 1:
+            speculative.check_stages(self.pipeline_parallel_size)
         method = None if speculative is None else speculative.method
         return EngineConfig(
             args=self,
@@ -225,6 +229,7 @@ class EngineArgs:
                 policy=self.scheduling_policy,
                 policy_options=PolicyOptions(**{name: getattr(self, name) for name in POLICY_OPTIONS}),
                 enable_chunked_prefill=self.enable_chunked_prefill,
+                num_stages=self.pipeline_parallel_size,
                 max_num_drafts=speculative.max_drafts if speculative is not None else 0,
                 draft_tree=speculative.tree if speculative is not None else None,
                 # A tree's nodes and a rule's drafts are no others'.

@@ -77,6 +77,7 @@ class SchedulerConfig:
         long_prefill_token_threshold: most tokens of one sequence in one step, so that prompts share it; 0: no limit.
         max_num_drafts: most draft tokens of a sequence in one step, where workers draft any.
         draft_tree: their shape, where they are no chain.
+        num_stages: of the workers' pipeline: as many plans are in flight, each with its share of what runs.
         drafts_forced: tokens that a grammar forces are drafts, too, beside those of workers.
 
     Raises:
@@ -92,6 +93,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_num_drafts: int = 0
     draft_tree: DraftTree | None = None
+    num_stages: int = 1
     drafts_forced: bool = True
 
     def __post_init__(self) -> None:

@@ -120,6 +120,19 @@ class SpeculativeConfig:
             )
         _ = self.tree  # refuses what is none
 
+    def check_stages(self, num_stages: int) -> None:
+        """Refuse what a pipeline's last stage can't draft, or verify, by itself (ConfigError)."""
+        for name, given, why in (
+            (f"method={self.method!r}", self.method in EAGLE_METHODS, "its head reads what other stages have"),
+            ("speculative_token_tree", self.tree, "other stages would have to move the accepted path"),
+            ("acceptance='typical'", self.acceptance == "typical", "other stages can't keep unjudged drafts"),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{OPTION}: {name} is refused with pipeline_parallel_size={num_stages}, as {why}; draft chains by "
+                    "'ngram', 'suffix', 'draft_model' or 'medusa', accepted as 'exact' or by 'rejection'."
+                )
+
     @cached_property
     def tree(self) -> DraftTree | None:
         """The shape of the drafts, where they are no chain."""

@@ -28,7 +28,7 @@ class Order(NamedTuple):
     doing: str  # for an error's text
     argument: Any = None  # its type
     reply: Any = None
-    answers: str = "all"  # the ranks whose answer is awaited: "all", "first" or "none"
+    answers: str = "all"  # the ranks whose answer is awaited: "all", "one" (the executor's reporter) or "none"
 
 
 ORDERS = {
@@ -36,7 +36,8 @@ ORDERS = {
     "cache_report": Order("measuring memory", None, CacheReport),
     "initialize_cache": Order("making the KV cache", CacheLayout),
     "begin": Order("computing a step", StepPlan, answers="none"),
-    "finish": Order("computing a step", SampleGuide | None, StepResult, "first"),
+    "finish": Order("computing a step", SampleGuide | None, StepResult, "one"),
+    "take": Order("computing a step", StepResult, answers="none"),
     "reset": Order("beginning anew"),
     "call": Order("answering a call", WorkerCall, WorkerReply),
     "close": Order("ending", answers="none"),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from quire.config.parallel import ParallelConfig
 from quire.config.worker import WorkerConfig
-from quire.distributed.groups import segment_bytes
+from quire.distributed.links import shared_bytes
 from quire.executor.binding import cpus_of_ranks
 from quire.executor.orders import BEAT_SECONDS, Lines, lines_bytes
 from quire.executor.transport import make_memory
@@ -41,10 +41,14 @@ class Processes:
     def start(self, config: WorkerConfig) -> WorkerConfig:
         num_ranks = config.num_ranks
         if num_ranks > (num_cores := len(os.sched_getaffinity(0))):
-            logger.warning("%d ranks on %d cores: slower; lower tensor_parallel_size", num_ranks, num_cores)
+            logger.warning(
+                "%d ranks on %d cores: slower; lower tensor_ or pipeline_parallel_size",
+                num_ranks,
+                num_cores,
+            )
         memories = [make_memory(lines_bytes(num_ranks))]
         if num_ranks > 1:
-            memories.append(make_memory(segment_bytes(config.model.vocab_size)))
+            memories.append(make_memory(shared_bytes(config)))
             config = dataclasses.replace(config, group=f"/proc/self/fd/{memories[1]}")
         self._lines = Lines.of(memories[0], num_ranks)
         for rank, cpus in enumerate(cpus_of_ranks(self._bind, num_ranks)):

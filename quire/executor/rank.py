@@ -24,6 +24,7 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank, self.fault = rank, b""
         self._worker: Any = None
+        self._reporter = 0
 
     def carry_out(self, number: int, body: bytes | bytearray) -> tuple[int, bytes] | None:
         """The answer to an order, with its number; None where this rank gives none."""
@@ -33,7 +34,8 @@ class Rank:
             if name == "load":
                 from quire.worker.worker import Worker  # torch comes in here: the watch must not wait for it
 
-                self._worker = Worker(dataclasses.replace(given[0][0], rank=self.rank))
+                config = dataclasses.replace(given[0][0], rank=self.rank)
+                self._worker, self._reporter = Worker(config), config.reporter
                 value = self._worker.load(given[0][1] and self.rank == 0)
                 gc.freeze()  # the model's objects are here to stay: collections need not look at them again
             else:
@@ -44,5 +46,5 @@ class Rank:
             kind = "MemoryError" if isinstance(error, MemoryError | OSError) else type(error).__name__
             self.fault = encoded((kind, str(error)))
             return FAULT, self.fault
-        answers = order.answers == "all" or (order.answers == "first" and self.rank == 0)
+        answers = order.answers == "all" or (order.answers == "one" and self.rank == self._reporter)
         return (number, encoded(value)) if answers else None

@@ -1,8 +1,9 @@
 """The executor of workers elsewhere: orders out, answers and faults back, whatever carries them.
 
-`select_executor` makes it of workers in processes (`quire.executor.processes`) or in Ray's actors. Every rank carries
-out all plans; results come from rank 0. A thread watches the workers: when one ends, or beats no more, all are ended,
-and whoever waits, or comes later, gets one error: which rank, and what happened. Must not know what is computed.
+`select_executor` makes it of workers in processes (`quire.executor.processes`) or in Ray's actors. All ranks are told
+of all plans; results come from the one that `WorkerConfig.reporter` says. A thread watches the workers: when one ends,
+or beats no more, all are ended, and whoever waits, or comes later, gets one error: which rank, and what happened. Must
+not know what is computed.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from quire.config.worker import WorkerConfig
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.executor.orders import BEAT_SECONDS, FAULT, NUMBERS, ORDERS, decoded, encoded
-from quire.protocol.cache import CacheLayout, CacheReport
+from quire.protocol.cache import CacheLayout, CacheReport, least
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 
@@ -78,6 +79,7 @@ class RemoteExecutor(Executor):
 
     def __init__(self, config: WorkerConfig, workers: Workers) -> None:
         self._config, self.workers = config, workers
+        self.max_in_flight = config.num_stages
         self._name = "load"  # of the last order
         self._fault = ""  # why nothing can be asked any more
         self.ended = False
@@ -93,7 +95,7 @@ class RemoteExecutor(Executor):
             raise
 
     def cache_report(self) -> CacheReport:
-        return min(self._ask("cache_report"), key=lambda report: report.available_bytes - report.activation_bytes)
+        return least(self._ask("cache_report"))
 
     def initialize_cache(self, layout: CacheLayout) -> None:
         self._ask("initialize_cache", layout)
@@ -102,7 +104,10 @@ class RemoteExecutor(Executor):
         self._order("begin", plan)
 
     def collect(self, guide: SampleGuide | None = None) -> StepResult:
-        return self._ask("finish", guide)[0]
+        [result] = self._ask("finish", guide)
+        if self.max_in_flight > 1:  # stages before the last do not sample
+            self._order("take", result)
+        return result
 
     def reset(self) -> None:
         self._ask("reset")
@@ -135,7 +140,7 @@ class RemoteExecutor(Executor):
         """The answers of the ranks that give one."""
         self._order(name, argument)
         answers = []
-        for rank in range(self._config.num_ranks if ORDERS[name].answers == "all" else 1):
+        for rank in range(self._config.num_ranks) if ORDERS[name].answers == "all" else (self._config.reporter,):
             # What is of another order is what somebody waited for before an interrupt.
             while (message := self._read(rank, _LOOK_SECONDS)) is None or message[0] != NUMBERS[name]:
                 self.check()

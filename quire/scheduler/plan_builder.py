@@ -14,12 +14,16 @@ _NONE = Sampling.NONE
 
 
 class PlanBuilder:
-    """The parts of a plan, and the tokens that may still be added to it."""
+    """The parts of a plan, and the tokens that may still be added to it.
 
-    __slots__ = ("budget", "new_requests", "new_sequences", "scheduled", "sequences")
+    `foresees`: a sequence's next token may be planned before the last one is known.
+    """
 
-    def __init__(self, budget: int) -> None:
+    __slots__ = ("_foresees", "budget", "new_requests", "new_sequences", "scheduled", "sequences")
+
+    def __init__(self, budget: int, foresees: bool = True) -> None:
         self.budget = budget
+        self._foresees = foresees
         self.new_requests: list[NewRequest] = []
         self.new_sequences: list[NewSequence] = []
         self.scheduled: list[ScheduledSequence] = []
@@ -40,7 +44,8 @@ class PlanBuilder:
         if stop >= sequence.num_expected:
             sampling, num_samples = sequence.sampling, sequence.num_samples
             # What can be told without the result: one more token, unless that is the last there may be.
-            if sequence.draws_one and not num_drafts and not sequence.proposes and stop + 1 < sequence.limit:
+            goes_on = sequence.draws_one and not num_drafts and not sequence.proposes and stop + 1 < sequence.limit
+            if goes_on and self._foresees:
                 sequence.num_expected = stop + 1
         self.sequences.append(sequence)
         self.scheduled.append(

@@ -60,7 +60,7 @@ class Planner:
         Schedules something whenever any sequence is neither preparing nor ahead of a result; otherwise there is a plan
         only if `may_be_empty` and workers have something to forget.
         """
-        builder = PlanBuilder(self.budget())
+        builder = PlanBuilder(self.budget(), foresees=self._config.num_stages == 1)
         self._reason = None
         if self._kv.settled:
             self._wake_readers()
@@ -226,6 +226,8 @@ class Planner:
 
     def _continue_running(self, builder: PlanBuilder) -> None:
         """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them."""
+        if self._config.num_stages > 1:
+            return self._continue_share(builder)
         running, append, add = self.running, self._kv.append, builder.add_next
         behind: list[Sequence] = []
         place = 0
@@ -252,6 +254,20 @@ class Planner:
         for sequence in behind:
             if builder.budget and sequence.status is SequenceStatus.RUNNING:
                 num_left = sequence.num_expected - sequence.num_scheduled
+                self._continue(sequence, self._chunk(num_left, builder.budget), builder)
+
+    def _continue_share(self, builder: PlanBuilder) -> None:
+        """Likewise a stage's share of what runs, so that each stage has some; a result comes before the next step."""
+        most = -(-len(self.running) // self._config.num_stages)
+        for sequence in sorted(self.running, key=lambda each: each.num_expected - each.num_scheduled != 1):
+            num_left = sequence.num_expected - sequence.num_scheduled
+            if num_left < 1 or sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if len(builder.scheduled) >= most or not builder.budget:
+                break
+            if num_left == 1 and sequence.num_drafts:
+                self._verify_drafts(sequence, builder, builder.budget - most + len(builder.scheduled))
+            else:
                 self._continue(sequence, self._chunk(num_left, builder.budget), builder)
 
     def _verify_drafts(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> None:

@@ -6,7 +6,8 @@ remember the new tokens, draft more. It keeps rows and KV tensors and knows noth
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from quire.distributed.links import Link
 from quire.layers.step import Taps
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (
@@ -75,6 +77,7 @@ class ModelRunner:
     Attributes:
         pace: says how many drafts there are to be, where that is left to it.
         judge: draws where drafts are accepted by a rule.
+        before, after: links to the stages whose layers come before and after the model's, where it has not all.
     """
 
     def __init__(
@@ -94,6 +97,9 @@ class ModelRunner:
         self.poison = poison
         self.pace: Pace | None = None
         self.judge: Judge | None = None
+        self.before: Link | None = None
+        self.after: Link | None = None
+        self._passed: deque[StepPlan] = deque()  # to be sampled by the last stage
         self._begun: _Begun | None = None
         self._masks: list[Mask] = []  # of the last guide: the next one's lie there too, as a rule
         self._known_seconds = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
@@ -105,7 +111,7 @@ class ModelRunner:
         start = self.device.clock() if self.pace is not None else 0.0
         self._update_rows(plan)
         if not plan.scheduled:
-            self._begun = _Begun(plan, [], [], _NO_HIDDEN, 0.0)
+            self._pass_on(_Begun(plan, [], [], _NO_HIDDEN, 0.0))
             return
         if self.pace is not None and self._known_seconds and not (plan.new_sequences or plan.removed_sequence_ids):
             self.pace.learn_host(start - self._known_seconds, self._num_drafted)
@@ -120,9 +126,46 @@ class ModelRunner:
         timed = pace is not None and pace.is_told(resting, reads, batch.ends[-1] > num_rows)
         if reads and proposer is not None and proposer.taps:
             step = replace(step, taps=Taps(proposer.taps, taps))
+        if self.before is not None:
+            step = replace(step, incoming=self.before.arrived(batch.ends[-1]))
+            start = self.device.clock() if timed else start
+        if self.after is not None:
+            step = replace(step, outgoing=self.after.room(batch.ends[-1]))
         hidden = self.model(input_ids, step)
+        for link in (self.before, self.after):
+            if link is not None:
+                link.done()
         seconds = self.device.clock() - start if timed else 0.0
-        self._begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads)
+        self._pass_on(_Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is begun that is to be sampled here."""
+        return self._begun is not None
+
+    def _pass_on(self, begun: _Begun) -> None:
+        """A step is computed: `finish` samples it here, or `take` hears what another stage has sampled."""
+        if self.after is None:
+            self._begun = begun
+            return
+        self._passed.append(begun.plan)
+        for one, row in zip(begun.plan.scheduled, begun.rows, strict=True):
+            row.num_computed += one.num_new_tokens
+
+    def take(self, result: StepResult) -> None:
+        """Let the rows of the oldest plan that was passed on have what was drawn for them."""
+        plan = self._passed.popleft()
+        assert plan.step_id == result.step_id, "another step's result"
+        for one, found in zip(plan.scheduled, result.results, strict=True):
+            row = self.table.get(one.sequence_id)
+            if row is None or one.sampling != Sampling.DRAW or found.failure is not None:
+                continue
+            if one.num_drafts:
+                row.num_computed -= one.num_drafts + 1 - len(found.token_ids)
+            row.tokens.set_drafts([])
+            for token_id in found.token_ids if one.num_samples == 1 else found.token_ids[:1]:
+                row.tokens.append(token_id)
+            row.tokens.set_drafts(found.draft_token_ids)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
         """Sample the plan that was begun, under the masks of `guide`."""
@@ -143,9 +186,17 @@ class ModelRunner:
             self._sample(begun, sampled, guide, results)
         return StepResult(step_id=begun.plan.step_id, results=results)
 
-    def reset(self) -> None:
-        """Forget all sequences and requests, and a step that was begun, whatever state they are in."""
+    def reset(self, waiting: Iterable[StepPlan] = ()) -> None:
+        """Forget all sequences and requests, and a step that was begun, whatever state they are in.
+
+        `waiting`: plans that will not be begun; what another stage makes of them is let pass.
+        """
+        for plan in waiting:
+            if plan.scheduled and self.before is not None:
+                self.before.arrived(plan.num_tokens)
+                self.before.done()
         self._begun = None
+        self._passed.clear()
         self.table.clear()
 
     # ---- before the computation
@@ -180,7 +231,7 @@ class ModelRunner:
     def _give_state(self, row: Row) -> None:
         """A sampling state; where that can't be made, a plain one in its place, and a failure when it is sampled."""
         task = row.request.task
-        if not isinstance(task, SamplingTask):
+        if not isinstance(task, SamplingTask) or self.after is not None:
             return
         try:
             row.state = self._make_state(row, task, task.params)

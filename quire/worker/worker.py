@@ -5,6 +5,7 @@ a queue or a policy.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from msgspec import structs
 
 from quire.config.worker import WorkerConfig
+from quire.distributed.links import open_link
 from quire.errors import ConfigError
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
@@ -41,6 +43,7 @@ PACE_SIZES = [1, 4, 2, 8, 3, 16, 5, 32, 6, 12, 64, 24, 48, 96]  # tokens of the 
 PACE_SECONDS = 0.05  # for all of them
 HOST_SECONDS = 3e-5  # of a step besides, however many tokens it brings; what each token costs, drafts do not save
 PROPOSER_SECONDS = {1: 5e-6, 2: 8e-6}  # by sequences, of what drafts without a model: a first guess
+_NO_RESULT = StepResult(step_id=-1, results=[])
 TOUCHED_TOKENS = 1024  # of the KV cache at start-up: the first use of a page is slow
 # By method, what drafts with a model of its own.
 DRAFTERS: dict[str, Callable[[WorkerConfig, Device, CausalLM], Drafter]] = {
@@ -69,18 +72,20 @@ class Worker:
         self.device: Device = CpuDevice(config)
         self._model, self._store = build_packed(config, config.model, config.quantization, self.device, True)
         self._drafter: Drafter | None = None
-        if config.speculative is not None and config.speculative.method in DRAFTERS:
+        if config.speculative is not None and config.speculative.method in DRAFTERS and config.stage.is_last:
             num_threads = config.speculative.num_threads
             own = self.device if num_threads is None else self.device.with_threads(num_threads)
             self._drafter = DRAFTERS[config.speculative.method](config, own, self._model)
         self._layers = [*self._model.cache_layers, *(self._drafter.layers if self._drafter is not None else ())]
+        windows = config.model.layer_windows + (config.draft.layer_windows if config.draft is not None else ())
+        self._groups = group_layers(self._layers, windows if config.num_stages > 1 else ())
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
         self._files: BlockFiles | None = None
         self._disk: DiskCache | None = None
-        self._num_parameters = sum(math.prod(shape) for shape in self._model.checkpoint_shapes().values())
-        self.device.adopt(self._num_parameters)
+        self._later: deque[StepPlan] = deque()  # not begun, as the last stage's sampling of another comes first
+        self.device.adopt(self._model.num_parameters)
 
     def load(self, progress: bool = True) -> WorkerReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
@@ -102,7 +107,7 @@ class Worker:
             is_small_model=device.is_small_model,
             quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
-            num_parameters=self._num_parameters,
+            num_parameters=self._model.num_parameters,
             num_files=loaded.num_files,
             num_bytes=loaded.num_bytes,
             weight_bytes=sum({weight.data_ptr(): weight.nbytes for weight in held}.values()),
@@ -119,7 +124,7 @@ class Worker:
         stores = (self._store, self._drafter.store if self._drafter is not None else None)
         mapped = sum(store.mapped_bytes for store in stores if store is not None)
         max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
-        groups = group_layers(self._layers)
+        groups = self._groups
         itemsize = device.backend.kv_cache_dtype(self._model.dtype).itemsize
         layer_bytes = [
             itemsize * math.prod(self._cache_shape(i, 1, config.block_size)) for i in range(len(self._layers))
@@ -128,7 +133,7 @@ class Worker:
         return CacheReport(
             available_bytes=max(0, device.available_bytes() - mapped * config.num_ranks) // config.num_ranks,
             activation_bytes=device.activation_bytes(
-                self._loaded(), self._layers, config.max_num_batched_tokens, max_rows
+                self._loaded(), self._layers, config.max_num_batched_tokens, max_rows, len(groups)
             ),
             groups=groups,
             block_bytes=block_bytes,
@@ -151,7 +156,7 @@ class Worker:
         config, device = self._config, self.device
         dtype = device.backend.kv_cache_dtype(self._model.dtype)
         caches: dict[int, torch.Tensor] = {}
-        for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True):
+        for group, num_blocks in zip(self._groups, layout.num_blocks, strict=True):
             touched = min(num_blocks, TOUCHED_TOKENS // layout.block_size)  # the pool hands out its first ones first
             for layer in group.layers:
                 caches[layer] = device.allocate(self._cache_shape(layer, num_blocks, layout.block_size), dtype, touched)
@@ -163,15 +168,15 @@ class Worker:
             num_rows,
             layout.max_model_len,
             layout.block_size,
-            len(layout.groups),
+            len(self._groups),
             config.max_num_drafts,
             config.draft_tree,
         )
         tensors = [caches[layer] for layer in range(len(self._layers))]
-        host = HostCache(device, tensors, layout.groups, layout.num_host_blocks) if layout.num_host_blocks else None
+        host = HostCache(device, tensors, self._groups, layout.num_host_blocks) if layout.num_host_blocks else None
         if host is not None and self._files is not None:
             self._disk = DiskCache(host, self._files)
-        cache = KVCache(device.backend, tensors, layout.groups, host, self._model.dtype)
+        cache = KVCache(device.backend, tensors, self._groups, host, self._model.dtype)
         self._runner = self._make_runner(cache, table)
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
@@ -181,9 +186,11 @@ class Worker:
             proposer = self._make_proposer(self._model)
         elif drafter is not None:
             proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
-        elif speculative is not None:
+        elif speculative is not None and config.stage.is_last:
             proposer = make_proposer(speculative)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
+        if config.num_stages > 1:
+            runner.before, runner.after = open_link(config, True), open_link(config, False)
         if speculative is None or proposer is None:
             return runner
         proposer.max_batch = speculative.disable_by_batch_size or math.inf
@@ -193,30 +200,44 @@ class Worker:
             runner.judge = Judge(self.device, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
-            costs = StepCosts(self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS), HOST_SECONDS)
+            seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS, len(self._groups))
+            costs = StepCosts(seconds, HOST_SECONDS)
             drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(self._layers)
             reads = drafter is not None and drafter.reads
             runner.pace = Pace(costs, drafting, reads, config.draft_tree, proposer.reads_all)
         return runner
 
     def begin(self, plan: StepPlan) -> None:
-        """Compute a step's tokens."""
+        """Compute a step's tokens; where one is begun that is still to be sampled, `take` will."""
+        if self.runner.is_busy:
+            self._later.append(plan)
+            return
         if self._disk is not None:
             self._disk.begin(plan)
         with self.device.computing():
             self.runner.begin(plan)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
-        """Sample the step that was begun."""
+        """Sample the step that was begun, unless a later stage does."""
+        if not self._config.stage.is_last:
+            return _NO_RESULT
         with self.device.computing():
             result = self.runner.finish(guide)
         if self._disk is not None and (news := self._disk.finish()) is not None:
             result = structs.replace(result, disk=news)
         return result
 
+    def take(self, result: StepResult) -> None:
+        """Hear what the last stage has sampled of the oldest plan; there, begin the next."""
+        if not self._config.stage.is_last:
+            self.runner.take(result)
+        elif self._later:
+            self.begin(self._later.popleft())
+
     def reset(self) -> None:
         """Forget all sequences; what is in the KV cache stays."""
-        self.runner.reset()
+        self.runner.reset(self._later)
+        self._later.clear()
         if self._disk is not None:
             self._disk.reset()
 

@@ -15,6 +15,7 @@ from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from, human_bytes
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.protocol.cache import least
 from quire.protocol.worker import WorkerReport
 from quire.utils.host_memory import available_memory_bytes
 
@@ -95,11 +96,9 @@ def make_plan(args: EngineArgs) -> Plan:
     shares = [
         replace(share, activations=report.activation_bytes) for share, report in zip(shares, reports, strict=True)
     ]
-    report = structs.replace(
-        reports[0], available_bytes=left // len(ranks), activation_bytes=max(share.activations for share in shares)
-    )
+    report = least([structs.replace(report, available_bytes=left // len(ranks)) for report in reports])
     try:
-        layout = plan_cache(cache_request(config, ranks[0].max_in_flight), report)
+        layout = plan_cache(cache_request(config, config.args.pipeline_parallel_size), report)
     except ConfigError as error:
         return Plan(config, loaded[0], shares, free, refusal=str(error))
     shares = [

@@ -99,9 +99,12 @@ class Device(ABC):
 
     @abstractmethod
     def activation_bytes(
-        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int
+        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int, num_groups: int = 0
     ) -> int:
-        """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled: measured."""
+        """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled: measured.
+
+        `num_groups`: as for `step_seconds`.
+        """
 
     @abstractmethod
     def step_seconds(

@@ -21,7 +21,7 @@ from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
 from quire.config.speculative import OPTION
 from quire.config.worker import WorkerConfig
-from quire.distributed.groups import Group
+from quire.distributed.links import tensor_group
 from quire.errors import ConfigError
 from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM
@@ -58,7 +58,7 @@ class CpuDevice(Device):
 
     def __init__(self, config: WorkerConfig) -> None:
         self._dtype = DTYPES[config.model.dtype]
-        self.group = group = Group(config.group, config.rank, config.num_ranks) if config.num_ranks > 1 else None
+        self.group = group = tensor_group(config) if config.tensor_size > 1 else None
         self.clock = time.perf_counter if group is None else lambda: group.agree(time.perf_counter())
         self.kernels = choose_level(config.kernels)
         if self.kernels != TORCH and self._dtype not in (torch.float32, torch.bfloat16):
@@ -116,9 +116,9 @@ class CpuDevice(Device):
         return lambda hidden: torch.stack(list(heads(hidden)), 1)
 
     def activation_bytes(
-        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int
+        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int, num_groups: int = 0
     ) -> int:
-        caches, num_groups = self._caches_of_a_block(layers), len(group_layers(list(layers)))
+        caches, num_groups = self._caches_of_a_block(layers), num_groups or len(group_layers(list(layers)))
         with self.computing():
             num_bytes = measure_activations(
                 model, lambda arrays: self.upload(arrays, caches), num_groups, max_tokens, max_rows
