@@ -12,7 +12,6 @@ from quire.errors import ConfigError, NotYetSupportedError
 
 # What is carried out so far; an entry goes when all of its option's values are.
 _SERVED: dict[str, tuple[Any, ...]] = {
-    "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "uni", "mp"),
     "tp_collective": ("gather",),
 }
@@ -48,7 +47,9 @@ class ParallelConfig:
         "Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; "
         "or each in turn.",
     )
-    enable_expert_parallel: bool = option(False, "Split experts by whole experts instead of by rows.")
+    enable_expert_parallel: bool = option(
+        False, "Each of the tensor_parallel_size ranks has some of the experts, and not a part of each."
+    )
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(
         None,
         "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray', or 'external_launcher'; "
@@ -66,6 +67,10 @@ class ParallelConfig:
             if (value := getattr(self, name)) not in served:
                 others = " or ".join(map(repr, served))
                 raise NotYetSupportedError(f"{name}={value!r} is not supported yet; use {others}.")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
+            )
         if self.cpu_bind not in ("auto", "none") and not self.has_processes:
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 

@@ -39,6 +39,7 @@ class WorkerConfig:
         rank: which of the workers that share the model it is.
         num_ranks: how many share it: stages, each of as many ranks; first all of the first stage.
         partition: layers of each stage, as `ParallelConfig.partition`; () for one of them all.
+        enable_expert_parallel: ranks have whole experts of mixtures.
         group: name of the memory through which they meet; None for one alone.
     """
 
@@ -64,6 +65,7 @@ class WorkerConfig:
     rank: int = 0
     num_ranks: int = 1
     partition: tuple[int, ...] = ()
+    enable_expert_parallel: bool = False
     group: str | None = None
 
     @property

@@ -16,6 +16,7 @@ from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.step import Step
+from quire.ops.gather import Meeting
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,26 @@ class Routing:
         return weights, experts
 
 
+@dataclass(frozen=True)
+class Owners:
+    """Of a group whose ranks have whole experts each: where each rank's start, and their end."""
+
+    group: Meeting
+    starts: tuple[int, ...]
+
+    @property
+    def own(self) -> range:
+        """The experts that are here."""
+        return range(self.starts[self.group.rank], self.starts[self.group.rank + 1])
+
+
 class MixtureOfExperts(nn.Module):
     """``sum of weight * expert(x)`` over the chosen experts, plus ``sigmoid(gate(x)) * shared_expert(x)`` if there.
 
     Args:
         gate: the router, H -> E.
         shared_expert: computed for every token, with the gate H -> 1 that weighs it.
+        owners: which rank has which of the experts; None where all are here, or parts of all.
     """
 
     def __init__(
@@ -67,6 +82,7 @@ class MixtureOfExperts(nn.Module):
         experts: list[GatedMLP],
         shared_expert: GatedMLP | None = None,
         shared_expert_gate: Linear | None = None,
+        owners: Owners | None = None,
     ) -> None:
         super().__init__()
         self.routing = routing
@@ -74,6 +90,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.shared_expert = shared_expert
         self.shared_expert_gate = shared_expert_gate
+        self.owners = owners
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -81,8 +98,9 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             inputs += [self.shared_expert(x, step), self.shared_expert_gate(x, step)]
         # An expert's rows are not the step's tokens: it sees no step.
-        runs = [ops.on_rows(lambda rows, e=expert: e(rows, None), x) for expert in self.experts]
-        return ops.host(_Mixture(self.routing, runs), inputs, self.gate.shape.in_features)
+        here = range(len(self.experts)) if self.owners is None else self.owners.own
+        runs = {i: ops.on_rows(lambda rows, e=self.experts[i]: e(rows, None), x) for i in here}
+        return ops.host(_Mixture(self.routing, runs, self.owners), inputs, self.gate.shape.in_features)
 
 
 @dataclass(frozen=True)
@@ -90,11 +108,12 @@ class _Mixture:
     """What is computed on the host.
 
     Attributes:
-        runs: each expert, as a function of its rows [n, H].
+        runs: each expert that is here, as a function of its rows [n, H].
     """
 
     routing: Routing
-    runs: list[Callable[[Tensor], Tensor]]
+    runs: dict[int, Callable[[Tensor], Tensor]]
+    owners: Owners | None
 
     def __call__(
         self, x: Tensor, scores: Tensor, shared: Tensor | None = None, shared_score: Tensor | None = None
@@ -103,14 +122,18 @@ class _Mixture:
         weights, experts = weights.flatten(), experts.flatten()
         by_expert = experts.argsort(stable=True)
         total = torch.zeros(x.shape, dtype=torch.float32)
-        start = 0
-        for expert, count in enumerate(torch.bincount(experts, minlength=len(self.runs)).tolist()):
-            if count:
-                chosen = by_expert[start : start + count]
-                rows = chosen // self.routing.top_k
-                answer = self.runs[expert](x.index_select(0, rows)).float()
-                total.index_add_(0, rows, answer.mul_(weights[chosen, None]))
-                start += count
+        counts = torch.bincount(experts, minlength=self.routing.num_experts).tolist()
+        users = {i: chosen for i, chosen in enumerate(by_expert.split(counts)) if len(chosen)}
+        rows = {i: chosen // self.routing.top_k for i, chosen in users.items()}
+        answers = {i: self.runs[i](x.index_select(0, rows[i])) for i in users if i in self.runs}
+        if self.owners is not None:  # summed in one rank's order all the same
+            several = x.new_empty(len(experts), x.shape[1])
+            for i, answer in answers.items():
+                several[users[i]] = answer
+            several = self.owners.group.gather_rows(several, experts, self.owners.starts)
+            answers = {i: several[chosen] for i, chosen in users.items()}
+        for i, chosen in users.items():
+            total.index_add_(0, rows[i], answers[i].float().mul_(weights[chosen, None]))
         if shared is not None and shared_score is not None:
             total += shared.float() / torch.neg(shared_score.float()).exp_().add_(1.0)  # torch's sigmoid has two bodies
         return total.to(x.dtype)

@@ -228,14 +228,17 @@ class Builder:
     ) -> MixtureOfExperts:
         """A mixture of gated MLPs, and where `shared_size` is not 0 one more that all tokens share."""
         gate = self.linear("gate", size, routing.num_experts, plain=True)
-        experts = [
-            self.child(f"experts.{i}").gated_mlp(size, inner_size, activation=activation)
-            for i in range(routing.num_experts)
-        ]
+        owners, experts = self.context.sharding.experts(self.prefix, routing.num_experts), []
+        for i in range(routing.num_experts):
+            child = self.child(f"experts.{i}")
+            if owners is not None:
+                child = Builder(replace(self.context, sharding=Sharding()), child.prefix, i in owners.own)
+            experts.append(child.gated_mlp(size, inner_size, activation=activation))
         if not shared_size:
-            return MixtureOfExperts(routing, gate, experts)
+            return MixtureOfExperts(routing, gate, experts, owners=owners)
         shared = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)
-        return MixtureOfExperts(routing, gate, experts, shared, self.linear("shared_expert_gate", size, 1, plain=True))
+        shared_gate = self.linear("shared_expert_gate", size, 1, plain=True)
+        return MixtureOfExperts(routing, gate, experts, shared, shared_gate, owners)
 
     def _place(self, name: str, shape: MatrixShape, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
         full, context = self.name(name), self.context

@@ -1,6 +1,7 @@
 """Builds the model of an architecture. The worker calls `build_model` at start-up; the table is `config.families`."""
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from quire.config.families import BY_ARCHITECTURE
 from quire.config.model import ModelConfig
 from quire.config.parallel import Stage
 from quire.errors import ModelLoadError
+from quire.layers.moe import MixtureOfExperts
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.sharding import Sharding
@@ -38,6 +40,7 @@ def build_model(
     formats: WeightFormats | None = None,
     group: Meeting | None = None,
     stage: Stage | None = None,
+    whole_experts: bool = False,
 ) -> CausalLM:
     """Build the model that `config` describes; its parameters are allocated and not yet filled.
 
@@ -45,6 +48,7 @@ def build_model(
         formats: the weight formats; None keeps the checkpoint's weights, multiplied by torch.
         group: whose ranks share the model, this one's part of which is built.
         stage: the layers that are built; None for all.
+        whole_experts: the group's ranks share a mixture's experts, and not each of them.
 
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
@@ -53,11 +57,16 @@ def build_model(
     module, _, function = BY_ARCHITECTURE[config.architecture].build.partition(":")
     build = getattr(importlib.import_module(module), function)
     plain, dtype = uniform(Unquantized()), DTYPES[config.dtype]
-    if stage is None or (stage.is_first and stage.is_last):
-        return build(config, Builder(BuildContext(attention_backend, formats or plain, dtype, Sharding(group)))).eval()
-    has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
-    sharding, windows = Sharding(group), config.layer_windows
-    context = BuildContext(attention_backend, formats or plain, dtype, sharding, stage, has_table, windows)
+    sharding = Sharding(group, whole_experts)
+    context = BuildContext(attention_backend, formats or plain, dtype, sharding)
+    is_whole = stage is None or (stage.is_first and stage.is_last)
+    if stage is not None and not is_whole:
+        has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
+        context = replace(context, stage=stage, has_table=has_table, windows=config.layer_windows)
     model = build(config, Builder(context)).eval()
+    if whole_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+        raise ModelLoadError(f"model {config.model!r} has no experts to share: leave out enable_expert_parallel.")
+    if is_whole and not whole_experts:
+        return model
     model.leave(build(config, Builder(BuildContext(attention_backend, plain, dtype))))  # whose pages nobody touches
     return model

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from quire.attention.base import AttentionSpec
 from quire.errors import ModelLoadError
 from quire.layers.linear import Shard
+from quire.layers.moe import Owners
 from quire.ops.gather import Meeting
 from quire.ops.native.matrix import BLOCK_ROWS
 
@@ -24,10 +25,24 @@ class HeadShards:
 
 
 class Sharding:
-    """The parts of this rank; all of everything where `group` is None."""
+    """The parts of this rank; all of everything where `group` is None.
 
-    def __init__(self, group: Meeting | None = None) -> None:
-        self._group = group
+    `whole_experts`: of a mixture's experts each rank has some, and not a part of each.
+    """
+
+    def __init__(self, group: Meeting | None = None, whole_experts: bool = False) -> None:
+        self._group, self._whole_experts = group, whole_experts
+
+    def experts(self, name: str, num_experts: int) -> Owners | None:
+        """Who has which of a mixture's experts, where each rank has whole ones (ModelLoadError: there are too few)."""
+        if self._group is None or not self._whole_experts:
+            return None
+        if num_experts < self._group.size:
+            raise ModelLoadError(
+                f"{name!r} has {num_experts} experts for {self._group.size} ranks: lower tensor_parallel_size, or "
+                "leave out enable_expert_parallel."
+            )
+        return Owners(self._group, _shares(num_experts, self._group.size, 1))
 
     def attention(self, name: str, spec: AttentionSpec, size: int, fused: bool) -> HeadShards:
         """Query heads are split, and KV heads with them; where these are fewer than ranks, several ranks have the same.

@@ -23,6 +23,9 @@ def build_packed(
     place = store = None
     group, stage = (device.group, config.stage) if shared else (None, None)
     part = () if group is None else (group.rank, group.size)
+    whole_experts = config.enable_expert_parallel and shared
+    if whole_experts:
+        part = (*part, "whole experts")
     if stage is not None and config.num_stages > 1:
         part = (*part, "layers", stage.layers.start, stage.layers.stop)
     if device.packs_weights:
@@ -30,6 +33,7 @@ def build_packed(
             place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
         store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
-        return build_model(model, device.backend, device.weight_formats(quantization, store), group, stage), store
+        formats = device.weight_formats(quantization, store)
+        return build_model(model, device.backend, formats, group, stage, whole_experts), store
     except StaleStoreError:  # removed, or where that is not allowed done without
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())

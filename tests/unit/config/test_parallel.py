@@ -11,7 +11,7 @@ from quire.errors import ConfigError, NotYetSupportedError
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("enable_expert_parallel", True), ("distributed_executor_backend", "ray")],
+    [("distributed_executor_backend", "ray")],
 )
 def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(NotYetSupportedError, match=f"{name}={value!r} is not supported yet; use "):
