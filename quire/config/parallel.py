@@ -12,7 +12,7 @@ from quire.errors import ConfigError, NotYetSupportedError
 
 # What is carried out so far; an entry goes when all of its option's values are.
 _SERVED: dict[str, tuple[Any, ...]] = {
-    "distributed_executor_backend": (None, "uni", "mp"),
+    "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
     "tp_collective": ("gather",),
 }
 
@@ -52,7 +52,8 @@ class ParallelConfig:
     )
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(
         None,
-        "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray', or 'external_launcher'; "
+        "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray', or 'external_launcher' "
+        "(this process and others that torchrun started); "
         "'uni' by default for one worker, and 'mp' for more.",
     )
     tp_collective: Literal["gather", "reduce"] = option(
@@ -70,6 +71,10 @@ class ParallelConfig:
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
+            )
+        if self.pipeline_parallel_size > 1 and (backend := self.distributed_executor_backend) == "external_launcher":
+            raise NotYetSupportedError(
+                f"{backend!r} has no pipeline stages yet; distributed_executor_backend='mp' has."
             )
         if self.cpu_bind not in ("auto", "none") and not self.has_processes:
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
@@ -100,7 +105,8 @@ class ParallelConfig:
     @property
     def has_processes(self) -> bool:
         """Whether workers are processes of their own, on this machine."""
-        return self.distributed_executor_backend == "mp" or self.num_ranks > 1
+        backend = self.distributed_executor_backend
+        return backend == "mp" or (self.num_ranks > 1 and backend != "external_launcher")
 
 
 PARALLEL_OPTIONS = tuple(field.name for field in fields(ParallelConfig))

@@ -420,6 +420,8 @@ class AsyncLLM:
 def _start(args: EngineArgs, config: EngineConfig, options: AsyncOptions) -> CoreClient:
     if (size := args.data_parallel_size) > 1:
         raise ConfigError(f"data_parallel_size={size} needs start=quire.entrypoints.server.replicas.ReplicasClient.")
+    if args.distributed_executor_backend == "external_launcher":
+        raise ConfigError("distributed_executor_backend='external_launcher' is for LLM, under torchrun.")
     return ThreadClient(config) if options.engine == "thread" else ProcessClient(args, options.log_level)
 
 

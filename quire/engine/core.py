@@ -4,7 +4,6 @@
 strings and progress bars live above it, tensors below.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,16 +45,16 @@ class EngineCore:
         *,
         publisher: KVEventSink | None = None,
         debug: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`publisher` gets the KV manager's events; `clock` gives the seconds of requests' arrival times."""
+        """`publisher` gets the KV manager's events; `clock` gives the seconds of arrival times, else the executor."""
         self.scheduler = scheduler
         self.executor = executor
         self.first_scheduled: list[str] = []
         self.interrupts = InterruptShield()
         self.debug = debug
         self._publisher = publisher
-        self._clock = clock
+        self.clock = clock or executor.clock
         self._plans: deque[StepPlan] = deque()  # in flight
         self._aside = ThreadPoolExecutor(1, "quire-masks")  # starts no thread before it is needed
         self._guiding: Future[SampleGuide | None] | None = None
@@ -71,7 +70,7 @@ class EngineCore:
         """
         self._check_alive()
         with self.interrupts:
-            self.scheduler.add(request, self._clock())
+            self.scheduler.add(request, self.clock())
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request now; returns the final output of each sequence that was not finished."""
@@ -104,8 +103,10 @@ class EngineCore:
             plans, self.first_scheduled = self._plans, []
             if self.scheduler.guidance.is_compiling:
                 self._undelivered += self.scheduler.guidance.wake(0.0)
+            while self.executor.plans_alike and self.scheduler.guidance.is_compiling:
+                self._undelivered += self.scheduler.guidance.wake(_IDLE_WAIT)
             most = self.executor.max_in_flight
-            while len(plans) < most and (plan := self.scheduler.schedule(self._clock())) is not None:
+            while len(plans) < most and (plan := self.scheduler.schedule(self.clock())) is not None:
                 plans.append(plan)
                 self.first_scheduled += [new.request_id for new in plan.new_sequences]
                 # Where `submit` computes, the masks are made meanwhile; else the engine makes them while it waits.
@@ -116,7 +117,7 @@ class EngineCore:
                 guide = self._guiding.result() if self._guiding is not None else self.scheduler.guide(plans[0])
                 self._guiding = None
                 result = self._execute(self.executor.collect, guide)
-                self._undelivered += self.scheduler.update(plans.popleft(), result, self._clock())
+                self._undelivered += self.scheduler.update(plans.popleft(), result, self.clock())
             elif self.scheduler.guidance.is_compiling:  # nobody else can run: who comes meanwhile waits no longer
                 self._undelivered += self.scheduler.guidance.wake(_IDLE_WAIT)
             if self._publisher is not None:
@@ -157,7 +158,7 @@ class EngineCore:
 
     def snapshot(self) -> EngineSnapshot:
         """The sequences and blocks at this moment."""
-        return take_snapshot(self.scheduler, self._clock())
+        return take_snapshot(self.scheduler, self.clock())
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""

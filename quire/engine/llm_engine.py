@@ -102,7 +102,7 @@ class LLMEngine:
         terms: Terms = NO_TERMS,
     ) -> ProcessedInput:
         """Validate a request without queueing it; a prepared prompt has its parameters already."""
-        arrival = time.monotonic() if arrival_time is None else arrival_time
+        arrival = self.core.clock() if arrival_time is None else arrival_time
         return self._inputs.process(request_id, prompt, params, arrival, terms)
 
     def submit(self, processed: ProcessedInput) -> None:

@@ -4,7 +4,9 @@ The engine core calls it and never a worker. Executors differ only in transport:
 machine, on other machines. What crosses is of `quire.protocol`; no tensor, no sentence and no function does.
 """
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
@@ -19,11 +21,15 @@ class Executor(ABC):
     Attributes:
         max_in_flight: plans that may be submitted before the oldest is collected, >= 1.
         computes_in_submit: whether `submit` computes the plan before it returns; only one is in flight then.
+        plans_alike: other engines plan the very steps that this one does, and nothing may depend on who is quicker.
+        clock: seconds; the same for all engines that plan alike.
         report: what `start` answered; None before.
     """
 
     max_in_flight: int = 1
     computes_in_submit: bool = False
+    plans_alike: bool = False
+    clock: Callable[[], float] = staticmethod(time.monotonic)
     report: WorkerReport | None = None
 
     @abstractmethod

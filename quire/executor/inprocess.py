@@ -1,10 +1,13 @@
 """The in-process executor: one worker, called directly. The engine's default on a single device."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 from quire.config.worker import WorkerConfig
+from quire.errors import EngineDeadError
 from quire.executor.base import Executor
+from quire.executor.orders import encoded
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
@@ -15,6 +18,8 @@ from quire.worker.worker import Worker
 
 class InProcessExecutor(Executor):
     """One worker in this process and thread: a plan is computed when it is submitted, and sampled when collected.
+
+    Where it is one of several ranks, each has an engine of its own, and all of them have to plan alike.
 
     Args:
         config: what the worker runs.
@@ -30,7 +35,9 @@ class InProcessExecutor(Executor):
 
     def start(self, progress: bool) -> WorkerReport:
         self._worker = Worker(self._config, self._proposer)
-        self.report = self._worker.load(progress)
+        if self._worker.device.group is not None:
+            self.plans_alike, self.clock = True, self._worker.device.clock
+        self.report = self._worker.load(progress and self._config.rank == 0)
         return self.report
 
     @property
@@ -40,12 +47,18 @@ class InProcessExecutor(Executor):
         return self._worker
 
     def cache_report(self) -> CacheReport:
-        return self.worker.cache_report()
+        report, group = self.worker.cache_report(), self.worker.device.group
+        return report if group is None else group.agree(report)
 
     def initialize_cache(self, layout: CacheLayout) -> None:
         self.worker.initialize_cache(layout)
 
     def submit(self, plan: StepPlan) -> None:
+        if (group := self.worker.device.group) is not None and group.agree(own := zlib.crc32(encoded(plan))) != own:
+            raise EngineDeadError(
+                f"rank {group.rank} of {group.size} planned another step than rank 0; all ranks must run the same "
+                "program, with the same prompts and parameters in the same order."
+            )
         self.worker.begin(plan)
 
     def collect(self, guide: SampleGuide | None = None) -> StepResult:

@@ -14,4 +14,8 @@ def select_executor(config: WorkerConfig, parallel: ParallelConfig) -> Executor:
         return RemoteExecutor(config, Processes(parallel))
     from quire.executor.inprocess import InProcessExecutor  # with torch: not before it is asked for
 
+    if parallel.distributed_executor_backend == "external_launcher":
+        from quire.executor.external import launched
+
+        config = launched(config)
     return InProcessExecutor(config)

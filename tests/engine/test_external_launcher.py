@@ -1,0 +1,116 @@
+"""Ranks that torchrun started: each has an LLM of its own, and all give the answers of one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, EngineArgs
+from quire.errors import ConfigError
+
+LAUNCHER: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
+SCRIPT = """
+import json, os, sys
+from quire import LLM, SamplingParams
+options = json.loads(sys.argv[1])
+rank = os.environ.get("RANK", "0")
+def engine():
+    return LLM("demo", show_progress=False, max_model_len=256, **options)
+prompts = ["Once upon a time", "The ship had been at sea for", "Once upon a time there was", "A"]
+params = [
+    SamplingParams(max_tokens=20, temperature=0.8 * (i % 2), logprobs=2, n=1 + i % 2, ignore_eos=True) for i in range(4)
+]
+params.append(SamplingParams(max_tokens=30, structured_outputs={"regex": "[a-z]{2,6}( [a-z]{2,6}){3,5}"}, logprobs=1))
+def run(llm):
+    outputs = llm.generate([*prompts, "Say"], params, use_tqdm=False)
+    return [[(list(c.token_ids), [{t: x.logprob for t, x in step.items()} for step in c.logprobs]) for c in out.outputs]
+            for out in outputs]
+llm = engine()
+found = [run(llm)]
+if sys.argv[3:] == ["differs"] and rank == "1":
+    prompts[0] = "Twice upon a time"
+if sys.argv[3:] == ["dies"]:
+    print("ready", flush=True)
+    while True:
+        if rank == "1":
+            os.kill(os.getpid(), 9)
+        run(llm)
+found += [run(llm), run(engine())]  # prefix hits, and a second engine
+with open(sys.argv[2] + rank, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def launch(home: Path, options: dict[str, Any], *words: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    (home / "script.py").write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    script = [str(home / "script.py"), json.dumps(options), str(home / "found"), *words]
+    command = [sys.executable, *(launcher if num_ranks else []), *script]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheduling_policy": "priority"},
+        {"dtype": "bfloat16", "max_num_batched_tokens": 24, "num_kv_blocks": 40, "scheduling_policy": "shortest"},
+        {"quantization": "int8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 3}, "swap_space": 0.01},
+    ],
+)
+def test_every_rank_answers_as_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert launch(tmp_path, options, num_ranks=0).returncode == 0
+    expected = json.loads((tmp_path / "found0").read_text())
+    ended = launch(tmp_path, options | {"tensor_parallel_size": 2} | LAUNCHER)
+    assert ended.returncode == 0, ended.stderr
+    assert [json.loads((tmp_path / f"found{rank}").read_text()) for rank in range(2)] == [expected, expected]
+
+
+@pytest.mark.nightly
+def test_ranks_that_ask_for_other_things_are_told(tmp_path: Path) -> None:
+    ended = launch(tmp_path, {"tensor_parallel_size": 2} | LAUNCHER, "differs")
+    assert ended.returncode != 0
+    assert "rank 1 of 2 planned another step than rank 0; all ranks must run the same program" in ended.stderr
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """Under a launcher that does not look after them, too."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = json.dumps({"tensor_parallel_size": 2} | LAUNCHER)
+    common = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29417",
+    }
+    command = [sys.executable, str(tmp_path / "script.py"), options, str(tmp_path / "found"), "dies"]
+    ranks = [
+        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert ranks[1].wait(100) == -signal.SIGKILL
+    start = time.monotonic()
+    _, told = ranks[0].communicate(timeout=20)
+    assert time.monotonic() - start < 10
+    assert "rank 0 of 2 stops: another rank of its group failed" in told
+    ranks[1].communicate()
+
+
+def test_bad_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs RANK, .* start the program with torchrun --nproc-per-node 2"):
+        LLM("demo", tensor_parallel_size=2, **LAUNCHER)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 3, but tensor_parallel_size=2"):
+        LLM("demo", tensor_parallel_size=2, **LAUNCHER)
+    with pytest.raises(ConfigError, match="is for LLM, under torchrun"):
+        AsyncLLM.from_engine_args(EngineArgs("demo", **LAUNCHER))
