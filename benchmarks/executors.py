@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "in-process": {},
     "mp": {"distributed_executor_backend": "mp"},
     "mp, 2 ranks": {"tensor_parallel_size": 2},
+    "mp, 2 stages": {"pipeline_parallel_size": 2},
 }
 
 

@@ -110,9 +110,7 @@ class Fleet:
         model = self._models[name]
         if ticket.verdict == "refused":
             seconds, most = self._policy.limits.max_wait, self._policy.limits.max_loaded
-            reason = (
-                f"for {seconds:g} s others have been at work, and at most {most} are loaded at once; try again later."
-            )
+            reason = f"for {seconds:g} s others have been at work, and at most {most} are loaded at once"
             raise OverloadedError(f"the model {name!r} can't be loaded now: {reason}; try again later.", 5)
         if ticket.verdict == "failed":
             raise RequestFailedError(f"the model {name!r} can't be loaded: {model.error}")
