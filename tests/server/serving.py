@@ -168,7 +168,7 @@ class RunningServer:
             self.wait_idle()
             self.signal(signal.SIGTERM)
             code = self.process.wait(STOP_SECONDS)
-            wait_until(lambda: not self.processes(), 2.0, "the server left processes behind")
+            wait_until(lambda: not self.processes(), 10.0, "the server left processes behind")
             assert code == 0, f"exit code {code}:\n{self.log()}"
             assert "Traceback" not in self.log(), self.log()
         finally:

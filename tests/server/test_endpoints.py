@@ -143,7 +143,7 @@ def test_metrics_count_exactly(server: RunningServer) -> None:
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     assert cached[4] >= 32
     server.wait_idle()
-    wait_until(lambda: server.metrics()["vllm:e2e_request_latency_seconds_count"] >= num_requests, 2.0)
+    wait_until(lambda: server.metrics()["vllm:e2e_request_latency_seconds_count"] >= num_requests, 10.0)
     after = server.metrics()
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     prompt_tokens = sum(usage["prompt_tokens"] for usage in usages)

@@ -91,7 +91,7 @@ def sockets(tmp_path: Path) -> dict[str, str]:
 
 def assert_empty(sockets: dict[str, str]) -> None:
     left = sockets["TMPDIR"]
-    wait_until(lambda: not os.listdir(left), 2.0, f"temporary files are left: {[*os.walk(left)]}")
+    wait_until(lambda: not os.listdir(left), 10.0, f"temporary files are left: {[*os.walk(left)]}")
 
 
 # Signals.
@@ -410,7 +410,8 @@ def test_server_is_killed_while_loading(tmp_path: Path, sockets: dict[str, str])
             **{"stdout": output, "stderr": output, "env": os.environ | sockets, "start_new_session": True},
         )
     wait_until(lambda: b"loading" in log.read_bytes(), 60)
-    wait_until(lambda: os.listdir(sockets["TMPDIR"]), 10)
+    # A directory: Python itself tries the place with a file, of which a kill would leave the name.
+    wait_until(lambda: any(one.is_dir() for one in Path(sockets["TMPDIR"]).iterdir()), 10)
     process.kill()
     process.wait()
     wait_until(lambda: not list(live_processes(process.pid)), GONE_SECONDS, "the engine outlives the server")

@@ -134,7 +134,7 @@ def test_the_end_while_a_model_is_loaded(models: Path, tmp_path: Path) -> None:
             server.signal(signal.SIGTERM)
             assert waiting.result().status == 503
         assert server.process.wait(10) == 0
-        wait_until(lambda: not server.processes(), 2.0, "the server left processes behind")
+        wait_until(lambda: not server.processes(), 10.0, "the server left processes behind")
         assert "Traceback" not in server.log()
     finally:
         server.kill()
