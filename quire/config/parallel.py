@@ -41,7 +41,7 @@ class ParallelConfig:
     pp_partition: str | None = option(
         None, "Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."
     )
-    data_parallel_size: int = option(1, "Engines behind one server, each with a copy of the model.", 1, short="-dp")
+    data_parallel_size: int = option(1, "Engines, each with a copy of the model.", 1, short="-dp")
     data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option(
         "cache_aware",
         "Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; "
@@ -72,10 +72,10 @@ class ParallelConfig:
             raise ConfigError(
                 "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
             )
-        if self.pipeline_parallel_size > 1 and (backend := self.distributed_executor_backend) == "external_launcher":
-            raise NotYetSupportedError(
-                f"{backend!r} has no pipeline stages yet; distributed_executor_backend='mp' has."
-            )
+        several = max(self.pipeline_parallel_size, self.data_parallel_size) > 1
+        if several and self.distributed_executor_backend == "external_launcher":
+            remedy = "distributed_executor_backend='mp' has both"
+            raise NotYetSupportedError(f"'external_launcher' has one engine, and no pipeline stages yet; {remedy}.")
         if self.cpu_bind not in ("auto", "none") and not self.has_processes:
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 

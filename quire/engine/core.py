@@ -7,7 +7,7 @@ strings and progress bars live above it, tensors below.
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError
@@ -15,7 +15,7 @@ from quire.executor.base import Executor
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
-from quire.protocol.stats import EngineSnapshot, Limits
+from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan
 from quire.protocol.worker import CheckIntegrity
 from quire.scheduler.outcomes import MANY_GUIDED
@@ -24,6 +24,32 @@ from quire.scheduler.snapshot import take_snapshot
 
 T = TypeVar("T")
 _IDLE_WAIT = 0.002  # seconds
+
+
+class Core(Protocol):
+    """What `LLMEngine` drives, one engine or several: see `EngineCore`."""
+
+    clock: Callable[[], float]
+    first_scheduled: list[str]
+    interrupts: InterruptShield
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def limits(self) -> Limits: ...
+    def add(self, request: NewRequest) -> None: ...
+    def abort(self, request_id: str) -> list[SequenceOutput]: ...
+    def finish_sequence(self, request_id: str, sequence_index: int) -> None: ...
+    def set_limits(self, changes: dict[str, Any]) -> Limits: ...
+    def has_unfinished(self) -> bool: ...
+    def step(self) -> list[SequenceOutput]: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix: ...
+    def unpin_prefix(self, name: str) -> bool: ...
+    def pinned_prefixes(self) -> list[PinnedPrefix]: ...
+    def stats(self) -> EngineStats: ...
+    def stop(self) -> None: ...
+    def check_integrity(self) -> None: ...
 
 
 class EngineCore:
@@ -60,6 +86,20 @@ class EngineCore:
         self._guiding: Future[SampleGuide | None] | None = None
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens; less than asked for where the KV cache holds no more."""
+        return self.scheduler.config.max_model_len
+
+    @property
+    def limits(self) -> Limits:
+        """The scheduler's limits and its policy, as of now."""
+        return self.scheduler.limits
+
+    def stats(self) -> EngineStats:
+        """The counters and gauges at this moment."""
+        return self.scheduler.stats()
 
     def add(self, request: NewRequest) -> None:
         """Queue a request.

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.build import build_core
-from quire.engine.core import EngineCore
+from quire.engine.core import Core, EngineCore
 from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
@@ -27,37 +27,49 @@ from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
+Starter = Callable[[EngineArgs, EngineConfig], Core]
+
 
 class LLMEngine:
     """A synchronous engine. Make one with `from_engine_args`."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, core: EngineCore, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor | None, core: Core, tokenizer: Tokenizer | None
+    ) -> None:
         self.config = config
         self.executor = executor
         self.core = core
         self.tokenizer = tokenizer
-        self._inputs = InputProcessor(config, tokenizer)
+        self._inputs = InputProcessor(config, tokenizer, isinstance(core, EngineCore))
         args = config.args
         self._outputs = OutputProcessor(tokenizer, not args.disable_log_stats, args.stream_interval)
         self._undelivered: list[RequestOutput] = []  # of a step that ended in an interrupt
         self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> "LLMEngine":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, show_progress: bool = True, start: Starter | None = None
+    ) -> "LLMEngine":
         """Load the model and build the engine.
+
+        Args:
+            start: what starts it, called with arguments and configuration; one engine here by default.
+                `quire.entrypoints.replicated_core.ReplicatedCore` starts data_parallel_size of them.
 
         Raises:
             ConfigError, NotYetSupportedError: the options.
             ModelLoadError: the model's or the tokenizer's files.
         """
-        if (size := engine_args.data_parallel_size) > 1:
-            raise ConfigError(f"data_parallel_size={size} needs processes of its own: use quire serve, or AsyncLLM.")
+        if (size := engine_args.data_parallel_size) > 1 and start is None:
+            raise ConfigError(
+                f"data_parallel_size={size} needs start=quire.entrypoints.replicated_core.ReplicatedCore."
+            )
         config = engine_args.resolve()
         check_architecture(config.model)  # the first thing to say of a model that can't run
         tokenizer = config_tokenizer(config)
-        core = build_core(config, show_progress)
-        config = config.with_max_model_len(core.scheduler.config.max_model_len)
-        return cls(config, core.executor, core, tokenizer)
+        core = build_core(config, show_progress) if start is None else start(engine_args, config)
+        executor = core.executor if isinstance(core, EngineCore) else None
+        return cls(config.with_max_model_len(core.max_model_len), executor, core, tokenizer)
 
     def add_request(
         self,
@@ -157,7 +169,7 @@ class LLMEngine:
     @property
     def limits(self) -> Limits:
         """The scheduler's limits and its policy, as of now."""
-        return self.core.scheduler.limits
+        return self.core.limits
 
     def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on; nothing that runs is ended.
@@ -180,7 +192,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges at this moment."""
-        return self.core.scheduler.stats()
+        return self.core.stats()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the engine's state is inconsistent."""

@@ -53,7 +53,11 @@ class LLM:
         self, model: str = "demo", tokenizer: str | None = None, *, show_progress: bool = True, **kwargs: Any
     ) -> None:
         args = EngineArgs.from_kwargs(model=model, tokenizer=tokenizer, **kwargs)
-        self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress)
+        start = None
+        if args.data_parallel_size > 1:
+            from quire.entrypoints.replicated_core import ReplicatedCore as start  # few need processes and event loops
+
+        self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress, start=start)
         self._request_ids = itertools.count()
 
     def __getattr__(self, name: str) -> Any:
@@ -302,7 +306,7 @@ class LLM:
                         continue
                     waiting.remove(output.request_id)
                     error = output.error
-                    if error is not None and error.param == "structured_outputs" and not _num_tokens(output):
+                    if error is not None and error.param is not None and not _num_tokens(output):
                         raise _of_prompt(error, ids.index(output.request_id), len(ids))
                     done[output.request_id] = output
                     num_input += len(output.prompt_token_ids or ())

@@ -121,7 +121,9 @@ def run_serve(namespace: Namespace) -> None:
 
 def _tell_engine(llm: "LLM") -> dict[str, Any]:
     """What the figures depend on besides the model, printed, and for the JSON file."""
-    report = llm.llm_engine.executor.report
+    if (executor := llm.llm_engine.executor) is None:
+        return {}  # several engines, each in a process of its own
+    report = executor.report
     assert report is not None, "a loaded LLM's executor has started"
     print(f"Kernels: {report.kernels}; threads: {report.num_threads}")
     return {"kernels": report.kernels, "num_threads": report.num_threads}

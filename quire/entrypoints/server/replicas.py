@@ -195,8 +195,10 @@ class ReplicasClient:
         for replica in self._replicas:
             if replica.starter is not None:
                 replica.starter.join()
-        with ThreadPoolExecutor(len(self._replicas) or 1) as threads:
+        with ThreadPoolExecutor(len(self._replicas) or 1) as threads, contextlib.suppress(RuntimeError):
             list(threads.map(lambda replica: replica.client.close(), self._replicas))
+        for replica in self._replicas:  # no new threads are to be had at the interpreter's end
+            replica.client.close()
 
     def _make(self, rank: int) -> ProcessClient:
         return ProcessClient(self._args, self._options.log_level, rank, _SILENCE_SECONDS)

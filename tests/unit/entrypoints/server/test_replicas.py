@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
 from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.server import replicas
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -340,8 +340,8 @@ def test_where_one_engine_is_all_there_is_more_are_refused() -> None:
     args = EngineArgs(model="demo", data_parallel_size=2)
     with pytest.raises(ConfigError, match="ReplicasClient"):
         AsyncLLM.from_engine_args(args)
-    with pytest.raises(ConfigError, match="quire serve"):
-        LLM("demo", data_parallel_size=2)
+    with pytest.raises(ConfigError, match="ReplicatedCore"):
+        LLMEngine.from_engine_args(args)
     for size in (0, -1):
         with pytest.raises(ConfigError, match="data_parallel_size"):
             EngineArgs(model="demo", data_parallel_size=size)

@@ -1,0 +1,201 @@
+"""Several engines in the place of an `EngineCore`: what it is told goes to a `ReplicasClient`, and news are steps.
+
+`LLM` has `LLMEngine` start it where data_parallel_size > 1. The client lives on an event loop in a thread of its own,
+so that engines are watched, and started again, whatever the caller does. It knows nothing of routing or processes.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.engine.async_llm import AsyncOptions
+from quire.engine.interrupts import InterruptShield
+from quire.entrypoints.server.replicas import ReplicasClient
+from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
+from quire.protocol.cache import PinnedPrefix
+from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event, Finish, News, Refused, Reply
+from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.stats import EngineStats, Limits
+from quire.protocol.step import Failure, FailureKind, SequenceOutput
+from quire.scheduler.live_limits import limits_of
+
+
+class ReplicatedCore:
+    """Starts the engines (a `Core`); see `EngineCore` for its methods.
+
+    A request that no engine takes, or that was lost with one, is told of in a step, by outputs with the reason. Outputs
+    of an aborted one come with later steps.
+
+    Raises:
+        ConfigError, NotYetSupportedError, ModelLoadError, EngineDeadError: what an engine was met with.
+    """
+
+    def __init__(self, args: EngineArgs, config: EngineConfig) -> None:
+        self.clock, self.interrupts = time.monotonic, InterruptShield()
+        self.first_scheduled: list[str] = []
+        self.limits = limits_of(config.scheduler, config.scheduler)
+        self._ids = itertools.count()
+        self._left: dict[str, set[int]] = {}  # of each request the sequences that go on
+        self._outputs: list[SequenceOutput] = []  # for the next step
+        self._replies: dict[int, Reply] = {}
+        self._dead: str | None = None
+        self._events: deque[Event] = deque()
+        self._come = threading.Event()  # there are events
+        self._client = client = ReplicasClient(args, config, AsyncOptions())
+        try:
+            self.max_model_len = client.wait_ready().max_model_len
+        except BaseException:
+            client.close()
+            raise
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        serving = _serve(client, self._events, self._come, started)
+        thread = threading.Thread(target=asyncio.run, args=(serving,), name="quire-engines", daemon=True)
+        thread.start()
+        self._loop, ending = started.result()
+        self._end = weakref.finalize(self, _end, self._loop, ending, thread, client)
+
+    def add(self, request: NewRequest) -> None:
+        self._check_alive()
+        num_sequences = request.task.num_sequences if isinstance(request.task, SamplingTask) else 1
+        self._left[request.request_id] = set(range(num_sequences))
+        self._send(Add(request))
+
+    def abort(self, request_id: str) -> list[SequenceOutput]:
+        self._send(Abort([request_id]))
+        return []
+
+    def finish_sequence(self, request_id: str, sequence_index: int) -> None:
+        self._send(Finish([(request_id, sequence_index)]))
+        self._drop(request_id, sequence_index)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._left or self._outputs)
+
+    def step(self) -> list[SequenceOutput]:
+        """Wait for news of any engine."""
+        self._check_alive()
+        with self.interrupts:
+            self.first_scheduled = []
+            if not self._outputs:
+                self._take()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def set_limits(self, changes: dict[str, Any]) -> Limits:
+        self.limits = self._call("set_limits", changes)
+        return self.limits
+
+    def reset_prefix_cache(self) -> bool:
+        return self._call("reset_prefix_cache")
+
+    def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix:
+        return self._call("pin_prefix", name, token_ids, cache_salt)
+
+    def unpin_prefix(self, name: str) -> bool:
+        return self._call("unpin_prefix", name)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        return self._call("pinned_prefixes")
+
+    def check_integrity(self) -> None:
+        self._call("check_integrity")
+
+    def stats(self) -> EngineStats:
+        """All engines' counters and gauges at this moment, summed up."""
+        return self._call("snapshot").stats
+
+    def stop(self) -> None:
+        self._end()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None or not self._end.alive:
+            raise EngineDeadError(self._dead or "the engines were stopped.")
+
+    def _send(self, command: Command) -> None:
+        if self._end.alive:
+            self._loop.call_soon_threadsafe(self._client.send, command)
+
+    def _call(self, name: CallName, *arguments: Any) -> Any:
+        self._check_alive()
+        call_id = next(self._ids)
+        self._send(Call(call_id, name, list(arguments)))
+        while (reply := self._replies.pop(call_id, None)) is None:
+            self._check_alive()
+            self._take()
+        if reply.error is not None:
+            raise InvalidRequestError(reply.error, reply.param) if reply.param else RequestFailedError(reply.error)
+        return reply.value
+
+    def _take(self) -> None:
+        """Wait for events, which an interrupt may end, and sort them."""
+        with self.interrupts:
+            self.interrupts.let_through(self._come.wait)
+            self._sort()
+
+    def _sort(self) -> None:
+        self._come.clear()
+        while self._events:
+            match self._events.popleft():
+                case News(outputs, scheduled):
+                    self._outputs += outputs
+                    self.first_scheduled += scheduled
+                    for item in outputs:
+                        if item.finish_reason is not None:
+                            self._drop(item.request_id, item.sequence_index)
+                case Reply() as reply:
+                    self._replies[reply.call_id] = reply
+                case Refused() as refused:
+                    self._refuse(refused)
+                case Dead(message):
+                    self._dead = f"all engines are dead: {message}"
+                    raise EngineDeadError(self._dead)
+
+    def _refuse(self, event: Refused) -> None:
+        left = self._left.pop(event.request_id, ())
+        if left and event.retry_after is not None:
+            raise OverloadedError(event.message or "", event.retry_after)
+        wrong = not event.is_lost and event.message is not None
+        kind = FailureKind.BAD_REQUEST if wrong else FailureKind.INTERNAL
+        failure = Failure(kind, event.message or "the engine failed to take this request", event.param or "prompts")
+        for index in left:
+            self._outputs.append(SequenceOutput(event.request_id, index, [], finish_reason="error", failure=failure))
+
+    def _drop(self, request_id: str, index: int) -> None:
+        """A sequence has ended, and perhaps its request."""
+        if (left := self._left.get(request_id)) is not None:
+            left.discard(index)
+            if not left:
+                del self._left[request_id]
+
+
+async def _serve(
+    client: ReplicasClient,
+    events: deque[Event],
+    come: threading.Event,
+    started: "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]",
+) -> None:
+    """In a thread: hand events over until the end. Holds nothing of the core, which may be dropped."""
+
+    def tell(event: Event) -> None:
+        events.append(event)
+        come.set()
+
+    ending = asyncio.Event()
+    client.attach(tell)
+    started.set_result((asyncio.get_running_loop(), ending))
+    await ending.wait()
+
+
+def _end(
+    loop: asyncio.AbstractEventLoop, ending: asyncio.Event, thread: threading.Thread, client: ReplicasClient
+) -> None:
+    loop.call_soon_threadsafe(ending.set)
+    if thread is not threading.current_thread():  # in which garbage may be collected too
+        thread.join()  # sockets belong to one thread at a time
+    client.close()
