@@ -41,7 +41,6 @@ class Workers(Protocol):
 
     def send(self, number: int, body: bytes, check: Callable[[], object]) -> None:
         """Give all ranks an order; while that waits, `check` is called now and then (and may raise)."""
-        ...
 
     def receive(self, rank: int, seconds: float) -> tuple[int, bytes | bytearray] | None:
         """A rank's next answer; None where there was none in time."""
@@ -60,11 +59,9 @@ class Workers(Protocol):
 
     def leave(self, seconds: float) -> None:
         """Wait until all have left, as they were ordered to."""
-        ...
 
     def kill(self) -> None:
         """End them now; safe to call twice, and from another thread."""
-        ...
 
 
 class RemoteExecutor(Executor):

@@ -128,11 +128,9 @@ class CoreClient(Protocol):
 
     def attach(self, on_event: Callable[[Event], None]) -> None:
         """From now on call `on_event` in the running event loop for each event; `Dead` comes once at most."""
-        ...
 
     def send(self, command: Command) -> None:
         """Pass a command down, without waiting."""
-        ...
 
     def seconds_stuck(self) -> float:
         """How long the core has been in one step, or has given no sign of life."""
@@ -140,4 +138,3 @@ class CoreClient(Protocol):
 
     def close(self) -> None:
         """End the core, politely for a few seconds and then by force; safe to call twice."""
-        ...

@@ -53,8 +53,6 @@ class KVEventSink(Protocol):
 
     def publish(self, events: list[KVEvent]) -> None:
         """Send what happened in a step, without waiting."""
-        ...
 
     def close(self) -> None:
         """Send what waits, and end."""
-        ...

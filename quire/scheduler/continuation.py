@@ -73,7 +73,6 @@ class Continuation(Protocol):
 
     def restore(self, state: Any) -> None:
         """Continue from such a state."""
-        ...
 
 
 class Independent:
