@@ -14,6 +14,7 @@ from quire.engine.build import cache_request, worker_config
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.plan import make_plan
 from quire.executor.inprocess import InProcessExecutor
+from quire.executor.remote import RemoteExecutor
 from quire.executor.select import select_executor
 from quire.kvcache.capacity import num_bytes, plan_cache
 from quire.utils.hub import resolve_model_path
@@ -44,19 +45,35 @@ def test_it_says_what_a_start_then_measures(
 
 
 @pytest.mark.slow
-def test_it_says_what_each_rank_then_holds() -> None:
-    args = EngineArgs(model="demo", tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.nightly)], ids=["TP", "PP", "both"]
+)
+def test_it_says_what_each_rank_then_holds(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(model="demo", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
     plan = make_plan(args)
-    config = args.resolve()
+    config, told = args.resolve(), dict[str, list[Any]]()
+    ask = RemoteExecutor._ask
+
+    def noted(executor: RemoteExecutor, name: str, *argument: object) -> list[Any]:
+        told[name] = ask(executor, name, *argument)
+        return told[name]
+
+    monkeypatch.setattr(RemoteExecutor, "_ask", noted)
     executor = select_executor(worker_config(config), args.parallel)
     try:
-        loaded, report = executor.start(False), executor.cache_report()
+        executor.start(False)
+        report = executor.cache_report()
     finally:
         executor.stop()
-    assert plan.shares[0] == plan.shares[1], "the demo divides by two"
-    assert plan.shares[0].weights == loaded.weight_bytes
-    assert plan.shares[0].activations == pytest.approx(report.activation_bytes, rel=0.05)
-    assert plan.num_blocks == plan_cache(cache_request(config, 1), report).num_blocks[0]
+    num_blocks = plan_cache(cache_request(config, pipeline), report).num_blocks
+    assert plan.num_blocks == max(num_blocks)
+    assert len(plan.shares) == tensor * pipeline
+    for share, loaded, found in zip(plan.shares, told["load"], told["cache_report"], strict=True):
+        assert share.weights == loaded.weight_bytes
+        assert share.activations == pytest.approx(found.activation_bytes, rel=0.05)
+        assert share.kv_cache == pytest.approx(num_bytes(num_blocks, found), rel=0.05)
+    assert plan.shares[:1] * tensor == plan.shares[:tensor], "the demo divides by two"
+    assert plan.shares[0] != plan.shares[-1] or pipeline == 1, "stages have different layers"
 
 
 def test_engines_share_the_machine() -> None:
