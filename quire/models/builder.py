@@ -24,7 +24,7 @@ from quire.layers.step import Step
 from quire.models.elsewhere import Elsewhere
 from quire.models.joined import JoinedLinear
 from quire.models.sharding import Sharding
-from quire.protocol.cache import LayerCache, group_layers
+from quire.protocol.cache import CacheGroup, LayerCache, group_layers
 from quire.quantization.base import MatrixShape
 from quire.quantization.registry import WeightFormats
 
@@ -38,7 +38,6 @@ class BuildContext:
         sharding: what this rank has of each layer.
         stage: which layers it has; None for all.
         has_table: it has the token embedding.
-        windows: of the layers of all stages, in whose order KV groups are counted.
         cache_layers: what each attention layer keeps of a token, in the order of the step's caches.
     """
 
@@ -48,16 +47,15 @@ class BuildContext:
     sharding: Sharding = field(default_factory=Sharding)
     stage: Stage | None = None
     has_table: bool = True
-    windows: Sequence[int | None] = ()
     cache_layers: list[LayerCache] = field(default_factory=list)
     attentions: list[SelfAttention] = field(default_factory=list)
 
-    def assign_groups(self, layers: list[LayerCache] | None = None, first: int = 0) -> None:
+    def assign_groups(self, groups: list[CacheGroup] | None = None, first: int = 0) -> None:
         """Tell each attention layer its KV group; the last thing that is done to a model's layers.
 
-        Where other models' layers are in the same groups, `layers` are all of them, and this one's begin at `first`.
+        Where others' layers count, too (a draft model's, other stages'), `groups` are all; this one's begin at `first`.
         """
-        for number, group in enumerate(group_layers(layers or self.cache_layers, self.windows)):
+        for number, group in enumerate(groups or group_layers(self.cache_layers)):
             for layer in group.layers:
                 if 0 <= layer - first < len(self.attentions):
                     attention = self.attentions[layer - first]

@@ -19,7 +19,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
-from quire.protocol.cache import LayerCache
+from quire.protocol.cache import CacheGroup
 
 
 class CausalLM(nn.Module):
@@ -100,9 +100,9 @@ class CausalLM(nn.Module):
         logits = self.lm_head(hidden, wide=True)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
-    def assign_groups(self, layers: list[LayerCache], first: int) -> None:
-        """Let its cache layers, those of `layers` from `first` on, share KV groups with others; not later."""
-        self._context.assign_groups(layers, first)
+    def assign_groups(self, groups: list[CacheGroup], first: int) -> None:
+        """Let its cache layers, in these groups those from `first` on, share KV groups with others; not later."""
+        self._context.assign_groups(groups, first)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""

@@ -62,7 +62,7 @@ def build_model(
     is_whole = stage is None or (stage.is_first and stage.is_last)
     if stage is not None and not is_whole:
         has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
-        context = replace(context, stage=stage, has_table=has_table, windows=config.layer_windows)
+        context = replace(context, stage=stage, has_table=has_table)
     model = build(config, Builder(context)).eval()
     if whole_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise ModelLoadError(f"model {config.model!r} has no experts to share: leave out enable_expert_parallel.")

@@ -34,9 +34,7 @@ class DraftModel(Drafter):
         self._speculative = config.speculative
         self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device, False)
         self.module, self.layers = self.model, self.model.cache_layers
-        layers = [*model.cache_layers, *self.layers]
-        model.assign_groups(layers, 0)
-        self.model.assign_groups(layers, len(model.cache_layers))
+        self.assign_groups = self.model.assign_groups
         self._runnable: RunnableModel = self.model  # until it is loaded
 
     def load(self, progress: bool) -> None:

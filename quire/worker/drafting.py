@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from quire.ops.native.rounds import Rounds
-from quire.protocol.cache import LayerCache
+from quire.protocol.cache import CacheGroup, LayerCache
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import TokenLogprobs
 from quire.sampling import Draw
@@ -33,6 +33,7 @@ class Drafter(ABC):
 
     Attributes:
         layers: what its own attention layers keep of a token; they follow the model's in the same KV groups.
+        assign_groups: tells those layers their groups; called with all groups, and the number of the model's layers.
         taps: the model's layers whose outputs it reads.
         reads: whether it has to read what it has missed of a sequence before it drafts for it.
         module: its layers.
@@ -40,6 +41,7 @@ class Drafter(ABC):
     """
 
     layers: Sequence[LayerCache] = ()
+    assign_groups: Callable[[list[CacheGroup], int], None]
     taps: Sequence[int] = ()
     reads = True
     module: nn.Module

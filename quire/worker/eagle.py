@@ -57,9 +57,7 @@ class EagleModel(Drafter):
         self.model = EagleHead(draft, builder, model, set(self._names.values()), taps)
         self.module, self.taps = self.model, self.model.layers_read
         self.layers = self.model.cache_layers
-        layers = [*model.cache_layers, *self.layers]
-        model.assign_groups(layers, 0)
-        builder.context.assign_groups(layers, len(model.cache_layers))
+        self.assign_groups = builder.context.assign_groups
         self._runnable: RunnableHead = self.model  # until it is loaded
 
     def load(self, progress: bool) -> None:

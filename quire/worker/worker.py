@@ -79,6 +79,9 @@ class Worker:
         self._layers = [*self._model.cache_layers, *(self._drafter.layers if self._drafter is not None else ())]
         windows = config.model.layer_windows + (config.draft.layer_windows if config.draft is not None else ())
         self._groups = group_layers(self._layers, windows if config.num_stages > 1 else ())
+        self._model.assign_groups(self._groups, 0)
+        if self._drafter is not None and self._drafter.layers:
+            self._drafter.assign_groups(self._groups, len(self._model.cache_layers))
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None

@@ -1,5 +1,6 @@
 """Pipelines of stages in processes: the answers of one process, whatever happens around them, and clear ends."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -11,8 +12,10 @@ from test_exactness import VARIANTS, changes_of, engine, requests, run
 from test_processes import generate_for_ever, nothing_left, workers
 
 from quire import LLM, EngineArgs, SamplingParams
+from quire.engine.build import worker_config
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import processes
+from quire.worker.worker import Worker
 
 __all__ = ["nothing_left"]  # a fixture of all tests here
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "opt", "gpt2"]
@@ -45,6 +48,18 @@ def test_two_stages_answer_as_one_process() -> None:
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_drafts(drafts: str) -> None:
     assert answers(speculative_config=DRAFTS[drafts], pp_partition="4,1", **PP2) == answers()
+
+
+def test_windows_have_their_kv_group_beside_a_draft_model_without(model_options) -> None:
+    """Of the draft model, which the last stage has, every stage counts the group."""
+    drafts = {"method": "draft_model", "model": model_options("llama")["model"]}
+    args = EngineArgs(**model_options("mistral"), max_model_len=128, speculative_config=drafts, **PP2)
+    config = worker_config(args.resolve())
+    for rank in range(2):
+        worker = Worker(dataclasses.replace(config, rank=rank, load_format="none"))
+        (attention,) = worker._model._context.attentions
+        assert [group.window for group in worker._groups] == [None, 24]
+        assert attention.spec.group == 1
 
 
 def check_exactness(options: dict[str, Any], dtype: str, number: int, **changes: Any) -> None:
