@@ -188,10 +188,8 @@ def engine(
         scheduler = dataclasses.replace(config.scheduler, draft_tree=tree, max_num_drafts=len(tree))
         config = dataclasses.replace(config, scheduler=scheduler)
     kind = LateExecutor if late else InProcessExecutor
-    if config.args.parallel.has_processes:
-        executor = select_executor(worker_config(config), config.args.parallel)
-    elif proposer is None:
-        executor = kind(worker_config(config))
+    if proposer is None:
+        executor = kind(worker_config(config)) if late else select_executor(worker_config(config), config.args.parallel)
     else:
         with_drafts = dataclasses.replace(worker_config(config), max_num_drafts=proposer.max_drafts)
         executor = kind(with_drafts, lambda model: proposer)
