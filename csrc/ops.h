@@ -9,6 +9,7 @@
 #include "gather_rows.h"
 #include "linear_op.h"
 #include "norm.h"
+#include "reduce.h"
 #include "rope.h"
 #include "scale.h"
 #include "softcap.h"

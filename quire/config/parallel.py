@@ -13,7 +13,6 @@ from quire.errors import ConfigError, NotYetSupportedError
 # What is carried out so far; an entry goes when all of its option's values are.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
-    "tp_collective": ("gather",),
 }
 
 
@@ -57,7 +56,9 @@ class ParallelConfig:
         "'uni' by default for one worker, and 'mp' for more.",
     )
     tp_collective: Literal["gather", "reduce"] = option(
-        "gather", "'gather': answers are those of one process, bit for bit; 'reduce': faster perhaps, and not so."
+        "gather",
+        "'gather': answers are those of one process, bit for bit; 'reduce': ranks meet half as often, but add up parts "
+        "of sums: answers are not those of one process, though the same in every run and batch.",
     )
     cpu_bind: str = option(
         "auto", "Cores of the worker processes: 'auto' (an even share each), 'none', or a list by rank, as '0-1|2-3'."
@@ -72,6 +73,8 @@ class ParallelConfig:
             raise ConfigError(
                 "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
             )
+        if self.tp_collective == "reduce" and self.tensor_parallel_size == 1:
+            raise ConfigError("tp_collective='reduce' sums up parts of ranks: raise tensor_parallel_size above 1.")
         several = max(self.pipeline_parallel_size, self.data_parallel_size) > 1
         if several and self.distributed_executor_backend == "external_launcher":
             remedy = "distributed_executor_backend='mp' has both"

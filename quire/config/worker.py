@@ -40,6 +40,7 @@ class WorkerConfig:
         num_ranks: how many share it: stages, each of as many ranks; first all of the first stage.
         partition: layers of each stage, as `ParallelConfig.partition`; () for one of them all.
         enable_expert_parallel: ranks have whole experts of mixtures.
+        tp_collective: "gather", or "reduce" where ranks sum up parts of products.
         group: name of the memory through which they meet; None for one alone.
     """
 
@@ -66,6 +67,7 @@ class WorkerConfig:
     num_ranks: int = 1
     partition: tuple[int, ...] = ()
     enable_expert_parallel: bool = False
+    tp_collective: str = "gather"
     group: str | None = None
 
     @property

@@ -21,19 +21,21 @@ from quire.quantization.base import CheckpointSlot, MatrixShape, QuantizationMet
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank of a group has of a matrix: some of its rows, which are output features.
+    """What a rank of a group has of a matrix: some of its rows, which are output features, or of its columns.
 
     Attributes:
         group: where the ranks meet.
         rows: of each part in the checkpoint, those that are this rank's, in order.
         inputs: where each rank's input features start, and their end, if each brings some; else all have all of them.
         outputs: likewise of output features, which then are gathered; else each keeps its own.
+        columns: input features, if it has these only: then products of all ranks are summed up. Else all of them.
     """
 
     group: Meeting
     rows: Mapping[str, Sequence[range]]
     inputs: tuple[int, ...] | None = None
     outputs: tuple[int, ...] | None = None
+    columns: range | None = None
 
     def bring(self, x: Tensor) -> Tensor:
         """The input features of all ranks."""
@@ -41,7 +43,17 @@ class Shard:
 
     def give(self, y: Tensor) -> Tensor:
         """The output features of all ranks, or this one's."""
+        if self.columns is not None:
+            return ops.reduce(y, self.group)
         return y if self.outputs is None else ops.gather(y, self.group, self.outputs)
+
+    def own(self, loaded: Tensor) -> Tensor:
+        """Of a checkpoint's tensor the columns that are here; a bias is added once."""
+        if self.columns is None:
+            return loaded
+        if loaded.dim() == 1:
+            return loaded if self.group.rank == 0 else torch.zeros_like(loaded)
+        return loaded[:, self.columns.start : self.columns.stop]
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,9 @@ class Matrix(nn.Module):
         self.parts = dict(parts)
         self.shard = place.shard
         self._rows = {part: (range(size),) for part, size in parts.items()} if place.shard is None else place.shard.rows
+        self._in_features = in_features
+        if place.shard is not None and place.shard.columns is not None:
+            in_features = len(place.shard.columns)
         self.shape = MatrixShape(in_features, sum(len(rows) for part in parts for rows in self._rows[part]), bias)
         self.method = place.method
         for name, weight in place.method.create_weights(self.shape, place.dtype, place.name).items():
@@ -91,13 +106,14 @@ class Matrix(nn.Module):
         start = 0
         for part, features in self.parts.items():
             owner = f"{path.rpartition('.')[0]}.{part}" if part else path
-            shape = MatrixShape(self.shape.in_features, features, self.shape.bias)
+            shape = MatrixShape(self._in_features, features, self.shape.bias)
             for tensor, form in self.method.checkpoint_tensors(shape).items():
                 load = partial(self._load, part, tensor, start)
                 yield CheckpointSlot(f"{owner}.{tensor}", form, load, tensor in self.method.filled)
             start += sum(map(len, self._rows[part]))
 
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
+        loaded = loaded if self.shard is None else self.shard.own(loaded)
         for rows in self._rows[part]:  # of a mapped file, the others are never read
             self.method.load(self.weights, self.shape, tensor, loaded[rows.start : rows.stop], start)
             start += len(rows)

@@ -15,7 +15,6 @@ from quire.layers.moe import MixtureOfExperts
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.sharding import Sharding
-from quire.ops.gather import Meeting
 from quire.quantization.registry import WeightFormats, uniform
 from quire.quantization.unquantized import Unquantized
 
@@ -38,17 +37,15 @@ def build_model(
     config: ModelConfig,
     attention_backend: AttentionBackend[Any],
     formats: WeightFormats | None = None,
-    group: Meeting | None = None,
+    sharding: Sharding | None = None,
     stage: Stage | None = None,
-    whole_experts: bool = False,
 ) -> CausalLM:
     """Build the model that `config` describes; its parameters are allocated and not yet filled.
 
     Args:
         formats: the weight formats; None keeps the checkpoint's weights, multiplied by torch.
-        group: whose ranks share the model, this one's part of which is built.
+        sharding: what of each layer is built; None for all.
         stage: the layers that are built; None for all.
-        whole_experts: the group's ranks share a mixture's experts, and not each of them.
 
     Raises:
         ModelLoadError: an architecture, activation or rope type that is not supported, or sizes that ranks can't share.
@@ -57,16 +54,16 @@ def build_model(
     module, _, function = BY_ARCHITECTURE[config.architecture].build.partition(":")
     build = getattr(importlib.import_module(module), function)
     plain, dtype = uniform(Unquantized()), DTYPES[config.dtype]
-    sharding = Sharding(group, whole_experts)
+    sharding = sharding or Sharding()
     context = BuildContext(attention_backend, formats or plain, dtype, sharding)
     is_whole = stage is None or (stage.is_first and stage.is_last)
     if stage is not None and not is_whole:
         has_table = stage.is_first or (stage.is_last and config.tie_word_embeddings)
         context = replace(context, stage=stage, has_table=has_table)
     model = build(config, Builder(context)).eval()
-    if whole_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+    if sharding.whole_experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise ModelLoadError(f"model {config.model!r} has no experts to share: leave out enable_expert_parallel.")
-    if is_whole and not whole_experts:
+    if is_whole and not sharding.whole_experts:
         return model
     model.leave(build(config, Builder(BuildContext(attention_backend, plain, dtype))))  # whose pages nobody touches
     return model

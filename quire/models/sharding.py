@@ -2,7 +2,8 @@
 
 The builder asks it for every layer and gets None where nothing is shared. Every matrix is split by its output features,
 so that each sum over its inputs stays whole on one rank, with the bits that one rank alone would get: what the next
-matrix needs of the others' features is gathered before it. Must not know families.
+matrix needs of the others' features is gathered before it. Where ranks reduce, the second of two matrices is split by
+its input features instead, and what ranks made of theirs is summed up. Must not know families.
 """
 
 from dataclasses import dataclass, replace
@@ -27,15 +28,17 @@ class HeadShards:
 class Sharding:
     """The parts of this rank; all of everything where `group` is None.
 
-    `whole_experts`: of a mixture's experts each rank has some, and not a part of each.
+    Attributes:
+        whole_experts: of a mixture's experts each rank has some, and not a part of each.
+        reduces: partial sums are added up, so the bits are not those of one rank.
     """
 
-    def __init__(self, group: Meeting | None = None, whole_experts: bool = False) -> None:
-        self._group, self._whole_experts = group, whole_experts
+    def __init__(self, group: Meeting | None = None, whole_experts: bool = False, reduces: bool = False) -> None:
+        self._group, self.whole_experts, self.reduces = group, whole_experts, reduces
 
     def experts(self, name: str, num_experts: int) -> Owners | None:
         """Who has which of a mixture's experts, where each rank has whole ones (ModelLoadError: there are too few)."""
-        if self._group is None or not self._whole_experts:
+        if self._group is None or not self.whole_experts:
             return None
         if num_experts < self._group.size:
             raise ModelLoadError(
@@ -104,6 +107,8 @@ class Sharding:
 
     def _whole(self, group: Meeting, inputs: tuple[int, ...] | None, size: int) -> Shard:
         """Of what takes features of all ranks, and gives `size` to all."""
+        if self.reduces and inputs is not None:
+            return Shard(group, {"": (range(size),)}, columns=range(inputs[group.rank], inputs[group.rank + 1]))
         unit = BLOCK_ROWS if size % BLOCK_ROWS == 0 else 1
         outputs = _shares(size, group.size, unit)
         return Shard(group, {"": (range(outputs[group.rank], outputs[group.rank + 1]),)}, inputs, outputs)

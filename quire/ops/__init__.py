@@ -19,6 +19,7 @@ from quire.ops.embedding import embedding as embedding
 from quire.ops.gather import gather as gather
 from quire.ops.gather import gather_rows as gather_rows
 from quire.ops.gather import own_rows as own_rows
+from quire.ops.gather import reduce as reduce
 from quire.ops.host import host as host
 from quire.ops.host import on_rows as on_rows
 from quire.ops.linear import linear as linear

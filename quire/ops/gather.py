@@ -1,4 +1,4 @@
-"""Rows put together of what the ranks of a group have of them: columns, or whole rows.
+"""Rows put together of what the ranks of a group have of them: columns, whole rows, or addends.
 
 A rank's range begins and ends where `starts` say, [ranks + 1] numbers from 0 on. Knows a group as a place to meet.
 """
@@ -24,6 +24,7 @@ class Meeting(Protocol):
     def check(self) -> None: ...
     def gather(self, x: Tensor, starts: Sequence[int]) -> Tensor: ...
     def gather_rows(self, x: Tensor, ids: Tensor, starts: Sequence[int]) -> Tensor: ...
+    def reduce(self, x: Tensor) -> Tensor: ...
 
 
 @op
@@ -47,6 +48,18 @@ def gather_rows(x: Tensor, ids: Tensor, group: Meeting, starts: Sequence[int]) -
 def _build_rows(x: Value, ids: StepIndex, group: Meeting, starts: Sequence[int]) -> Value:
     assert ids == StepIndex(ids.builder, by_position=False), "whole ids, as they are"
     return _append("gather_rows", x, group, starts, x.width)
+
+
+@op
+def reduce(x: Tensor, group: Meeting) -> Tensor:
+    """The sum of all ranks' [T, N], in the order of ranks, in float32, rounded once: the same bits on all of them."""
+    return group.reduce(x)
+
+
+@reduce.native
+def _build_reduce(x: Value, group: Meeting) -> Value:
+    assert group.size * x.width * x.dtype.itemsize <= group.capacity
+    return _append("reduce", x, group, [0] * (group.size + 1), x.width)
 
 
 @op

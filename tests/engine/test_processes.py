@@ -162,6 +162,24 @@ def test_exactness_with_drafts_and_grammars(num_ranks: int) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_reduce_answer_alike_alone_and_in_batches() -> None:
+    prompts = [f"Number {i} said" for i in range(6)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, logprobs=1) for i in range(6)]
+
+    def answers(llm: LLM, at_once: int) -> list[Any]:
+        parts = [slice(i, i + at_once) for i in range(0, len(prompts), at_once)]
+        outputs = [out for part in parts for out in llm.generate(prompts[part], params[part], use_tqdm=False)]
+        return [[(c.token_ids, c.logprobs) for c in output.outputs] for output in outputs]
+
+    llm = LLM(model="demo", tensor_parallel_size=2, tp_collective="reduce", num_kv_blocks=512)
+    together = answers(llm, 6)
+    assert llm.reset_prefix_cache()
+    assert answers(llm, 1) == together
+    llm.llm_engine.shutdown()
+    assert together != answers(LLM(model="demo", num_kv_blocks=512), 6), "as it is said of it"
+
+
+@pytest.mark.slow
 def test_one_of_two_ranks_dies() -> None:
     llm = LLM(model="demo", tensor_parallel_size=2, num_kv_blocks=512)
     assert len(workers(llm)) == 2

@@ -72,6 +72,46 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return save
 
 
+def check_reduced(directory: Path, home: Path, size: int, **options: Any) -> None:
+    """Near one rank's, but equal on all ranks, in every run, and in every batch."""
+    expected = logits(tiny.build_ours(directory, **options))
+
+    def run(group: Group) -> list[torch.Tensor]:
+        ours = tiny.build_ours(directory, group=group, reduces=True, **options)
+        group.agree(None)
+        alone = tiny.Paged(ours, num_sequences=2)
+        parts = [alone.prefill(0, PROMPT, 3), *(alone.step({0: [token]})[0] for token in (3, 44, 96))]
+        return [logits(ours), logits(ours), torch.cat(parts)]
+
+    (first, *others), *ranks = on_ranks(size, home, run)
+    for found in (*others, *(found for rank in ranks for found in rank)):
+        assert torch.equal(found, first)
+    if "quantization" in options:  # as wrong, as columns that are apart have scales of their own
+        exact = logits(tiny.build_ours(directory, **options | {"quantization": None, "dtype": "float32"}))
+        assert (first - exact).abs().mean() < 1.3 * (expected - exact).abs().mean()
+    elif options.get("dtype") == "bfloat16":  # a mixture's token may choose another expert, by a hair's breadth
+        assert torch.isclose(first, expected, rtol=0.05, atol=0.15).float().mean() > 0.9
+    else:
+        torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES[1:])])
+def test_ranks_that_reduce(saved: Callable[[str], Path], tmp_path: Path, kernels: str, dtype: str, name: str) -> None:
+    check_reduced(saved(name), tmp_path, 2, dtype=dtype, kernels=kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "quantization"), [(2, "int8"), (2, "int4"), (4, None)])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_ranks_that_reduce_quantized_weights(
+    saved: Callable[[str], Path], tmp_path: Path, kernels: str, size: int, quantization: str | None, name: str
+) -> None:
+    """A rank's columns have scales of their own."""
+    options = {} if quantization is None else {"quantization": quantization, "dtype": "bfloat16"}
+    check_reduced(saved(name), tmp_path, size, kernels=kernels, **options)
+
+
 def check(directory: Path, home: Path, size: int, **options: Any) -> None:
     expected = logits(tiny.build_ours(directory, **options))
 

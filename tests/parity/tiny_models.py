@@ -18,6 +18,7 @@ from quire.config.model import ModelConfig
 from quire.layers.step import Step, Taps
 from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
+from quire.models.sharding import Sharding
 from quire.ops.gather import Meeting
 from quire.ops.native.library import TORCH, Target, default_target
 from quire.protocol.cache import group_layers
@@ -248,18 +249,20 @@ def build_ours(
     tapped: tuple[int, ...] = (),
     *,
     group: Meeting | None = None,
+    reduces: bool = False,
     quantization: str | None = None,
     **options: Any,
 ) -> Ours:
     """Our model of a saved one, on plain torch or recorded for the level of compiled kernels in use.
 
-    `group`: whose ranks share it; ranks that are threads of one process need different numbers of threads.
+    `group`: whose ranks share it, and sum up parts where it `reduces`; ranks that are threads of one process need
+    different numbers of threads.
     """
     config = ModelConfig.from_pretrained(str(directory), dtype=dtype, **options)
     native = kernels != TORCH
     backend = select_backend("native" if native else "reference")
     formats = select_formats(quantization, DTYPES[config.dtype], zeros if native else None)
-    model = build_model(config, backend, formats, group)
+    model = build_model(config, backend, formats, Sharding(group, reduces=reduces))
     loaded = model.load_weights(checkpoint(directory))
     assert loaded == {name for name, _ in model.named_parameters()}
     assert not model.missing_weights

@@ -171,10 +171,13 @@ class ProgramBuilder:
             product = None
         elif last.op == "gather" and last.writes is x and not x.kept:  # each rank adds its columns of the sum
             product = self.fusible_product(last.reads[0], -2)
+        elif last.op == "reduce" and last.writes is x and not x.kept and len(last.reads) == 1:
+            product = last  # after all ranks' addends
         else:
             product = self.fusible_product(x)
         if isinstance(last, NativeStep) and product is not None and y is not x and y.type == self.type:
-            product.spec.residual_start = 0 if last is product else last.spec.first
+            if product.op == "linear":
+                product.spec.residual_start = 0 if last is product else last.spec.first
             product.reads.append(y)
             return self.fuse(last, x.width)
         return self.append("add", [x, y], x.width, type=x.type, size=x.width)

@@ -6,6 +6,7 @@ The worker builds its model so, and a draft model beside it. Loads nothing; know
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
 from quire.models.registry import CausalLM, build_model
+from quire.models.sharding import Sharding
 from quire.worker.devices.base import Device
 from quire.worker.pages import huge_pages, zero_pages
 from quire.worker.weights.cache import place_of
@@ -23,9 +24,11 @@ def build_packed(
     place = store = None
     group, stage = (device.group, config.stage) if shared else (None, None)
     part = () if group is None else (group.rank, group.size)
-    whole_experts = config.enable_expert_parallel and shared
-    if whole_experts:
+    sharding = Sharding(group, config.enable_expert_parallel and shared, config.tp_collective == "reduce")
+    if sharding.whole_experts:
         part = (*part, "whole experts")
+    if group is not None and sharding.reduces:
+        part = (*part, "columns")
     if stage is not None and config.num_stages > 1:
         part = (*part, "layers", stage.layers.start, stage.layers.stop)
     if device.packs_weights:
@@ -34,6 +37,6 @@ def build_packed(
         store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
         formats = device.weight_formats(quantization, store)
-        return build_model(model, device.backend, formats, group, stage, whole_experts), store
+        return build_model(model, device.backend, formats, sharding, stage), store
     except StaleStoreError:  # removed, or where that is not allowed done without
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())

@@ -60,6 +60,17 @@ def test_gathering(tmp_path: Path, rows_at_once: int) -> None:
         assert torch.equal(found[-1], whole)
 
 
+@pytest.mark.usefixtures("waiting")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_at_once", [2, 100])
+def test_reducing(tmp_path: Path, dtype: torch.dtype, rows_at_once: int) -> None:
+    addends = torch.randn(3, 7, 9).to(dtype)
+    expected = (addends[0].float() + addends[1] + addends[2]).to(dtype)
+    size = 4096 + 2 * rows_at_once * 3 * 9 * dtype.itemsize
+    for found in on_ranks(tmp_path, lambda group: [ops.reduce(addends[group.rank], group) for _ in range(5)], size):
+        assert all(torch.equal(one, expected) for one in found)
+
+
 def steps(ids: Tensor) -> StepData:
     ints = torch.arange(len(ids), dtype=torch.int32)
     one = torch.tensor([0, len(ids)], dtype=torch.int32)
@@ -98,6 +109,28 @@ def test_recorded_gathering(level: str, tmp_path: Path, dtype: torch.dtype, rows
     for gathered, rows in on_ranks(tmp_path, run, 4096 + 2 * rows_at_once * 40 * dtype.itemsize):
         assert torch.equal(gathered, whole)
         assert torch.equal(rows, table[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_at_once", [2, 100])
+def test_recorded_reducing(level: str, tmp_path: Path, dtype: torch.dtype, rows_at_once: int) -> None:
+    """In the order of ranks, a residual last: rounded once."""
+    addends, residual = torch.randn(3, 37, 41).to(dtype), torch.randn(37, 41).to(dtype)
+    total = addends[0].float() + addends[1] + addends[2]
+
+    def run(group: Group) -> tuple[Tensor, Tensor]:
+        builder = ProgramBuilder(dtype, Target(level, group.rank + 1))
+        inputs: list[Any] = [builder.input(41), builder.input(41)]
+        alone: Any = ops.reduce(inputs[0], group)
+        reduced: Any = ops.reduce(inputs[0], group)
+        program = builder.finish([alone, ops.add(reduced, inputs[1])])
+        found = torch.empty_like(residual), torch.empty_like(residual)
+        program.run([addends[group.rank], residual, *found])
+        return found
+
+    for alone, added in on_ranks(tmp_path, run, 4096 + 2 * rows_at_once * 3 * 41 * dtype.itemsize):
+        assert torch.equal(alone, total.to(dtype))
+        assert torch.equal(added, (total + residual).to(dtype))
 
 
 @pytest.mark.parametrize("type", [Type.F32, Type.BF16, Type.I8, Type.I4])
