@@ -38,7 +38,7 @@ SHAPES: dict[str, Arguments] = {
     "softcap": lambda n, t: (1, [1.5]),
 }
 OF_STEPS = {"embedding"}  # given ids, see below
-OF_RANKS = {"gather", "gather_rows", "own_rows"}  # tests/unit/distributed
+OF_RANKS = {"gather", "gather_rows", "own_rows", "reduce"}  # tests/unit/distributed
 NOT_RECORDED = {"paged_attention", "rotary", "write_kv"}  # natively `prepare` and `attend`: tests/unit/attention
 
 
