@@ -24,18 +24,11 @@ def row_logprobs(logits: Floats, token_ids: Sequence[int], k: int) -> list[Token
     Values are float32 log-softmax of `logits`. A rank is 1 + the number of tokens with a larger logit.
     """
     logits, normaliser = _normalised(logits)
-    top = _most_likely(logits, len(logits) if k == -1 else min(k, len(logits)))
-    values = logits[top]
-    top_ids: list[int] = top.tolist()
-    top_logprobs: list[float] = _rounded(values, normaliser)
-    top_ranks: list[int] = (np.searchsorted(-values, -values) + 1).tolist()
+    top = _listed(logits, normaliser, _most_likely(logits, len(logits) if k == -1 else min(k, len(logits))), True)
     entries: list[TokenLogprobs] = []
     for token_id in token_ids:
-        value = logits[token_id : token_id + 1]
-        rank = int(np.count_nonzero(logits > value)) + 1
-        entries.append(
-            TokenLogprobs([token_id, *top_ids], _rounded(value, normaliser) + top_logprobs, [rank, *top_ranks])
-        )
+        one = _listed(logits, normaliser, np.array([token_id]), False)
+        entries.append(TokenLogprobs(one.token_ids + top.token_ids, one.logprobs + top.logprobs, one.ranks + top.ranks))
     return entries
 
 
@@ -44,13 +37,17 @@ def listed_logprobs(logits: Floats, token_ids: Ids, are_leading: bool = False) -
 
     `are_leading`: they are the row's `leading_ids`, so that there is nothing to count.
     """
-    logits, normaliser = _normalised(logits)
+    return _listed(*_normalised(logits), token_ids, are_leading)
+
+
+def _listed(logits: Floats, normaliser: float, token_ids: Ids, are_leading: bool) -> TokenLogprobs:
     values = logits[token_ids]
     if are_leading:
         ranks: list[int] = (np.searchsorted(-values, -values) + 1).tolist()
     else:
         ranks = [int(np.count_nonzero(logits > value)) + 1 for value in values]
-    return TokenLogprobs(token_ids.tolist(), _rounded(values, normaliser), ranks)
+    logprobs = (values.astype(np.float64) - normaliser).astype(np.float32).tolist()
+    return TokenLogprobs(token_ids.tolist(), logprobs, ranks)
 
 
 def prompt_logprobs(
@@ -80,10 +77,6 @@ def _normalised(logits: Floats) -> tuple[Floats, float]:
         return np.full_like(logits, -math.inf), 0.0
     total = int(weigh(logits, maximum).sum())
     return logits, maximum + (math.log(total) - WEIGHT_BITS * math.log(2))
-
-
-def _rounded(values: Floats, normaliser: float) -> list[float]:
-    return (values.astype(np.float64) - normaliser).astype(np.float32).tolist()
 
 
 def _most_likely(logits: Floats, k: int) -> Ids:
