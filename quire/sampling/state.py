@@ -107,6 +107,7 @@ class SamplingState:
         self.tokens = tokens
         self.seed = seed
         self.sequence_index = sequence_index
+        self.vocab_size = vocab_size
         self.greedy = params.sampling_type is SamplingType.GREEDY
         self.temperature = params.temperature
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size

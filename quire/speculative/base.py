@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 
 
@@ -22,6 +23,7 @@ class DraftedSequence:
     Attributes:
         sequence_id: unique in the engine's life.
         tokens: read only; keys and values of all but the last are in the cache.
+        state: how the sampler draws for it; not needed by what drafts without logits.
         shares: its tokens may help others: its request has no cache salt.
         greedy: its tokens are the likeliest ones, and not drawn.
         max_drafts: most drafts of it for the next step, >= 1.
@@ -34,6 +36,7 @@ class DraftedSequence:
 
     sequence_id: int
     tokens: SequenceTokens
+    state: SamplingState | None = None
     shares: bool = True
     greedy: bool = True
     max_drafts: int = 0

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Drawing, Order, drafting_state
+from quire.speculative.drawing import Order, drafting_state
 
 
 @dataclass(slots=True)
@@ -27,13 +26,11 @@ class Reader:
     """How far the draft model has read a sequence, and how it draws for it.
 
     Attributes:
-        row: the runner's own.
         state: of the sampler, without what looks back.
         num_read: tokens whose keys and values are in its caches.
         drafted: the last of them, from its newest drafts.
     """
 
-    row: Any
     state: SamplingState
     num_read: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -53,15 +50,11 @@ class DraftRunner(ABC):
     max_tokens: int  # read at once
 
     @abstractmethod
-    def open(self, row: DraftedSequence) -> tuple[Any, Drawing]:
-        """The runner's own of a sequence, and what it is drawn with."""
-
-    @abstractmethod
-    def num_slots(self, own: Any) -> int:
+    def num_slots(self, row: DraftedSequence) -> int:
         """Positions of a sequence that have a place in the KV cache."""
 
     @abstractmethod
-    def read(self, own: Any, start: int, count: int) -> None:
+    def read(self, row: DraftedSequence, start: int, count: int) -> None:
         """Compute tokens, and draw none."""
 
     @abstractmethod
@@ -74,15 +67,13 @@ class DraftModelProposer(Proposer):
 
     Args:
         max_drafts: of a sequence.
-        vocab_size: the model's and the draft model's.
         acceptance: the configuration's; under "typical" it drafts what is likeliest.
     """
 
     uses_hidden = False
 
-    def __init__(self, max_drafts: int, vocab_size: int, runner: DraftRunner, acceptance: str = "exact") -> None:
+    def __init__(self, max_drafts: int, runner: DraftRunner, acceptance: str = "exact") -> None:
         self.max_drafts = max_drafts
-        self._vocab_size = vocab_size
         self._runner = runner
         self._is_greedy = acceptance == "typical"
         self.from_prefix = acceptance != "exact"
@@ -102,14 +93,14 @@ class DraftModelProposer(Proposer):
             reader, row.probs = row.memory or self._open(row), None
             num = row.tokens.num
             start = reader.keep_right(row.tokens)
-            count = min(row.max_drafts, runner.num_slots(reader.row) - num + 1)
+            count = min(row.max_drafts, runner.num_slots(row) - num + 1)
             if count <= 0:
                 continue
             if num - start <= budget:
                 budget -= num - start
-                orders.append((place, Order(reader.row, reader.state, start, num, count)))
+                orders.append((place, Order(row, reader.state, start, num, count)))
             elif budget == runner.max_tokens:  # it will take several steps
-                runner.read(reader.row, start, budget)
+                runner.read(row, start, budget)
                 reader.num_read += budget
                 budget = 0
         if not orders:
@@ -133,7 +124,7 @@ class DraftModelProposer(Proposer):
             reader, num = row.memory or self._open(row), row.tokens.num
             reader.keep_right(row.tokens)
             while num - reader.num_read > most:
-                self._runner.read(reader.row, reader.num_read, most)
+                self._runner.read(row, reader.num_read, most)
                 reader.num_read += most
             if num - reader.num_read > budget:
                 yield part
@@ -147,7 +138,6 @@ class DraftModelProposer(Proposer):
         return row.tokens.num - (reader.num_read if reader is not None else 0)
 
     def _open(self, row: DraftedSequence) -> Reader:
-        own, drawing = self._runner.open(row)
-        state = drafting_state(drawing, row.tokens, self._vocab_size, math.inf if self._is_greedy else 1.0)
-        reader = row.memory = Reader(own, state)
+        assert row.state is not None, "nothing says how it is drawn for"
+        reader = row.memory = Reader(drafting_state(row.state, math.inf if self._is_greedy else 1.0))
         return reader

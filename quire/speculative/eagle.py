@@ -7,7 +7,6 @@ What a cached prefix, or a time without drafts, has left unknown is taken as its
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from quire.config.draft_tree import DraftTree
 from quire.models.held_states import HeldStates
 from quire.sampling.state import SamplingState
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
-from quire.speculative.drawing import Drawing, Order, drafting_state
+from quire.speculative.drawing import Order, drafting_state
 
 _MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
 _MOST_HELD_OF_ALL = 16384
@@ -32,11 +31,7 @@ class EagleRunner(ABC):
     taps: Sequence[int]
 
     @abstractmethod
-    def open(self, row: DraftedSequence) -> tuple[Any, Drawing]:
-        """The runner's own of a sequence, and what it is drawn with."""
-
-    @abstractmethod
-    def num_slots(self, own: Any) -> int:
+    def num_slots(self, row: DraftedSequence) -> int:
         """Positions of a sequence that have a place in the KV cache."""
 
     @abstractmethod
@@ -44,7 +39,9 @@ class EagleRunner(ABC):
         """What the head reads of the model's hidden states, [T, H]."""
 
     @abstractmethod
-    def read(self, several: Sequence[Any], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
+    def read(
+        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
+    ) -> None:
         """Read so many tokens of each from a position on, with the hidden state before each; draw none."""
 
     @abstractmethod
@@ -58,9 +55,9 @@ class EagleRunner(ABC):
 class _Reading(HeldStates):
     """How far the head has read a sequence, and how it draws for it."""
 
-    def __init__(self, own: Any, state: SamplingState) -> None:
+    def __init__(self, state: SamplingState) -> None:
         super().__init__()
-        self.own, self.state = own, state
+        self.state = state
 
 
 class EagleProposer(Proposer):
@@ -68,21 +65,19 @@ class EagleProposer(Proposer):
 
     Args:
         max_drafts: of a sequence.
-        vocab_size: the model's.
         tree: the shape of the drafts, where they are no chain.
     """
 
     uses_hidden = False
     reads_all = True
 
-    def __init__(self, max_drafts: int, vocab_size: int, runner: EagleRunner, tree: DraftTree | None = None) -> None:
+    def __init__(self, max_drafts: int, runner: EagleRunner, tree: DraftTree | None = None) -> None:
         self.max_drafts, self.taps, self._tree = max_drafts, runner.taps, tree
-        self._vocab_size = vocab_size
         self._runner = runner
 
     def read(self, spans: Sequence[ComputedSpan], hidden: Tensor, taps: Sequence[Tensor]) -> None:
         fused = self._runner.fuse(hidden, taps)
-        reading: list[_Reading] = []
+        reading: list[DraftedSequence] = []
         stops: list[int] = []
         most = min(_MOST_HELD, _MOST_HELD_OF_ALL // len(spans))
         for row, start, first, count, num_drafts in spans:
@@ -95,7 +90,7 @@ class EagleProposer(Proposer):
             if self._tree is not None:
                 own.expect(self._tree, row.tokens.drafts()[:num_drafts])
             if stop - own.num_read > most:
-                reading.append(own)
+                reading.append(row)
                 stops.append(stop)
         if reading:
             self._read(reading, stops)
@@ -112,9 +107,9 @@ class EagleProposer(Proposer):
                 continue
             own.settle(row.tokens.ids, num)
             own.cut(num - 1)
-            count = min(row.max_drafts, self._runner.num_slots(own.own) - num + 1)
+            count = min(row.max_drafts, self._runner.num_slots(row) - num + 1)
             if count > 0:
-                orders.append((place, Order(own.own, own.state, own.num_read, num, count)))
+                orders.append((place, Order(row, own.state, own.num_read, num, count)))
         if not orders:
             return drafts
         if len(orders) > 1:
@@ -136,17 +131,17 @@ class EagleProposer(Proposer):
             return
         own.settle(row.tokens.ids, row.tokens.num)
         if (stop := min(own.end, row.tokens.num - 1)) > own.num_read:
-            self._read([own], [stop])
+            self._read([row], [stop])
 
-    def _read(self, reading: Sequence[_Reading], stops: Sequence[int]) -> None:
+    def _read(self, rows: Sequence[DraftedSequence], stops: Sequence[int]) -> None:
         """Read the tokens up to positions `stops`."""
+        reading: list[_Reading] = [row.memory for row in rows]
         starts = [own.num_read for own in reading]
         counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
         hidden = torch.cat([part for own, stop in zip(reading, stops, strict=True) for part in own.take(stop)])
-        self._runner.read([own.own for own in reading], starts, counts, hidden)
+        self._runner.read(rows, starts, counts, hidden)
 
     def _open(self, row: DraftedSequence) -> _Reading:
-        own, drawing = self._runner.open(row)
-        found = _Reading(own, drafting_state(drawing, row.tokens, self._vocab_size))
-        row.memory = found
+        assert row.state is not None, "nothing says how it is drawn for"
+        found = row.memory = _Reading(drafting_state(row.state))
         return found

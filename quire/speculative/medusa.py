@@ -14,7 +14,7 @@ from quire.config.draft_tree import DraftTree
 from quire.config.speculative import SpeculativeConfig
 from quire.sampling.state import SamplingState
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Drawing, drafting_state
+from quire.speculative.drawing import drafting_state
 
 # Heads know less than the model, and what they spread over many tokens is seldom drawn: at half the temperature half as
 # many drafts again are accepted, of those of the demo's heads.
@@ -23,10 +23,6 @@ _SHARPNESS = 2.0
 
 class HeadRunner(ABC):
     """The heads, on a device, and the sequences' rows."""
-
-    @abstractmethod
-    def drawing(self, row: DraftedSequence) -> Drawing:
-        """What a sequence is drawn with."""
 
     @abstractmethod
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
@@ -44,13 +40,11 @@ class MedusaProposer(Proposer):
 
     Args:
         config: the method's options. There are as many heads as drafts, or as the tree is deep.
-        vocab_size: the model's.
     """
 
-    def __init__(self, config: SpeculativeConfig, vocab_size: int, runner: HeadRunner) -> None:
+    def __init__(self, config: SpeculativeConfig, runner: HeadRunner) -> None:
         self.max_drafts = config.max_drafts
         self._tree = config.tree
-        self._vocab_size = vocab_size
         self._runner = runner
         self._sharpness = math.inf if config.acceptance == "typical" else _SHARPNESS
 
@@ -61,8 +55,8 @@ class MedusaProposer(Proposer):
         num_drafts = 0
         for row in rows:
             if row.memory is None:
-                drawing = self._runner.drawing(row)
-                row.memory = drafting_state(drawing, row.tokens, self._vocab_size, self._sharpness)
+                assert row.state is not None, "nothing says how it is drawn for"
+                row.memory = drafting_state(row.state, self._sharpness)
             states.append(row.memory)
             num_drafts = max(num_drafts, row.max_drafts)
         if self._tree is not None:

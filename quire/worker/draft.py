@@ -14,12 +14,12 @@ from quire.models.registry import CausalLM
 from quire.protocol.cache import LayerCache, group_layers
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.draft_model import DraftModelProposer, DraftRunner
-from quire.speculative.drawing import Drawing, Order
+from quire.speculative.drawing import Order
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, held_row, num_slots
+from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
 from quire.worker.gather import StepBatch, gather_tokens
-from quire.worker.rows import Row, RowTable
+from quire.worker.rows import RowTable
 from quire.worker.weights.build import build_packed
 from quire.worker.weights.load import load_model_weights
 
@@ -48,7 +48,7 @@ class DraftModel(Drafter):
         runner = RowDraftRunner(self._device, self._runnable, table, caches, self._config.max_num_batched_tokens)
         runner.draws_apart = self._speculative.acceptance == "rejection"
         num_drafts, acceptance = self._speculative.num_speculative_tokens, self._speculative.acceptance
-        return DraftModelProposer(num_drafts, model.vocab_size, runner, acceptance)
+        return DraftModelProposer(num_drafts, runner, acceptance)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
         sizes, num_groups = [1, 4, 16, 64], len(group_layers(layers))
@@ -72,14 +72,11 @@ class RowDraftRunner(DraftRunner):
         self._device, self._model, self._table, self._caches = device, model, table, caches
         self._rounds = model.rounds(caches) if isinstance(model, CompiledModel) else None
 
-    def open(self, row: DraftedSequence) -> tuple[Row, Drawing]:
-        return held_row(self._table, row)
+    def num_slots(self, row: DraftedSequence) -> int:
+        return self._table.num_slots(row.sequence_id)
 
-    def num_slots(self, own: Row) -> int:
-        return num_slots(self._table, own)
-
-    def read(self, own: Row, start: int, count: int) -> None:
-        self._compute([own], [start], [count])
+    def read(self, row: DraftedSequence, start: int, count: int) -> None:
+        self._compute([row], [start], [count])
 
     def draft(self, orders: Sequence[Order]) -> list[list[int]]:
         if self._rounds is None or (self.draws_apart and not all(order.state.greedy for order in orders)):
@@ -89,7 +86,7 @@ class RowDraftRunner(DraftRunner):
     def _draw(
         self, orders: list[Order], starts: list[int], counts: list[int], _: list[int] | None, num_drawn: int
     ) -> list[int | None]:
-        batch, hidden = self._compute([order.own for order in orders], starts, counts)
+        batch, hidden = self._compute([order.row for order in orders], starts, counts)
         logits = self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
         states = [order.state for order in orders]
         if not self.draws_apart:
@@ -99,6 +96,8 @@ class RowDraftRunner(DraftRunner):
             order.probs += [drawn_from] if drawn_from is not None else []
         return drawn
 
-    def _compute(self, rows: list[Row], starts: Sequence[int], counts: Sequence[int]) -> tuple[StepBatch, Tensor]:
-        batch = gather_tokens(rows, starts, counts, self._table)
+    def _compute(
+        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[StepBatch, Tensor]:
+        batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
         return batch, self._model(*self._device.upload(batch.arrays, self._caches))

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import CacheGroup, LayerCache
-from quire.protocol.requests import SamplingTask
 from quire.protocol.step import TokenLogprobs
 from quire.sampling import Draw
 from quire.sampling.native import fixed_record
 from quire.sampling.state import SamplingState
-from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Drawing, Order
+from quire.speculative.base import Proposer
+from quire.speculative.drawing import Order
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.rows import Row, RowTable
+from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
 # Of the orders still drafted for: these, their starts and counts, which of the last call's they are (None: the first
@@ -60,26 +59,13 @@ class Drafter(ABC):
         """Of drafting, measured, once there is a proposer; `layers` are those of the model and its own."""
 
 
-def held_row(table: RowTable, row: DraftedSequence) -> tuple[Row, Drawing]:
-    """A sequence's row, and what it is drawn with."""
-    held = table[row.sequence_id]
-    task = held.request.task
-    assert isinstance(task, SamplingTask), "what draws nothing is not drafted for"
-    return held, Drawing(task.params, task.seed, held.sequence_index)
-
-
-def num_slots(table: RowTable, own: Row) -> int:
-    """Positions of a sequence that have a place in the KV cache."""
-    return min(own.num_blocks) * table.block_size
-
-
 def draft_natively(
     rounds: Rounds, table: RowTable, orders: Sequence[Order], hidden: Sequence[Tensor] = ()
 ) -> list[list[int]]:
     """Read and draw in one call, `hidden` being what is read with the tokens; fewer where it can't be done."""
     rows: list[int] = []
     for order in orders:
-        rows += order.own.index, order.start, order.stop, order.num_drafts, order.state.position
+        rows += table[order.row.sequence_id].index, order.start, order.stop, order.num_drafts, order.state.position
     records = b"".join([fixed_record(order.state) for order in orders])
     num_tokens, most = sum([order.stop - order.start for order in orders]), orders[0].num_drafts
     tables = table.token_ids, table.block_tables
@@ -103,7 +89,7 @@ def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
             if token_id is not None:
                 drafts[i].append(token_id)
                 if num_drawn < orders[i].num_drafts:
-                    orders[i].own.tokens.set_drafts(drafts[i])
+                    orders[i].row.tokens.set_drafts(drafts[i])
                     kept.append(at)
         drafting = [drafting[at] for at in kept]
         starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)

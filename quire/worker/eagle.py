@@ -20,14 +20,14 @@ from quire.models.growing_tree import GrowingTrees
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.protocol.cache import LayerCache, group_layers
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Drawing, Order
+from quire.speculative.drawing import Order
 from quire.speculative.eagle import EagleProposer, EagleRunner
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, held_row, num_slots, rank_tokens
+from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.heads import fill_heads, open_heads
-from quire.worker.rows import Row, RowTable
+from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
 _SIZES = [1, 4, 16, 64]  # tokens of the steps that are timed
@@ -73,7 +73,7 @@ class EagleModel(Drafter):
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
         runner = RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
-        return EagleProposer(self._max_drafts, model.vocab_size, runner, self._config.draft_tree)
+        return EagleProposer(self._max_drafts, runner, self._config.draft_tree)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
         timed, num_groups = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES)), len(group_layers(layers))
@@ -90,17 +90,16 @@ class RowEagleRunner(EagleRunner):
         self._device, self._head, self._table, self._caches = device, head, table, caches
         self._rounds = head.rounds(caches) if isinstance(head, CompiledEagle) else None
 
-    def open(self, row: DraftedSequence) -> tuple[Row, Drawing]:
-        return held_row(self._table, row)
-
-    def num_slots(self, own: Row) -> int:
-        return num_slots(self._table, own)
+    def num_slots(self, row: DraftedSequence) -> int:
+        return self._table.num_slots(row.sequence_id)
 
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(taps or [hidden])
 
-    def read(self, several: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
-        self._run(several, starts, counts, hidden)
+    def read(
+        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
+    ) -> None:
+        self._run(rows, starts, counts, hidden)
 
     def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
         if self._rounds is not None and self._table.tree is None:
@@ -115,7 +114,7 @@ class RowEagleRunner(EagleRunner):
             nonlocal before
             if kept is not None:
                 before = self._device.take_rows(before, kept)
-            before = self._run([order.own for order in orders], starts, counts, before)
+            before = self._run([order.row for order in orders], starts, counts, before)
             logits = self._head.spread(self._head.compute_logits(before))
             return self._device.draw_ahead(logits, [order.state for order in orders], num_drawn)
 
@@ -125,7 +124,7 @@ class RowEagleRunner(EagleRunner):
         """Trees: of each level what the sampler would draw and what is likeliest, then the head on all its nodes."""
         trees = GrowingTrees(shape, [order.num_drafts for order in orders])
         counts = [order.stop - order.start for order in orders]
-        hidden = self._run([order.own for order in orders], [order.start for order in orders], counts, hidden)
+        hidden = self._run([order.row for order in orders], [order.start for order in orders], counts, hidden)
         while True:
             logits, wanted = self._head.spread(self._head.compute_logits(hidden)), trees.wanted
             states, num_choices = [orders[i].state for i, _ in wanted], [num for _, num in wanted]
@@ -134,8 +133,9 @@ class RowEagleRunner(EagleRunner):
             if not parents:
                 return [trees.drafts(i) for i in range(len(orders))]
             for i in trees.growing:
-                orders[i].own.tokens.set_drafts(trees.drafts(i))
-            rows, stops = [orders[i].own for i in trees.growing], [orders[i].stop for i in trees.growing]
+                orders[i].row.tokens.set_drafts(trees.drafts(i))
+            rows = [self._table[orders[i].row.sequence_id] for i in trees.growing]
+            stops = [orders[i].stop for i in trees.growing]
             nodes = gather_nodes(rows, stops, [0] * len(rows), trees.levels, self._table)
             hidden = self._compute(nodes, self._device.take_rows(hidden, parents))
 
@@ -144,7 +144,9 @@ class RowEagleRunner(EagleRunner):
         input_ids, step = self._device.upload(batch.arrays, self._caches)
         return self._head(input_ids, hidden, step)
 
-    def _run(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> Tensor:
+    def _run(
+        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
+    ) -> Tensor:
         """What the head makes of the last token of each, [R, H]."""
-        batch = gather_tokens(list(rows), starts, counts, self._table)
+        batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
         return self._device.take_rows(self._compute(batch, hidden), [end - 1 for end in batch.ends])

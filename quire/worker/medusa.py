@@ -17,12 +17,11 @@ from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
 from quire.protocol.cache import LayerCache
 from quire.sampling.state import SamplingState
-from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Drawing
+from quire.speculative.base import Proposer
 from quire.speculative.medusa import HeadRunner, MedusaProposer
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.drafting import Drafter, held_row, rank_tokens
+from quire.worker.drafting import Drafter, rank_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
@@ -67,8 +66,8 @@ class MedusaModel(Drafter):
             self._token_map = found
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
-        self._runner = RowHeadRunner(self._device, self._heads, model, table, self._token_map)
-        return MedusaProposer(self._speculative, model.vocab_size, self._runner)
+        self._runner = RowHeadRunner(self._device, self._heads, model, self._token_map)
+        return MedusaProposer(self._speculative, self._runner)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
         """What drafts of some rows take, all heads at once: measured."""
@@ -90,15 +89,10 @@ class MedusaModel(Drafter):
 class RowHeadRunner(HeadRunner):
     """Runs heads for the rows of a table; a program for each number of them."""
 
-    def __init__(
-        self, device: Device, heads: MedusaHeads, model: RunnableModel, table: RowTable, token_map: Tensor | None
-    ) -> None:
-        self._device, self._heads, self._model, self._table = device, heads, model, table
+    def __init__(self, device: Device, heads: MedusaHeads, model: RunnableModel, token_map: Tensor | None) -> None:
+        self._device, self._heads, self._model = device, heads, model
         self._token_map = token_map
         self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
-
-    def drawing(self, row: DraftedSequence) -> Drawing:
-        return held_row(self._table, row)[1]
 
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         each = [state for state in states for _ in range(num_heads)]

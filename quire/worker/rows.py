@@ -164,6 +164,10 @@ class RowTable:
         if scheduled.draft_token_ids:
             row.tokens.set_drafts(scheduled.draft_token_ids)
 
+    def num_slots(self, sequence_id: int) -> int:
+        """Positions of a sequence that have a place in the KV cache."""
+        return min(self._rows[sequence_id].num_blocks) * self.block_size
+
     def slots(self, rows: npt.NDArray[Any], positions: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """Cache slots of positions of rows, by KV group."""
         block, offset = np.divmod(positions, np.int32(self.block_size))

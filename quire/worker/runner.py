@@ -243,7 +243,7 @@ class ModelRunner:
         is_free = self.table.tree is None or not task.has_grammar  # masks are of chains
         if self.proposer is not None and task.params.speculative and is_free:
             shares = row.request.cache_salt is None
-            row.drafted = DraftedSequence(row.sequence_id, row.tokens, shares, greedy=row.state.greedy)
+            row.drafted = DraftedSequence(row.sequence_id, row.tokens, row.state, shares, greedy=row.state.greedy)
             if self.pace is not None:
                 self.pace.wake()
 

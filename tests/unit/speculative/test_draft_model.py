@@ -22,7 +22,7 @@ from quire.speculative.draft_model import Reader
 def test_only_what_became_a_token_counts_as_read(became: list[int], right: int) -> None:
     tokens = SequenceTokens.of([1, 2, 3], [4], 20)
     state = SamplingState(SamplingParams(), tokens, seed=0, sequence_index=0, vocab_size=50)
-    reader = Reader(None, state, num_read=4 + 3, drafted=[7, 8, 9])
+    reader = Reader(state, num_read=4 + 3, drafted=[7, 8, 9])
     for token_id in became:
         tokens.append(token_id)
     assert reader.keep_right(tokens) == 4 + right

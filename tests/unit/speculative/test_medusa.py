@@ -11,7 +11,6 @@ from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
-from quire.speculative.drawing import Drawing
 from quire.speculative.medusa import HeadRunner, MedusaProposer
 
 
@@ -20,11 +19,6 @@ class Runner(HeadRunner):
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
-        self.num_states = 0
-
-    def drawing(self, row: DraftedSequence) -> Drawing:
-        self.num_states += 1
-        return Drawing(SamplingParams(temperature=0.5, n=2, min_tokens=3), row.sequence_id, 0)
 
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         self.calls.append((len(hidden), num_heads))
@@ -48,32 +42,34 @@ def config(**options: Any) -> SpeculativeConfig:
 
 
 def row(number: int, max_drafts: int) -> DraftedSequence:
-    return DraftedSequence(number, SequenceTokens.of([1, 2]), max_drafts=max_drafts)
+    params, tokens = SamplingParams(temperature=0.5, n=2, min_tokens=3), SequenceTokens.of([1, 2])
+    state = SamplingState(params, tokens, seed=number, sequence_index=0, vocab_size=64)
+    return DraftedSequence(number, tokens, state, max_drafts=max_drafts)
 
 
 def test_each_sequence_gets_as_many_as_it_may_have() -> None:
     runner = Runner()
-    proposer = MedusaProposer(config(num_speculative_tokens=4), 64, runner)
+    proposer = MedusaProposer(config(num_speculative_tokens=4), runner)
     rows = [row(0, 3), row(1, 3), row(2, 1)]
     assert proposer.propose(rows, torch.zeros(3, 8), []) == [[0, 1, 2], [10], [20]]
     assert runner.calls == [(3, 3)]
-    rows[0].max_drafts = 1
+    rows[0].max_drafts, kept = 1, rows[0].memory
     assert proposer.propose(rows[:1], torch.zeros(1, 8), []) == [[0]]
     assert runner.calls[1:] == [(1, 1)]
-    assert runner.num_states == 3  # made once for each sequence
+    assert rows[0].memory is kept  # made once for each sequence
     assert runner.temperatures == [0.25]  # sharper than the request's
 
 
 def test_where_the_typical_is_accepted_the_likeliest_is_drafted() -> None:
     runner = Runner()
-    proposer = MedusaProposer(config(acceptance="typical"), 64, runner)
+    proposer = MedusaProposer(config(acceptance="typical"), runner)
     proposer.propose([row(3, 2)], torch.zeros(1, 8), [])
     assert runner.temperatures == [0.0]
 
 
 def test_a_tree_is_filled_with_the_likeliest_of_each_head() -> None:
     runner = Runner()
-    proposer = MedusaProposer(config(speculative_token_tree="[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]"), 64, runner)
+    proposer = MedusaProposer(config(speculative_token_tree="[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]"), runner)
     assert proposer.max_drafts == 6
     whole, part, broken = row(1, 6), row(2, 4), row(9, 6)
     drafts = proposer.propose([whole, part, broken], torch.zeros(3, 8), [])
