@@ -69,10 +69,5 @@ def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, A
 
 def restored(most: SchedulerConfig, limits: Limits) -> SchedulerConfig:
     """The configuration of a scheduler that goes on from another one's limits, as far as its own start allows."""
-    return replace(
-        most,
-        max_num_seqs=min(limits.max_num_seqs, most.max_num_seqs),
-        max_num_batched_tokens=min(limits.max_num_batched_tokens, most.max_num_batched_tokens),
-        policy=limits.policy,
-        policy_options=PolicyOptions(**limits.policy_options),  # type: ignore[arg-type]  (they were checked)
-    )
+    counts = {name: min(getattr(limits, name), getattr(most, name)) for name in _COUNTS}
+    return changed(most, most, {"policy": limits.policy, **limits.policy_options, **counts})
