@@ -272,9 +272,8 @@ class LLM:
         processed = []
         for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
             try:
-                if isinstance(one, SamplingParams):
-                    one = _final_only(one)
                 prepared = self.llm_engine.prepare(prompt, one, add_special_tokens)
+                prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
                 request_id = str(next(self._request_ids))
                 processed.append(self.llm_engine.process_input(request_id, prepared, terms=served))
             except InvalidRequestError as error:
@@ -326,15 +325,6 @@ class LLM:
     def _drop(self, ids: list[str]) -> None:
         self.llm_engine.abort_request(ids)
         self.llm_engine.discard_outputs(ids)
-
-
-def _final_only(params: SamplingParams) -> SamplingParams:
-    """Offline calls read only the last output, so no text is built for the steps before."""
-    if params.output_kind == RequestOutputKind.FINAL_ONLY:
-        return params
-    params = params.clone()
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
 
 
 def _one_each(given: Any, num_prompts: int, what: str, name: str) -> list[Any]:
