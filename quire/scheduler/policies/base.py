@@ -32,7 +32,11 @@ class Load(NamedTuple):
 
 
 class Policy:
-    """The order of requests; one object serves one scheduler. What is here is what a policy without wishes does."""
+    """The order of requests; one object serves one scheduler.
+
+    What is here is what a policy without wishes does: requests run in the order in which they were added, whatever
+    their priority, and nobody pushes out anybody. That is "fcfs".
+    """
 
     def __init__(self, options: PolicyOptions) -> None:
         self.options = options
@@ -41,7 +45,7 @@ class Policy:
 
     def key(self, request: NewRequest, order: int) -> Key:
         """Sort key of a request, the `order`-th that was added; smaller runs earlier in its lane. Ends in `order`."""
-        raise NotImplementedError
+        return (order,)
 
     def lane(self, request: NewRequest) -> str | None:
         """The lane that a request waits in; lanes take turns by their ranks."""
@@ -93,7 +97,7 @@ class Policy:
 
     def explain(self, request: NewRequest, first: NewRequest) -> str:
         """Why `first` comes before `request`, with numbers."""
-        raise NotImplementedError
+        return "those came earlier"
 
     def state(self) -> Any:
         """What `restore` needs, as plain data; None where that is nothing."""

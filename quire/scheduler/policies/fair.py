@@ -32,10 +32,6 @@ class FairShare(Policy):
         self._num_live: dict[str | None, int] = {}
         self._last_admitted: str | None = None
 
-    def key(self, request: NewRequest, order: int) -> Key:
-        """The order of add."""
-        return (order,)
-
     def lane(self, request: NewRequest) -> str | None:
         """The client."""
         return request.client
