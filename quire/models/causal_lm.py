@@ -8,6 +8,7 @@ know requests or files.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,20 @@ from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
 from quire.protocol.cache import CacheGroup
+
+
+class RunnableModel(Protocol):
+    """What a device makes of a model: called as the model itself."""
+
+    vocab_size: int
+
+    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
+        """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V]."""
+        ...
 
 
 class CausalLM(nn.Module):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from quire.config.worker import WorkerConfig
+from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
 from quire.protocol.cache import LayerCache, group_layers
@@ -16,7 +17,7 @@ from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.draft_model import DraftModelProposer, DraftRunner
 from quire.speculative.drawing import Order
 from quire.speculative.pace import StepCosts
-from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
 from quire.worker.gather import StepBatch, gather_tokens
 from quire.worker.rows import RowTable
@@ -51,9 +52,8 @@ class DraftModel(Drafter):
         return DraftModelProposer(num_drafts, runner, acceptance)
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
-        sizes, num_groups = [1, 4, 16, 64], len(group_layers(layers))
-        seconds = self._device.step_seconds(self._runnable, self.model.cache_layers, sizes, 0.05, num_groups)
-        return StepCosts(seconds)
+        meter = self._device.meter(self._runnable, self.model.cache_layers, len(group_layers(layers)))
+        return StepCosts(meter.step_seconds([1, 4, 16, 64], 0.05))
 
 
 class RowDraftRunner(DraftRunner):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from quire.models.causal_lm import RunnableModel
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import CacheGroup, LayerCache
 from quire.protocol.step import TokenLogprobs
@@ -18,7 +19,7 @@ from quire.sampling.state import SamplingState
 from quire.speculative.base import Proposer
 from quire.speculative.drawing import Order
 from quire.speculative.pace import StepCosts
-from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.base import Device
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config.draft_tree import DraftTree
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
-from quire.models.causal_lm import CausalLM
+from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
@@ -23,7 +23,7 @@ from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Order
 from quire.speculative.eagle import EagleProposer, EagleRunner
 from quire.speculative.pace import StepCosts
-from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.heads import fill_heads, open_heads
@@ -77,7 +77,7 @@ class EagleModel(Drafter):
 
     def costs(self, layers: list[LayerCache]) -> StepCosts:
         timed, num_groups = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES)), len(group_layers(layers))
-        return StepCosts(self._device.step_seconds(timed, self.model.cache_layers, _SIZES, 0.05, num_groups))
+        return StepCosts(self._device.meter(timed, self.model.cache_layers, num_groups).step_seconds(_SIZES, 0.05))
 
 
 class RowEagleRunner(EagleRunner):

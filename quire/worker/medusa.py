@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
-from quire.models.causal_lm import CausalLM
+from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
 from quire.protocol.cache import LayerCache
@@ -20,7 +20,7 @@ from quire.sampling.state import SamplingState
 from quire.speculative.base import Proposer
 from quire.speculative.medusa import HeadRunner, MedusaProposer
 from quire.speculative.pace import StepCosts
-from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, rank_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.distributed.links import Link
 from quire.layers.step import Taps
+from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (
     Failure,
@@ -36,7 +37,7 @@ from quire.sampling_params import SamplingParams
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
 from quire.worker.cache import KVCache
-from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.base import Device
 from quire.worker.gather import gather
 from quire.worker.judging import Judge
 from quire.worker.rows import Row, RowTable

@@ -15,6 +15,7 @@ from msgspec import structs
 from quire.config.worker import WorkerConfig
 from quire.distributed.links import open_link
 from quire.errors import ConfigError
+from quire.models.causal_lm import RunnableModel
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
@@ -25,7 +26,7 @@ from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
 from quire.worker.blockfiles import BlockFiles, BlockFolder
 from quire.worker.cache import KVCache
-from quire.worker.devices.base import Device, RunnableModel
+from quire.worker.devices.base import Device
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.draft import DraftModel
 from quire.worker.drafting import Drafter
@@ -133,11 +134,10 @@ class Worker:
             itemsize * math.prod(self._cache_shape(i, 1, config.block_size)) for i in range(len(self._layers))
         ]
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
+        meter = device.meter(self._loaded(), self._layers, len(groups))
         return CacheReport(
             available_bytes=max(0, device.available_bytes() - mapped * config.num_ranks) // config.num_ranks,
-            activation_bytes=device.activation_bytes(
-                self._loaded(), self._layers, config.max_num_batched_tokens, max_rows, len(groups)
-            ),
+            activation_bytes=meter.activation_bytes(config.max_num_batched_tokens, max_rows),
             groups=groups,
             block_bytes=block_bytes,
             stored=self._open_files(block_bytes),
@@ -203,7 +203,7 @@ class Worker:
             runner.judge = Judge(self.device, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
-            seconds = self.device.step_seconds(model, self._layers, sizes, PACE_SECONDS, len(self._groups))
+            seconds = self.device.meter(model, self._layers, len(self._groups)).step_seconds(sizes, PACE_SECONDS)
             costs = StepCosts(seconds, HOST_SECONDS)
             drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(self._layers)
             reads = drafter is not None and drafter.reads

@@ -7,7 +7,7 @@ and takes hidden states from it. A device knows tensors and kernels, and neither
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.distributed.groups import Group
 from quire.layers.step import Step
-from quire.models.causal_lm import CausalLM
+from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
@@ -26,22 +26,9 @@ from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
 from quire.sampling.lanes import Lane
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import draw_lanes, sample_ahead
+from quire.worker.devices.meter import Meter
 from quire.worker.gather import StepArrays
 from quire.worker.weights.store import WeightStore
-
-
-class RunnableModel(Protocol):
-    """What a device makes of a model: called as the model itself."""
-
-    vocab_size: int
-
-    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
-        ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V]."""
-        ...
 
 
 class Device(ABC):
@@ -98,27 +85,10 @@ class Device(ABC):
         """Functions of the same rows, in the model's type, as this device runs them: [R, width] -> [R, K, N]."""
 
     @abstractmethod
-    def activation_bytes(
-        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int, num_groups: int = 0
-    ) -> int:
-        """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled: measured.
-
-        `num_groups`: as for `step_seconds`.
-        """
-
-    @abstractmethod
-    def step_seconds(
-        self,
-        model: RunnableModel,
-        layers: Sequence[LayerCache],
-        sizes: Sequence[int],
-        limit: float,
-        num_groups: int = 0,
-    ) -> dict[int, float]:
-        """How long steps of so many tokens take, each of them sampled: measured, in about `limit` seconds in all.
+    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int = 0) -> Meter:
+        """What measures steps of a model whose caches are of such layers.
 
         `num_groups`: KV groups of a step, where they are not those of `layers`, the model's own, alone.
-        Sizes that the time does not suffice for, but for the first two, are left out.
         """
 
     @abstractmethod

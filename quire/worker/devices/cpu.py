@@ -24,7 +24,7 @@ from quire.config.worker import WorkerConfig
 from quire.distributed.links import tensor_group
 from quire.errors import ConfigError
 from quire.layers.step import Step
-from quire.models.causal_lm import CausalLM
+from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled import CompiledHeads, CompiledModel
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead
@@ -33,8 +33,8 @@ from quire.ops.native.library import TORCH, Target, choose_level, prefault
 from quire.protocol.cache import LayerCache, group_layers
 from quire.quantization.registry import WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
-from quire.worker.devices.base import Device, RunnableModel
-from quire.worker.devices.meter import BLOCK_SIZE, measure_activations, measure_steps
+from quire.worker.devices.base import Device
+from quire.worker.devices.meter import BLOCK_SIZE, Meter
 from quire.worker.gather import StepArrays
 from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.weights.store import WeightStore
@@ -115,33 +115,11 @@ class CpuDevice(Device):
             return CompiledHeads(heads, width, self._dtype, self.target)
         return lambda hidden: torch.stack(list(heads(hidden)), 1)
 
-    def activation_bytes(
-        self, model: RunnableModel, layers: Sequence[LayerCache], max_tokens: int, max_rows: int, num_groups: int = 0
-    ) -> int:
-        caches, num_groups = self._caches_of_a_block(layers), num_groups or len(group_layers(list(layers)))
-        with self.computing():
-            num_bytes = measure_activations(
-                model, lambda arrays: self.upload(arrays, caches), num_groups, max_tokens, max_rows
-            )
-        return num_bytes + (model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0)
-
-    def step_seconds(
-        self,
-        model: RunnableModel,
-        layers: Sequence[LayerCache],
-        sizes: Sequence[int],
-        limit: float,
-        num_groups: int = 0,
-    ) -> dict[int, float]:
-        caches, num_groups = self._caches_of_a_block(layers), num_groups or len(group_layers(list(layers)))
-        with self.computing():
-            upload = partial(self.upload, caches=caches)
-            return measure_steps(model, upload, num_groups, sizes, limit, self.clock)
-
-    def _caches_of_a_block(self, layers: Sequence[LayerCache]) -> list[Tensor]:
-        dtype = self.backend.kv_cache_dtype(self._dtype)
+    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int = 0) -> Meter:
+        dtype, num_groups = self.backend.kv_cache_dtype(self._dtype), num_groups or len(group_layers(list(layers)))
         shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        return Meter(model, partial(self.upload, caches=caches), num_groups, self.computing, self.clock)
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, CompiledModel):

@@ -40,8 +40,9 @@ def test_small_steps_tell_what_a_large_one_takes(drive: Callable[..., Driver], k
     with torch.inference_mode():
         hidden, body = peak_bytes(lambda: runner.model(ids, step))
         _, head = peak_bytes(lambda: runner.model.compute_logits(hidden[:40]))
-    kept = device.activation_bytes(runner.model, layers, 50, 0) - device.activation_bytes(runner.model, layers, 0, 0)
-    measured = device.activation_bytes(runner.model, layers, 50, 40)
+    meter = device.meter(runner.model, layers)
+    kept = meter.activation_bytes(50, 0) - meter.activation_bytes(0, 0)
+    measured = meter.activation_bytes(50, 40)
     assert body + head > 0
     assert 0.9 * (body + head) <= measured
     assert kernels == "auto" or measured <= 1.3 * (body + head)
