@@ -85,11 +85,15 @@ def test_what_is_not_there_and_what_does_not_load(fleet: RunningServer) -> None:
     unknown = fleet.post("/v1/completions", {"model": "gamma", "prompt": "x"})
     assert unknown.status == fleet.get("/v1/models/gamma").status == 404
     assert "'alpha'" in unknown.json()["error"]["message"]
+    fleet.complete("x", model="alpha", max_tokens=1)
+    before, running = states(fleet), engines(fleet)
     broken = fleet.post("/v1/completions", {"model": "broken", "prompt": "x"})
     assert broken.status == 500
+    assert (states(fleet), engines(fleet)) == (before, running), "it has pushed out nobody"
     assert "'broken' can't be loaded" in broken.json()["error"]["message"]
     assert "safetensors" in fleet.get("/v1/models/broken").json()["error"]
     assert fleet.complete("The old house", model="demo", max_tokens=1)
+    assert engines(fleet) == running
 
 
 def test_room_is_made_by_idle_ones_only_and_a_response_outlives_its_model(fleet: RunningServer) -> None:

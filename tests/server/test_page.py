@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from quire.utils.hub import resolve_model_path
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 PATIENCE = 60.0  # seconds; no test measures time
@@ -153,7 +155,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(port: int, *flags: str) -> Iterator[None]:
-    """`quire serve demo` in a process of its own, ready."""
+    """`quire serve demo`, and what else the flags say, in a process of its own, ready."""
     command = [sys.executable, "-m", "quire", "serve", "demo", "--host", "127.0.0.1", "--port", str(port), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -362,6 +364,40 @@ def test_the_page_survives_its_server(browser: Browser) -> None:
         browser.wait("$('status').dataset.state === 'live'")
         browser.run("turns.chat.at(-1).again.click()")
         assert answer(browser)
+
+
+def test_the_models_of_a_server_are_a_table(browser: Browser, tmp_path: Path) -> None:
+    """With state, sizes and what went wrong; the one that is chosen there is asked, and its engine shown."""
+    demo = resolve_model_path("demo")
+    for name in ("other", "<b>torn"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(demo / file, tmp_path / name)
+    os.link(demo / "model.safetensors", tmp_path / "other" / "model.safetensors")
+    rows = "[...$('models-rows').rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    port = free_port()
+    with serving(port, "--models-dir", str(tmp_path)):
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        browser.wait("typeof $ === 'function' && $('p-model').value === 'demo' && !$('models').hidden")
+        first, torn, other = browser.run(rows)
+        assert [first[0], torn[0], other[0]] == ["demo", "<b>torn", "other"]
+        assert [row[1] for row in (first, torn, other)] == ["unloaded"] * 3
+        assert (first[2], first[4]) == ("0", "–")
+        assert first[3].endswith("B")
+        assert "safetensors" in torn[5]
+        browser.run("document.querySelector('[data-model=other]').click()")
+        assert browser.run("$('p-model').value") == "other"
+        pressed = "[...document.querySelectorAll('#models-rows [aria-pressed=true]')].map((one) => one.textContent)"
+        assert browser.run(pressed) == ["other"]
+        ask(browser, "Hello")
+        assert answer(browser)
+        browser.wait(f"{rows}[2][1] === 'ready' && {rows}[2][4].endsWith('B')")
+        assert browser.run(rows)[0][1] == "unloaded"
+        assert browser.run("turns.chat[0].request.body.model") == "other"
+        browser.wait("document.title === 'other · Quire' && $('status').dataset.state === 'live'")
+        show(browser, 360, 740)
+        assert browser.run("document.documentElement.scrollWidth") == 360
+    browser.complaints()  # the server is gone
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

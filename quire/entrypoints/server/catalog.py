@@ -11,6 +11,7 @@ from pathlib import Path
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints.server.loading import Limits
 from quire.entrypoints.server.options import ServerArgs
+from quire.entrypoints.server.room import Room, read_room
 from quire.errors import ConfigError, NotYetSupportedError, QuireError
 from quire.kvcache.capacity import CPU_SHARE
 from quire.utils.host_memory import available_memory_bytes
@@ -26,8 +27,9 @@ class Listed:
 
     name: str
     args: EngineArgs
-    num_bytes: int  # of its weights' files; about what they take in memory
-    max_model_len: int | None  # None: its configuration can't be read
+    num_bytes: int = 0  # of its weights' files
+    max_model_len: int | None = None  # None: it can't be read
+    room: Room = Room()
     error: str | None = None
 
 
@@ -37,13 +39,13 @@ class Catalog:
 
     models: list[Listed]
     limits: Limits
-    kv_bytes: int  # most that one takes beside its weights
 
     def describe(self) -> str:
         """A line for whoever starts the server."""
         keep, most = self.limits.keep_alive, self.limits.max_loaded
         idle = f"after {keep:g} s without work" if keep > 0 else "to make room only" if keep < 0 else "as soon as idle"
-        free, each = (f"{size / 2**30:.2f} GiB" for size in (self.limits.memory, self.kv_bytes))
+        most_kv = max(listed.room.kv_cache for listed in self.models)
+        free, each = (f"{size / 2**30:.2f} GiB" for size in (self.limits.memory, most_kv))
         return (
             f"{len(self.models)} models, loaded at their first request and unloaded {idle}; at most {most} at a time, "
             f"in {free} of free memory, each with up to {each} for its KV cache and steps"
@@ -77,17 +79,16 @@ def read_catalog(models: Sequence[str], args: ServerArgs, engine_args: EngineArg
     if engine_args.kv_cache_memory is None and engine_args.num_kv_blocks is None:
         share = (engine_args.gpu_memory_utilization or CPU_SHARE) / most
         engine_args = replace(engine_args, gpu_memory_utilization=share)
-    listed = [_read(name, replace(engine_args, model=path)) for name, path in named]
+    free = available_memory_bytes()
+    listed = [_read(name, replace(engine_args, model=path), free) for name, path in named]
     for name, path in found:
         try:
-            listed.append(_read(name, replace(engine_args, model=path)))
+            listed.append(_read(name, replace(engine_args, model=path), free))
         except (QuireError, OSError) as error:
             logger.warning("the model %r of models_dir can't be served: %s", name, error)
-            listed.append(Listed(name, replace(engine_args, model=path), 0, None, str(error)))
-    free = available_memory_bytes()
-    kv_bytes = engine_args.kv_cache_memory or int((engine_args.gpu_memory_utilization or 0.0) * free)
+            listed.append(Listed(name, replace(engine_args, model=path), error=str(error)))
     keep_alive = 300.0 if args.keep_alive is None else args.keep_alive
-    return Catalog(listed, Limits(most, free, keep_alive, args.max_model_wait), kv_bytes)
+    return Catalog(listed, Limits(most, free, keep_alive, args.max_model_wait))
 
 
 def _refuse(args: ServerArgs, engine_args: EngineArgs) -> None:
@@ -123,7 +124,7 @@ def _check_once(models: Sequence[tuple[str, str]]) -> None:
         paths.add(place)
 
 
-def _read(name: str, args: EngineArgs) -> Listed:
-    model = args.resolve().model
-    size = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
-    return Listed(name, args, size, model.max_model_len)
+def _read(name: str, args: EngineArgs, free: int) -> Listed:
+    config, room = read_room(args, free)
+    size = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
+    return Listed(name, args, size, config.model.max_model_len, room)

@@ -28,6 +28,7 @@ from quire.entrypoints.server.info_requests import ManagedModelCard
 from quire.entrypoints.server.loading import LoadPolicy, Orders, Ticket
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.prometheus import Figures
+from quire.entrypoints.server.room import read_room
 from quire.entrypoints.server.sse import while_connected
 from quire.entrypoints.server.state import MODEL, ServerState
 from quire.errors import EngineDeadError, EngineStoppedError, OverloadedError, QuireError, RequestFailedError
@@ -67,7 +68,7 @@ class Fleet:
         self.args, self.created, self.num_in_flight = args, int(time.time()), 0
         self.model_names = [listed.name for listed in catalog.models]
         self._models = {listed.name: _Model(listed) for listed in catalog.models}
-        sizes = {listed.name: listed.num_bytes + catalog.kv_bytes for listed in catalog.models}
+        sizes = {listed.name: sum(listed.room) for listed in catalog.models}
         self._policy, self._tend = LoadPolicy(sizes, catalog.limits), tend
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # that load and unload
@@ -100,7 +101,9 @@ class Fleet:
         name, limit = self.check_model(name), self.args.max_num_queued_reqs
         if limit is not None and len(self._policy.waiting) >= limit:
             raise OverloadedError(f"{limit} requests wait for models already; try again later.")
-        self._check_going_on()
+        if self._policy.state(name) == "unloaded" and not any(ticket.model == name for ticket in self._policy.waiting):
+            await self._look_at(name)
+            self._check_going_on()
         ticket, orders = self._policy.ask(name, time.monotonic())
         request.scope[_TICKETS].append(ticket)
         self._carry_out(orders)
@@ -142,6 +145,17 @@ class Fleet:
             raise EngineStoppedError("the server is shutting down.")
 
     # Loading.
+
+    async def _look_at(self, name: str) -> None:
+        """Before others make room for a model: whether it can be read at all, and how much it takes."""
+        loop, model, free = asyncio.get_running_loop(), self._models[name], self._policy.limits.memory
+        try:
+            _, room = await loop.run_in_executor(self._threads, read_room, model.listed.args, free)
+        except (QuireError, OSError) as error:
+            model.error = str(error)
+            logger.error("%s can't be loaded: %s", name, error)
+            raise RequestFailedError(f"the model {name!r} can't be loaded: {error}") from None
+        self._policy.resize(name, sum(room))
 
     def _carry_out(self, orders: Orders) -> None:
         for work, names in ((self._load, orders.load), (self._unload, orders.unload)):

@@ -66,6 +66,10 @@ class LoadPolicy:
         """Where a model is."""
         return self._models[name].state
 
+    def resize(self, name: str, size: int) -> None:
+        """What a model takes has become known."""
+        self._models[name].size = size
+
     def num_users(self, name: str) -> int:
         """The requests that a model has."""
         return self._models[name].num_users

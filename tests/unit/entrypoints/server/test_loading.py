@@ -60,6 +60,14 @@ def test_memory_makes_room_too() -> None:
     assert policy.unloaded("b", 5).load == ["big"]
 
 
+def test_what_has_become_known_of_a_size_counts_from_then_on() -> None:
+    policy = policy_of(max_loaded=4)
+    policy.leave(load(policy, "a", 0), 1)
+    policy.resize("big", 6)
+    _, orders = policy.ask("big", 2)
+    assert (orders.unload, orders.load) == ([], ["big"])
+
+
 @pytest.mark.parametrize(("seconds", "left", "kept"), [(10.0, 9.9, 10.1), (0.0, 0.0, 0.0), (-1.0, 1e9, 1e9)])
 def test_keep_alive(seconds: float, left: float, kept: float) -> None:
     policy = policy_of(keep_alive=seconds)

@@ -1,0 +1,79 @@
+"""What a model's files say before anything is loaded: whether they are whole, and how much memory it will take.
+
+`catalog` asks at the start, and `fleet` again before another model makes room. Only configuration and headers are read,
+without torch, in milliseconds. The figures are near those of `quire plan`, which builds the model for them.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from quire.config.engine_args import EngineArgs, EngineConfig
+from quire.config.families import BY_ARCHITECTURE
+from quire.config.model import ModelConfig, parse_json
+from quire.errors import ModelLoadError
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Room(NamedTuple):
+    """What a loaded model takes, in bytes; as much as is known of one that can't be read."""
+
+    weights: int = 0
+    kv_cache: int = 0
+
+
+def read_room(args: EngineArgs, free: float) -> tuple[EngineConfig, Room]:
+    """A model's configuration, and what it takes where so many bytes are `free` for all.
+
+    Raises:
+        ConfigError, NotYetSupportedError, ModelLoadError: it could not be loaded.
+    """
+    config = args.resolve()
+    weights = _weight_bytes(config.model, args.quantization, args.load_format)
+    if config.draft is not None and config.speculative is not None:
+        weights += _weight_bytes(config.draft, config.speculative.quantization, args.load_format)
+    return config, Room(weights, _kv_bytes(args, config.model, free))
+
+
+def _kv_bytes(args: EngineArgs, model: ModelConfig, free: float) -> int:
+    if args.kv_cache_memory is not None or args.num_kv_blocks is None:
+        return args.kv_cache_memory or int((args.gpu_memory_utilization or 0.0) * free)
+    head = model.head_dim + 4 if args.kv_cache_dtype == "int8" else model.head_dim * _ITEM_BYTES[model.dtype]
+    return 2 * model.num_layers * model.num_kv_heads * head * args.block_size * args.num_kv_blocks
+
+
+def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str) -> int:
+    """Of the weights in memory: in the model's type, or in codes and their scales."""
+    if model.architecture not in BY_ARCHITECTURE:
+        raise ModelLoadError(f"architecture {model.architecture!r} of model {model.model!r} is not supported.")
+    total = 0
+    for shape in _shapes(model) if load_format != "dummy" else ():
+        size = math.prod(shape)
+        if quantization is None or len(shape) < 2:
+            total += size * _ITEM_BYTES[model.dtype]
+        elif quantization == "int8" or model.vocab_size in shape:  # tables by token keep eight bits
+            total += size + 4 * shape[0]
+        else:
+            total += size * 9 // 16  # four bits, and two bytes for each 32
+    return total
+
+
+def _shapes(model: ModelConfig) -> Iterator[list[int]]:
+    """Of all tensors, from files that are held against their headers and against the index."""
+    name, index, ignored = model.model, model.path / "model.safetensors.index.json", ("consolidated", "adapter_")
+    paths = [path for path in model.path.glob("*.safetensors") if not path.name.startswith(ignored)]
+    try:
+        named = [] if paths else ["*.safetensors"]
+        if index.is_file():
+            named = parse_json(index, repr(name))["weight_map"].values()
+        if missing := set(named) - {path.name for path in paths}:
+            raise ModelLoadError(f"model {name!r} has no {min(missing)}; fetch it.")
+        for path in paths:
+            with safe_open(path, framework="numpy") as file:
+                for tensor in file.keys():  # noqa: SIM118  (it is no dict)
+                    yield file.get_slice(tensor).get_shape()
+    except (SafetensorError, LookupError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"files of model {name!r} are truncated or corrupt: {error}. Fetch them again.") from error
