@@ -2,13 +2,16 @@
 
     python benchmarks/ranks.py gather
     python benchmarks/ranks.py decode MODEL [--output-len 64] [--rounds 3]
+    python benchmarks/ranks.py collectives MODEL [--output-len 64] [--rounds 3]
 
 Two processes each. `gather` runs programs of nothing but gathers of bfloat16 columns. `decode` runs an engine with two
-ranks of one thread each against one with two threads in the engine's process, by turns.
+ranks of one thread each against one with two threads in the engine's process, by turns. `collectives` has two engines
+with two ranks each take turns, which gather and reduce: time, and the workers' CPU time, with what they spin.
 """
 
 import argparse
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -75,6 +78,36 @@ def decode(options: argparse.Namespace, num_ranks: int, report: Any) -> None:
     report.put((seconds[3] - seconds[2]) / options.output_len * 1e3)
 
 
+def cpu_seconds(llm: LLM) -> float:
+    """Of the workers, so far."""
+    total = 0
+    for process in llm.llm_engine.executor.workers.processes:  # pyright: ignore
+        words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(words[11]) + int(words[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def collectives(options: argparse.Namespace) -> None:
+    shared: dict[str, Any] = {"tensor_parallel_size": 2, "max_model_len": 1024, "num_kv_blocks": 200}
+    llms = {
+        kind: LLM(options.model, tp_collective=kind, show_progress=False, skip_tokenizer_init=True, **shared)
+        for kind in ("gather", "reduce")
+    }
+    print("requests x tokens   gather: ms, CPU ms a step   reduce: ms, CPU ms a step")
+    for _ in range(options.rounds):
+        for count, num_prompt, num_tokens in ((1, 2, options.output_len), (16, 2, options.output_len), (1, 512, 1)):
+            params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+            told: list[str] = []
+            for llm in llms.values():
+                llm.reset_prefix_cache()
+                cpu, start = cpu_seconds(llm), time.perf_counter()
+                prompts: Any = [{"prompt_token_ids": list(range(10, 10 + num_prompt))}] * count
+                llm.generate(prompts, params, use_tqdm=False)
+                taken = time.perf_counter() - start, cpu_seconds(llm) - cpu
+                told += [f"{seconds / num_tokens * 1e3:10.1f}" for seconds in taken]
+            print(f"{count:3} x {num_prompt:3} + {num_tokens:<4}", *told)
+
+
 def in_processes(function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """What the processes report, one for each tuple of arguments."""
     spawn = multiprocessing.get_context("spawn")
@@ -92,7 +125,7 @@ def in_processes(function: Callable[..., None], arguments: Sequence[tuple[Any, .
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["gather", "decode"])
+    parser.add_argument("what", choices=["gather", "decode", "collectives"])
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -105,6 +138,8 @@ def main() -> None:
             for rows, width, ours, gloo in in_processes(gather_rank, [(0, str(path)), (1, str(path))]):
                 print(f"{rows:4} x {width:<10} {ours:9.1f}   {gloo:9.1f}")
         return
+    if options.what == "collectives":
+        return collectives(options)
     for _ in range(options.rounds):
         [one] = in_processes(decode, [(options, 1)])
         [two] = in_processes(decode, [(options, 2)])
