@@ -359,12 +359,10 @@ class AsyncLLM:
             self._refuse(event)
         elif isinstance(event, Reply):
             future = self._calls.get(event.call_id)
-            if future is not None and not future.done() and event.error is None:
+            if future is not None and not future.done() and event.fault is None:
                 future.set_result(event.value)
-            elif future is not None and not future.done() and event.param is not None:
-                future.set_exception(InvalidRequestError(event.error or "", event.param))
-            elif future is not None and not future.done():
-                future.set_exception(RequestFailedError(event.error))
+            elif future is not None and not future.done() and event.fault is not None:
+                future.set_exception(event.fault.error())
         elif isinstance(event, Dead):
             self._monitor.die(event.message)
 
@@ -395,18 +393,11 @@ class AsyncLLM:
                 stream.put(output)
 
     def _refuse(self, event: Refused) -> None:
-        stream = self._streams.get(event.request_id)
         if event.request_id in self._outputs:
             self._outputs.discard(event.request_id)
             self.metrics.on_finished(event.request_id, ["error"], 0, time.monotonic())
-        if stream is not None and event.message is not None and event.is_lost:
-            stream.fail(EngineDeadError(event.message))
-        elif stream is not None and event.message is not None and event.retry_after is not None:
-            stream.fail(OverloadedError(event.message, event.retry_after))
-        elif stream is not None and event.message is not None:
-            stream.fail(InvalidRequestError(event.message, event.param, event.code))
-        elif stream is not None:
-            stream.fail(RequestFailedError("the engine failed to take this request; the server's log says why."))
+        if (stream := self._streams.get(event.request_id)) is not None:
+            stream.fail(event.fault.error())
 
     def _end_all(self, error: EngineDeadError) -> None:
         """Tell everyone who waits."""

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire.engine.core import EngineCore
-from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply, Stop
+from quire.errors import EngineDeadError, QuireError, RequestFailedError
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply, Stop
 from quire.protocol.step import SequenceOutput
 
 logger = logging.getLogger("quire")
@@ -78,13 +78,9 @@ class CoreLoop:
             case Add(request):
                 try:
                     self.core.add(request)
-                except InvalidRequestError as error:
-                    self._send(Refused(request.request_id, str(error), error.param, error.code))
-                except OverloadedError as error:
-                    self._send(Refused(request.request_id, str(error), retry_after=error.retry_after))
-                except Exception:
-                    logger.exception("request %s could not be queued", request.request_id)
-                    self._send(Refused(request.request_id, None))
+                except Exception as error:
+                    why = "the engine failed to take this request; the server's log says why."
+                    self._send(Refused(request.request_id, self._fault(error, request.request_id, why)))
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._ended += self.core.abort(request_id)
@@ -101,8 +97,12 @@ class CoreLoop:
     def _answer(self, call: Call) -> Reply:
         try:
             return Reply(call.call_id, getattr(self.core, call.name)(*call.arguments))
-        except InvalidRequestError as error:
-            return Reply(call.call_id, error=str(error), param=error.param or call.name)
         except Exception as error:
-            logger.exception("%s failed", call.name)
-            return Reply(call.call_id, error=f"{call.name} failed: {error}")
+            return Reply(call.call_id, fault=self._fault(error, call.name, f"{call.name} failed: {error}"))
+
+    def _fault(self, error: Exception, what: str, message: str) -> Fault:
+        """An error as it is told; one that nobody raised on purpose is logged, and told by a message."""
+        if isinstance(error, QuireError):
+            return Fault.of(error)
+        logger.error("%s failed", what, exc_info=error)
+        return Fault.of(RequestFailedError(message))

@@ -17,7 +17,7 @@ from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_llm import AsyncOptions
 from quire.engine.interrupts import InterruptShield
 from quire.entrypoints.server.replicas import ReplicasClient
-from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
+from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event, Finish, News, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
@@ -128,8 +128,8 @@ class ReplicatedCore:
         while (reply := self._replies.pop(call_id, None)) is None:
             self._check_alive()
             self._take()
-        if reply.error is not None:
-            raise InvalidRequestError(reply.error, reply.param) if reply.param else RequestFailedError(reply.error)
+        if reply.fault is not None:
+            raise reply.fault.error()
         return reply.value
 
     def _take(self) -> None:
@@ -157,12 +157,12 @@ class ReplicatedCore:
                     raise EngineDeadError(self._dead)
 
     def _refuse(self, event: Refused) -> None:
-        left = self._left.pop(event.request_id, ())
-        if left and event.retry_after is not None:
-            raise OverloadedError(event.message or "", event.retry_after)
-        wrong = not event.is_lost and event.message is not None
+        left, error = self._left.pop(event.request_id, ()), event.fault.error()
+        if left and isinstance(error, OverloadedError):
+            raise error
+        wrong = isinstance(error, InvalidRequestError)
         kind = FailureKind.BAD_REQUEST if wrong else FailureKind.INTERNAL
-        failure = Failure(kind, event.message or "the engine failed to take this request", event.param or "prompts")
+        failure = Failure(kind, str(error), (error.param if wrong else None) or "prompts")
         for index in left:
             self._outputs.append(SequenceOutput(event.request_id, index, [], finish_reason="error", failure=failure))
 

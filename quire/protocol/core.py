@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quire import errors
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
@@ -18,6 +19,26 @@ from quire.protocol.step import SequenceOutput
 CallName = Literal[
     "snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes", "check_integrity"
 ]
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """An error of `quire.errors` on its way, with its attributes."""
+
+    kind: str  # name of the class
+    message: str
+    facts: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, error: errors.QuireError) -> "Fault":
+        """What crosses of an error; one of a class that is not at home there crosses as what that is derived from."""
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        return cls(kind.__name__, str(error), vars(error))
+
+    def error(self) -> errors.QuireError:
+        """The error, to be raised."""
+        found = getattr(errors, self.kind)(self.message)
+        vars(found).update(self.facts)
+        return found
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -59,10 +80,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The model could not be loaded: the only event. `kind` is the name of an error of `quire.errors`."""
+    """The model could not be loaded: the only event."""
 
-    kind: str
-    message: str
+    fault: Fault
 
 
 class News(msgspec.Struct, frozen=True, tag=True):
@@ -76,17 +96,10 @@ class News(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request was not taken, or broke in being taken (`message` None), or was lost with one of several engines.
-
-    It is an InvalidRequestError, or, where `retry_after` is given, an OverloadedError, or an EngineDeadError.
-    """
+    """A request was not taken, or broke in being taken, or was lost with one of several engines."""
 
     request_id: str
-    message: str | None
-    param: str | None = None
-    code: str | None = None
-    retry_after: int | None = None  # seconds
-    is_lost: bool = False
+    fault: Fault
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
@@ -94,8 +107,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
     call_id: int
     value: EngineSnapshot | Limits | PinnedPrefix | list[PinnedPrefix] | bool | None = None
-    error: str | None = None
-    param: str | None = None  # what of the call was wrong: then it is an InvalidRequestError
+    fault: Fault | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

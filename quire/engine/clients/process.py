@@ -26,11 +26,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from quire import errors
 from quire.config.engine_args import EngineArgs
-from quire.errors import EngineDeadError, ModelLoadError, QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.executor.binding import cpus_of_ranks
-from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
+from quire.protocol.core import Beat, Command, Dead, Event, Failed, Fault, Ready, Stop
 from quire.utils.child import how_it_ended, start_child
 from quire.utils.logs import configure_logging
 
@@ -86,7 +85,7 @@ class ProcessClient:
                     raise EngineDeadError(f"the engine's process ended while loading ({how_it_ended(code)}).")
             event = self._decode(self._events.recv())
         if isinstance(event, Failed):
-            raise getattr(errors, event.kind, ModelLoadError)(event.message)
+            raise event.fault.error()
         assert isinstance(event, Ready), "the first event is Ready or Failed"
         self._ready = True
         return event
@@ -207,7 +206,7 @@ def main() -> int:
         core = build_core(birth.args.resolve(), show_progress=sys.stderr.isatty(), rank=birth.rank)
         loop = CoreLoop(core, receive, send)
     except QuireError as error:
-        send(Failed(type(error).__name__, str(error)))
+        send(Failed(Fault.of(error)))
         context.destroy(linger=1000)
         return 1
     gc.freeze()  # the model's objects are here to stay: collections need not look at them again

@@ -25,9 +25,9 @@ from quire.engine.clients.process import ProcessClient
 from quire.engine.monitor import Monitor
 from quire.entrypoints.server.router import Router, RouterOptions
 from quire.entrypoints.server.totals import total_reply, total_stats
-from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError, RequestFailedError
 from quire.kvcache.prefix import BlockHasher, root_hash
-from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import SamplingParams
@@ -268,7 +268,7 @@ class ReplicasClient:
             return replica.monitor.die(event.message)
         elif isinstance(event, Refused):
             if (call := self._pinning.pop(event.request_id, None)) is not None:
-                self._collect(replica.rank, Reply(call.call_id, error=event.message or "", param=event.param))
+                self._collect(replica.rank, Reply(call.call_id, fault=event.fault))
             elif (route := self._routes.get(event.request_id)) is not None:
                 self._drop(route)
         self._on_event(event)
@@ -292,7 +292,7 @@ class ReplicasClient:
             if route.request is None or route.moved:
                 del self._routes[route.request_id]
                 reason = f"{error} This request is not complete; another try goes to another engine."
-                self._on_event(Refused(route.request_id, reason, is_lost=True))
+                self._on_event(Refused(route.request_id, Fault.of(EngineDeadError(reason))))
             else:
                 route.moved = True
                 self._place(route)
@@ -308,7 +308,7 @@ class ReplicasClient:
         if replica.monitor is not None:
             replica.monitor.close()
         for call_id in list(self._calls):
-            self._collect(replica.rank, Reply(call_id, error=reason))
+            self._collect(replica.rank, Reply(call_id, fault=Fault.of(RequestFailedError(reason))))
         now, idle = time.monotonic(), EngineStats(0, 0, 0.0, 0, 0, 0, {})
         self._on_event(self._with_totals(replica.rank, News([], [], now, now, idle)))
 
@@ -339,8 +339,8 @@ class ReplicasClient:
     def _collect(self, rank: int, reply: Reply) -> None:
         """An engine's answer, or its death."""
         if reply.call_id not in self._calls:
-            if reply.error is not None:
-                logger.warning("engine %d: %s", rank, reply.error)
+            if reply.fault is not None:
+                logger.warning("engine %d: %s", rank, reply.fault.message)
             return
         call, missing, replies = self._calls[reply.call_id]
         if rank in missing:
@@ -350,7 +350,7 @@ class ReplicasClient:
         if not missing:
             del self._calls[reply.call_id]
             answer = total_reply(replies or [reply])
-            if answer.error is None:
+            if answer.fault is None:
                 self._remember(call, answer)
             elif call.name == "pin_prefix" and call.arguments[0] not in self._pins:
                 self._call(Call(_NO_ANSWER, "unpin_prefix", call.arguments[:1]))  # all have it, or none

@@ -31,9 +31,9 @@ def total_snapshot(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
 
 def total_reply(replies: Sequence[Reply]) -> Reply:
     """One answer to a call that went to all: the first error; snapshots joined; True where all (of bool) agree."""
-    first = next((reply for reply in replies if reply.error is not None), replies[0])
+    first = next((reply for reply in replies if reply.fault is not None), replies[0])
     values: list[Any] = [reply.value for reply in replies]  # of one kind, as the calls were equal
-    if first.error is None and isinstance(first.value, EngineSnapshot):
+    if first.fault is None and isinstance(first.value, EngineSnapshot):
         return Reply(first.call_id, total_snapshot(values))
     return Reply(first.call_id, all(values)) if isinstance(first.value, bool) else first
 

@@ -16,7 +16,7 @@ from quire.config.engine_args import EngineArgs
 from quire.entrypoints import replicated_core
 from quire.entrypoints.replicated_core import ReplicatedCore
 from quire.errors import EngineDeadError, InvalidRequestError, NotYetSupportedError, OverloadedError
-from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineSnapshot, EngineStats
 from quire.protocol.step import SequenceOutput
@@ -100,7 +100,7 @@ def test_calls_wait_for_their_answer_and_lose_no_news(client: Any) -> None:
             return None
         client.say(news(("a", 0, "length")))
         if command.name == "pin_prefix":
-            return Reply(command.call_id, error="too short", param="prompt")
+            return Reply(command.call_id, fault=Fault.of(InvalidRequestError("too short", "prompt")))
         return Reply(command.call_id, EngineSnapshot(STATS, [], 0, b"", 2) if command.name == "snapshot" else True)
 
     client.answer = answer
@@ -115,9 +115,9 @@ def test_calls_wait_for_their_answer_and_lose_no_news(client: Any) -> None:
 def test_what_no_engine_took_or_what_was_lost_ends_with_the_reason(client: Any) -> None:
     core: ReplicatedCore = client.core
     said = {
-        "wrong": Refused("wrong", "it can never fit", "max_tokens"),
-        "lost": Refused("lost", "engine 1 is dead", is_lost=True),
-        "late": Refused("late", "its target can't be met", retry_after=3),
+        "wrong": Refused("wrong", Fault.of(InvalidRequestError("it can never fit", "max_tokens"))),
+        "lost": Refused("lost", Fault.of(EngineDeadError("engine 1 is dead"))),
+        "late": Refused("late", Fault.of(OverloadedError("its target can't be met", 3))),
     }
     client.answer = lambda command: said[command.request.request_id]
     core.add(request("wrong", n=2))
@@ -168,7 +168,7 @@ def test_llm_says_which_prompt_was_refused(monkeypatch: pytest.MonkeyPatch) -> N
     class Refuses(PlayedClient):
         def send(self, command: Command) -> None:
             if isinstance(command, Add) and command.request.request_id == "1":
-                self.say(Refused("1", "it can never fit", "max_tokens"))
+                self.say(Refused("1", Fault.of(InvalidRequestError("it can never fit", "max_tokens"))))
 
     monkeypatch.setattr(replicated_core, "ReplicasClient", Refuses)
     llm = LLM("demo", data_parallel_size=2)

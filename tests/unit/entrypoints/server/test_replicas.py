@@ -13,13 +13,14 @@ from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.server import replicas
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError
-from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Finish, News, Ready, Refused, Reply
+from quire.protocol.core import Abort, Add, Call, Command, Dead, Event, Fault, Finish, News, Ready, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
 
 STATS = EngineStats(1, 0, 0.0, 0, 0, 0, {})
+NO_ROOM = Fault.of(InvalidRequestError("no room", "prompt"))
 
 
 class FakeEngine:
@@ -151,8 +152,8 @@ def test_what_a_dead_engine_had_not_begun_moves_and_the_rest_ends() -> None:
         begun.say(Dead("it broke"))
         assert world.client.stats[0].num_requests_running == 0, "it runs nothing any more"
         (lost,) = [event for event in world.events if isinstance(event, Refused)]
-        assert (lost.request_id, lost.is_lost) == ("begun", True)
-        assert lost.message == (
+        assert (lost.request_id, lost.fault.kind) == ("begun", "EngineDeadError")
+        assert lost.fault.message == (
             "engine 0 is dead: it broke. This request is not complete; another try goes to another engine."
         )
         assert world.engines[waiting].ids() == ["other", "late"]
@@ -189,7 +190,7 @@ def test_a_request_that_kills_two_engines_ends() -> None:
         await world.until_up()
         world.engines[1 - rank].say(Dead("it broke too"))
         assert isinstance(world.events[-1], Refused)
-        assert world.events[-1].is_lost
+        assert world.events[-1].fault.kind == "EngineDeadError"
         await world.until_up()
         assert [state.num_requests for state in world.client.states()] == [0, 0]
 
@@ -295,8 +296,8 @@ def test_a_prefix_is_pinned_everywhere_or_nowhere() -> None:
         first, second = world.engines
         first.news(first.ids()[0], "length")
         first.say(Reply(2))
-        second.say(Refused(second.ids()[0], "no room", "prompt"))
-        assert Reply(2, error="no room", param="prompt") in world.events
+        second.say(Refused(second.ids()[0], NO_ROOM))
+        assert Reply(2, fault=NO_ROOM) in world.events
         for engine in world.engines:
             assert engine.sent[-1] == Call(-1, "unpin_prefix", ["p"])
 

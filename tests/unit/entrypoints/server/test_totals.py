@@ -1,7 +1,8 @@
 """Several engines' answers as one."""
 
 from quire.entrypoints.server.totals import total_reply, total_snapshot, total_stats
-from quire.protocol.core import Reply
+from quire.errors import RequestFailedError
+from quire.protocol.core import Fault, Reply
 from quire.protocol.stats import BlockGroup, Counts, EngineSnapshot, EngineStats, Limits, SpeculationStats, TierStats
 
 LIMITS = Limits(8, 64, "fcfs", {}, 8, 64)
@@ -49,7 +50,8 @@ def test_a_snapshot_has_each_engines_blocks_as_groups_of_their_own() -> None:
 
 
 def test_an_error_is_everybodys() -> None:
-    assert total_reply([Reply(1, True), Reply(1, error="no")]).error == "no"
+    no = Fault.of(RequestFailedError("no"))
+    assert total_reply([Reply(1, True), Reply(1, fault=no)]).fault == no
     assert total_reply([Reply(1, True), Reply(1, False)]).value is False
     assert total_reply([Reply(1, True), Reply(1, True)]).value is True
     assert total_reply([Reply(1, LIMITS), Reply(1, LIMITS)]).value == LIMITS
