@@ -1,6 +1,6 @@
 """The copies of the plan being made, and their sources, which nobody may write to before they were read.
 
-The KV manager has one for blocks that are copied on write, the `HostTier` one for blocks that come back from the host.
+The KV manager has one for blocks that are copied on write, the `SwapSpace` one for blocks that come back from the host.
 When the plan is complete the copies are taken out.
 """
 

@@ -285,7 +285,7 @@ class KVManager:
         del self._tables[table.sequence_id]
         self._copies.drop(table.sequence_id)
         if self.space is not None:
-            self.space.tier.arrivals.drop(table.sequence_id)
+            self.space.arrivals.drop(table.sequence_id)
         for group, block_ids, first in zip(self._groups, table.block_ids, table.first_block, strict=True):
             group.pool.release_all(block_ids[first:])
         for block_hash in table.hashes[table.num_committed :]:
@@ -322,7 +322,7 @@ class KVManager:
         """The result of the oldest plan in flight came, and with it perhaps news of the disk."""
         if self.space is None:
             return
-        self.space.tier.plan_done()
+        self.space.plan_done()
         if disk is not None:
             self.settled += self.space.take(disk)
 

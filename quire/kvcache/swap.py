@@ -1,20 +1,22 @@
 """The second memory of the KV cache: sequences swapped out to it, and prefixes found in it.
 
 The KV manager has one where the layout has host blocks, and asks it at admission, at preemption and when a plan is
-complete. It turns tables and matches into moves of the `HostTier`; plans and policies it does not know. Times come in
-as numbers: there is no clock here, so that a simulation decides the same each time.
+complete. Blocks that a sequence owns here wait to be brought back; all others are an LRU cache of what the device's
+pools evicted. It makes a plan's moves, and knows no queues, policies or tensors. Times come in as numbers: there is no
+clock here, so that a simulation decides the same each time.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from msgspec import structs
 
-from quire.kvcache.copies import BlockCopy
+from quire.kvcache.copies import BlockCopy, PlannedCopies
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
-from quire.kvcache.host import HostTier
+from quire.kvcache.pool import BlockPool
 from quire.kvcache.prefix import longest_prefix
 from quire.kvcache.table import BlockTable, PrefixMatch, Swapped
 from quire.protocol.cache import CacheLayout
@@ -24,10 +26,15 @@ from quire.protocol.step import DiskNews, Moves
 MEASURED_TOKENS = 32  # of prompts in a step, from which on its time says what a token costs to compute again
 
 Move = tuple[int, int, int]
+Named = tuple[int, bytes | None]  # a device's block, and the name of its content where it has one
 
 
 class SwapSpace:
-    """The host's blocks, as tables see them.
+    """The host's blocks by KV group, and the moves of the plan being made.
+
+    A host block that plan k writes may be read from plan k on, as plans are carried out in order, outward moves first.
+    A block that plan k reads is not handed out again before plan k + 1. What plans in flight are still to write counts
+    as unproven: should they be forgotten, it is forgotten with them.
 
     Args:
         layout: has host blocks.
@@ -35,25 +42,28 @@ class SwapSpace:
         stored: the names of blocks on the disk, by group; None without such a tier.
 
     Attributes:
-        tier: the blocks themselves.
+        pools: by group.
+        arrivals: what is brought back to the device.
         disk: the files, where there are such.
         swapped: the tables that own blocks here, by sequence id.
     """
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        groups: Sequence[KVGroup],
-        stored: Sequence[Sequence[bytes]] | None = None,
+        self, layout: CacheLayout, groups: Sequence[KVGroup], stored: Sequence[Sequence[bytes]] | None = None
     ) -> None:
-        self.tier = HostTier(layout)
-        self.disk = DiskTier(stored, self.tier.stats) if stored is not None else None
+        self.pools = [BlockPool(count) for count in layout.num_host_blocks]
+        self.arrivals = PlannedCopies(self.pools)
+        self.swapped: dict[int, BlockTable] = {}
+        self._stats = TierStats()
+        self.disk = DiskTier(stored, self._stats) if stored is not None else None
         self._groups = groups
         self._size = layout.block_size
-        self.swapped: dict[int, BlockTable] = {}
+        self._out: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
+        self._unproven: deque[list[tuple[int, int]]] = deque()  # (group, host block), by plan in flight
+        self._block_bytes = layout.block_bytes or [0] * len(self.pools)
         speed = layout.copy_bytes_per_second
         self._token_seconds = 0.0  # to compute one of a prompt; not measured yet
-        self._copy_seconds = [size / speed if speed else 0.0 for size in self.tier.block_bytes]
+        self._copy_seconds = [size / speed if speed else 0.0 for size in self._block_bytes]
         for group in groups:
             group.pool.evicted = []
 
@@ -77,13 +87,13 @@ class SwapSpace:
 
     def swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """As `KVManager.swap_out`, of a table that no move of this plan concerns but these."""
-        if not num_computed_tokens or self.tier.arrivals.concern(table.sequence_id):
+        if not num_computed_tokens or self.arrivals.concern(table.sequence_id):
             return False
         stop = -(-num_computed_tokens // self._size)
         firsts = [group.first_visible(num_computed_tokens) for group in self._groups]
         names = table.hashes[: min(max(table.num_committed, table.num_found), num_computed_tokens // self._size)]
         names += [None] * (stop - len(names))
-        held = self.tier.hold(
+        held = self._hold(
             [
                 list(zip(block_ids[first:stop], names[first:], strict=True))
                 for block_ids, first in zip(table.block_ids, firsts, strict=True)
@@ -93,17 +103,46 @@ class SwapSpace:
             return False
         table.swapped = Swapped(num_computed_tokens, held)
         self.swapped[table.sequence_id] = table
-        self.tier.stats.num_swaps_total += 1
+        self._stats.num_swaps_total += 1
         return True
 
     def drop_swapped(self, table: BlockTable) -> None:
         """Give up what the host holds of a sequence."""
         if table.swapped is None:
             return
-        for pool, block_ids in zip(self.tier.pools, table.swapped.block_ids, strict=True):
+        for pool, block_ids in zip(self.pools, table.swapped.block_ids, strict=True):
             pool.release_all(block_ids)
         table.swapped = None
         del self.swapped[table.sequence_id]
+
+    def _hold(self, blocks: Sequence[Sequence[Named]]) -> list[list[int]] | None:
+        """Own a copy of some device blocks, by group; those whose content is here already are not copied again.
+
+        Returns:
+            The host blocks; None, with nothing changed, where there are too few.
+        """
+        known: list[list[int | None]] = []
+        for pool, wanted in zip(self.pools, blocks, strict=True):
+            known.append([None if name is None else pool.find(name) for _, name in wanted])
+            for block in known[-1]:
+                if block is not None:
+                    pool.acquire(block)
+        if any(pool.num_free < found.count(None) for pool, found in zip(self.pools, known, strict=True)):
+            for pool, found in zip(self.pools, known, strict=True):
+                pool.release_all([block for block in found if block is not None])
+            return None
+        return [
+            [self._write(group, *entry) if block is None else block for entry, block in zip(wanted, found, strict=True)]
+            for group, (wanted, found) in enumerate(zip(blocks, known, strict=True))
+        ]
+
+    def _write(self, group: int, block: int, name: bytes | None) -> int:
+        pool = self.pools[group]
+        (host,) = pool.allocate(1)
+        if name is not None:
+            pool.register(host, name)
+        self._out[group, host] = block
+        return host
 
     # At admission.
 
@@ -124,7 +163,7 @@ class SwapSpace:
         under_way = set(disk.under_way.values())
         if (name := name_of(num_known)) in under_way:
             return name
-        limit = min(limit, num_known + min(pool.num_free for pool in self.tier.pools))
+        limit = min(limit, num_known + min(pool.num_free for pool in self.pools))
         num_reached = self.longest_known(name_of, limit, on_disk=True)
         if num_reached <= num_known:
             return None
@@ -135,13 +174,14 @@ class SwapSpace:
             for number, group in enumerate(self._groups):
                 if index < group.first_visible(num_reached * self._size) or group.pool.find(name) is not None:
                     continue
-                if not self.tier.touch(number, name) and name not in under_way:
+                if not self._touch(number, name) and name not in under_way:
                     missing.append((number, name))
         last: bytes | None = None
         for number, name in missing:
-            host = self.tier.reserve(number)
-            if host is None:
+            if not self.pools[number].num_free:
                 break
+            (host,) = self.pools[number].allocate(1)
+            self._out.pop((number, host), None)  # this plan was to write it for somebody who has given it up since
             disk.fetch(number, host, last := name)
         return last
 
@@ -150,7 +190,9 @@ class SwapSpace:
         assert self.disk is not None, "news of a disk that nobody asked"
         answers, settled = self.disk.take(news)
         for (group, host, name), was_read in answers:
-            self.tier.settle(group, host, name if was_read else None)
+            if was_read:
+                self.pools[group].register(host, name)
+            self.pools[group].release(host)
         return settled
 
     def complete(
@@ -165,7 +207,7 @@ class SwapSpace:
         for place in range(len(names) if own is None else len(own)):
             block = found[place] if place < len(found) else None
             if block is None:
-                host_block = self.tier.pools[number].find(names[place]) if own is None else own[place]
+                host_block = self.pools[number].find(names[place]) if own is None else own[place]
                 assert host_block is not None, "a block that was found is gone"
                 block = -1 - host_block
             block_ids.append(block)
@@ -178,26 +220,61 @@ class SwapSpace:
         for block in found:
             if block < 0:
                 host_block, block = -1 - block, next(fresh)
-                self.tier.bring_in(BlockCopy(table.sequence_id, number, host_block, block), is_hit=not is_swapped)
+                self._bring_in(BlockCopy(table.sequence_id, number, host_block, block))
+                self._stats.host_hits_total += not is_swapped
             block_ids.append(block)
         return block_ids
 
+    def _bring_in(self, copy: BlockCopy) -> None:
+        """Copy a host block to a sequence's own."""
+        self.pools[copy.group].acquire(copy.source)
+        self.arrivals.add(copy)
+
+    def _touch(self, group: int, name: bytes) -> bool:
+        """Whether a block of that name is here; if so, it was used just now."""
+        pool = self.pools[group]
+        block = pool.find(name)
+        if block is None:
+            return False
+        pool.acquire(block)
+        pool.release(block)
+        return True
+
     def stats(self) -> TierStats:
         """The figures of this moment."""
-        usage = max(1.0 - pool.num_free / pool.num_blocks for pool in self.tier.pools)
-        return structs.replace(self.tier.stats, host_cache_usage_perc=usage)
+        usage = max(1.0 - pool.num_free / pool.num_blocks for pool in self.pools)
+        return structs.replace(self._stats, host_cache_usage_perc=usage)
 
-    # When a plan is complete, or forgotten.
+    # When a plan is complete, carried out, or forgotten.
 
     def end_plan(self, copies: list[Move]) -> Moves:
         """All moves of the plan, these copies among them; what was evicted in it falls into the host's cache."""
         for number, group in enumerate(self._groups):
             if group.pool.evicted:
-                self.tier.keep(number, group.pool.evicted)
+                self._keep(number, group.pool.evicted)
                 group.pool.evicted = []
-        out, in_ = self.tier.end_plan()
+        out = [(group, device, host) for (group, host), device in self._out.items()]
+        in_ = self.arrivals.take()
+        self._unproven.append(list(self._out))
+        self._out = {}
+        self._stats.swapped_out_blocks_total += len(out)
+        self._stats.swapped_in_blocks_total += len(in_)
+        self._stats.swapped_out_bytes_total += sum(self._block_bytes[group] for group, _, _ in out)
+        self._stats.swapped_in_bytes_total += sum(self._block_bytes[group] for group, _, _ in in_)
         save, fetch = self.disk.end_plan() if self.disk is not None else ([], [])
         return Moves(out, copies, in_, save, fetch)
+
+    def _keep(self, group: int, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Cache what was evicted from the device in this plan, as far as nothing that is owned stands in the way."""
+        pool = self.pools[group]
+        for block, name in evicted:
+            if not self._touch(group, name) and pool.num_free:
+                pool.release(self._write(group, block, name))
+                self._stats.host_evictions_total += 1
+
+    def plan_done(self) -> None:
+        """The oldest plan's result came: what it wrote is there."""
+        self._unproven.popleft()
 
     def cancel(self) -> None:
         """As `KVManager.cancel`."""
@@ -205,12 +282,16 @@ class SwapSpace:
             self.drop_swapped(table)
         self._forget_evicted()
         for group, host in self.disk.cancel() if self.disk is not None else ():
-            self.tier.settle(group, host, None)
-        self.tier.cancel()
+            self.pools[group].release(host)
+        for group, block in chain(*self._unproven, self._out):
+            self.pools[group].forget(block)
+        self._unproven.clear()
+        self._out = {}
+        self.arrivals.take()
 
     def forget_all(self) -> None:
         """Forget every prefix; what was swapped out stays."""
-        for pool in self.tier.pools:
+        for pool in self.pools:
             pool.forget_all()
         self._forget_evicted()
         if self.disk is not None:
@@ -218,10 +299,10 @@ class SwapSpace:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the host's blocks are owned as the swapped tables imply."""
-        self.tier.arrivals.check_none()
+        self.arrivals.check_none()
         held = [table.swapped.block_ids for table in self.swapped.values() if table.swapped is not None]
         assert len(held) == len(self.swapped), "a sequence is kept as swapped out, and is not"
-        for number, pool in enumerate(self.tier.pools):
+        for number, pool in enumerate(self.pools):
             pool.check_integrity()
             owners = Counter(block for block_ids in held for block in block_ids[number])
             if self.disk is not None:
@@ -231,7 +312,7 @@ class SwapSpace:
 
     def _lookup(self, number: int, on_disk: bool) -> Callable[[bytes], bool]:
         """Whether a group's block of a name is anywhere."""
-        device, host = self._groups[number].pool, self.tier.pools[number]
+        device, host = self._groups[number].pool, self.pools[number]
         files = self.disk.known[number] if self.disk is not None and on_disk else ()
         return lambda name: device.holds(name) or host.holds(name) or name in files
 

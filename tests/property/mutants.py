@@ -17,7 +17,6 @@ from quire.kvcache import manager, prefix
 from quire.kvcache.copies import BlockCopy
 from quire.kvcache.disk import DiskTier
 from quire.kvcache.groups import KVGroup
-from quire.kvcache.host import HostTier
 from quire.kvcache.manager import KVManager
 from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
@@ -246,12 +245,12 @@ def a_swapped_sequence_that_ends_keeps_its_place(right: Callable[..., None], kv:
         right(kv, table)
 
 
-@plant(HostTier, "cancel")
-def what_was_never_copied_is_believed(right: Callable[..., None], tier: HostTier) -> None:
+@plant(SwapSpace, "cancel")
+def what_was_never_copied_is_believed(right: Callable[..., None], space: SwapSpace) -> None:
     """After Ctrl-C the host is still thought to hold what plans in flight were to write."""
-    tier._unproven.clear()
-    tier._out = {}
-    right(tier)
+    space._unproven.clear()
+    space._out = {}
+    right(space)
 
 
 @plant(SwapSpace, "swap_out")
@@ -260,14 +259,12 @@ def a_swap_counts_a_token_too_many(right: Callable[..., bool], space: SwapSpace,
     return right(space, table, num + (num % 4 == 1 and num + 1 < table.num_tokens))
 
 
-@plant(HostTier, "bring_in")
-def a_block_is_brought_to_its_neighbours_place(
-    right: Callable[..., None], tier: HostTier, copy: BlockCopy, is_hit: bool
-) -> None:
+@plant(SwapSpace, "_bring_in")
+def a_block_is_brought_to_its_neighbours_place(right: Callable[..., None], space: SwapSpace, copy: BlockCopy) -> None:
     """The wrong one of two host blocks is copied back."""
-    copies = tier.arrivals._copies
+    copies = space.arrivals._copies
     other = copies[-1].source if copies and copies[-1].group == copy.group else copy.source
-    right(tier, copy._replace(source=other), is_hit)
+    right(space, copy._replace(source=other))
 
 
 @plant(SwapSpace, "end_plan")

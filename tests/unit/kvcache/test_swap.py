@@ -2,8 +2,8 @@
 
 import itertools
 
-from quire.kvcache.host import HostTier
 from quire.kvcache.manager import KVManager
+from quire.kvcache.prefix import BlockHasher, root_hash
 from quire.kvcache.table import NO_MATCH, BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.stats import TierStats
@@ -196,7 +196,14 @@ def test_a_block_that_is_to_be_read_to_is_not_written_in_the_same_plan() -> None
     layout = CacheLayout(
         block_size=4, groups=[CacheGroup([0])], num_blocks=[2], max_model_len=8, num_host_blocks=[1], block_bytes=[1]
     )
-    tier = HostTier(layout)
-    tier.keep(0, [(1, b"evicted, and pushed out again before it went")])
-    assert tier.reserve(0) == 0
-    assert tier.end_plan() == ([], [])
+    name = BlockHasher(4)(root_hash(None), [1, 2, 3, 4])
+    kv = KVManager(layout, stored=[[name]])
+    table = computed(kv, [0, 1, 2])
+    assert kv.swap_out(table, 3)
+    kv.free(table)
+    kv.drop_swapped(table)
+    other = kv.open(next(ids), [1, 2, 3, 4, 5], [], None)
+    assert kv.fetch(other, kv.match_prefix(other)) == name
+    moves = kv.end_plan()
+    assert (moves.out, moves.fetch) == ([], [(0, 0, name)])
+    kv.check_integrity()
