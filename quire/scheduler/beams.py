@@ -18,18 +18,25 @@ from quire.scheduler.continuation import Branch, Continuation, Ending, Independe
 class Node(NamedTuple):
     """A beginning: one token after another beginning. Those that share tokens share nodes."""
 
-    parent: "Node | None"  # None: the prompt alone
+    parent: "Node | None"  # None: this is the prompt alone
     entry: TokenLogprobs  # of the token, which comes first in it
     score: float  # sum of the tokens' log-probabilities
     length: int  # output tokens
 
+    def then(self, entry: TokenLogprobs) -> "Node":
+        """One token more."""
+        return Node(self, entry, self.score + entry.logprobs[0], self.length + 1)
+
     def entries(self) -> list[TokenLogprobs]:
         """Of all output tokens, first to last."""
         found, node = [], self
-        while node is not None:
+        while node.parent is not None:
             found.append(node.entry)
             node = node.parent
         return found[::-1]
+
+
+_PROMPT = Node(None, TokenLogprobs([], [], []), 0.0, 0)
 
 
 class Hypothesis(NamedTuple):
@@ -68,7 +75,7 @@ class Beams:
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._num_candidates = task.num_candidates
-        self._beams: list[tuple[int, Node | None]] = [(0, None)]  # (index, its tokens), the best first
+        self._beams = [(0, _PROMPT)]  # (index, its tokens), the best first
         self._hypotheses: list[Hypothesis] = []  # the best first, at most `width`
         self._found: dict[int, SequenceResult] = {}  # of the beams that sit out
 
@@ -121,11 +128,7 @@ class Beams:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from there."""
         self._beams = [(index, _unpacked(entries)) for index, entries in state["beams"]]
-        self._hypotheses = []
-        for score, entries, finish_reason, stop_reason in state["hypotheses"]:
-            node = _unpacked(entries)
-            assert node is not None, "a hypothesis without tokens"
-            self._hypotheses.append(Hypothesis(score, node, finish_reason, stop_reason))
+        self._hypotheses = [Hypothesis(score, _unpacked(entries), *why) for score, entries, *why in state["hypotheses"]]
         self._found = {}
 
     # The choice.
@@ -134,10 +137,10 @@ class Beams:
         """Those of all beams, the best first."""
         ranked: list[list[_Candidate]] = []
         for rank, (index, node) in enumerate(self._beams):
-            score, found = node.score if node else 0.0, self._found[index].candidates
+            found = self._found[index].candidates
             assert found is not None
-            tokens = zip(found.logprobs, found.token_ids, strict=True)
-            ranked.append([_Candidate(score + logprob, rank, i, token) for i, (logprob, token) in enumerate(tokens)])
+            tokens = enumerate(zip(found.logprobs, found.token_ids, strict=True))
+            ranked.append([_Candidate(node.score + logprob, rank, i, token) for i, (logprob, token) in tokens])
         return merge(*ranked, key=lambda candidate: (-candidate.score, candidate.rank, candidate.place))
 
     def _node(self, candidate: _Candidate) -> Node:
@@ -150,7 +153,7 @@ class Beams:
             entry.token_ids.extend(top.token_ids[1:])
             entry.logprobs.extend(top.logprobs[1:])
             entry.ranks.extend(top.ranks[1:])
-        return Node(parent, entry, candidate.score, parent.length + 1 if parent else 1)
+        return parent.then(entry)
 
     def _end(self, candidate: _Candidate, stops: bool) -> Hypothesis:
         node, token_id = self._node(candidate), candidate.token_id
@@ -176,13 +179,12 @@ class Beams:
         kept = {self._beams[rank][0] for rank in parents}
         free = iter([index for index in range(self._width) if index not in kept])
         branches: list[Branch] = []
-        beams: list[tuple[int, Node | None]] = []
+        beams: list[tuple[int, Node]] = []
         for candidate in running:
             parent = self._beams[candidate.rank][0]
             index = next(free) if candidate.rank not in parents else parent
             parents.discard(candidate.rank)
-            node = self._node(candidate)
-            beams.append((index, node))
+            beams.append((index, self._node(candidate)))
             branches.append(Branch(index, candidate.token_id, None, parent))
         self._beams = beams
         return branches
@@ -193,13 +195,12 @@ def continuation_of(task: SamplingTask) -> Continuation:
     return Beams(task) if task.num_beams else Independent(task)
 
 
-def _packed(node: Node | None) -> list[list[list[Any]]]:
-    return [[entry.token_ids, entry.logprobs, entry.ranks] for entry in node.entries()] if node else []
+def _packed(node: Node) -> list[list[list[Any]]]:
+    return [[entry.token_ids, entry.logprobs, entry.ranks] for entry in node.entries()]
 
 
-def _unpacked(entries: list[list[list[Any]]]) -> Node | None:
-    node: Node | None = None
-    for token_ids, logprobs, ranks in entries:
-        score = (node.score if node else 0.0) + logprobs[0]
-        node = Node(node, TokenLogprobs(token_ids, logprobs, ranks), score, node.length + 1 if node else 1)
+def _unpacked(entries: list[list[list[Any]]]) -> Node:
+    node = _PROMPT
+    for entry in entries:
+        node = node.then(TokenLogprobs(*entry))
     return node
