@@ -253,8 +253,8 @@ def test_unknown_and_bad_options() -> None:
         LLM(model="demo", max_num_seqs=0)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be a number, over 0, at most 1, got 1.5"):
         LLM(model="demo", gpu_memory_utilization=1.5)
-    with pytest.raises(NotYetSupportedError, match="distributed_executor_backend='ray'"):
-        LLM(model="demo", distributed_executor_backend="ray")
+    with pytest.raises(NotYetSupportedError, match="enable_lora"):
+        LLM(model="demo", enable_lora=True)
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model="demo", max_model_len=10**6)
 
