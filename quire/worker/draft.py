@@ -41,8 +41,7 @@ class DraftModel(Drafter):
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing or broken)."""
         load_model_weights(self.model, self._draft, load_format=self._config.load_format, progress=progress)
-        if self.store is not None:
-            self.store.finish()
+        self.store.finish()
         self._runnable = self._device.compile(self.model)
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:

@@ -37,7 +37,7 @@ class Drafter(ABC):
         taps: the model's layers whose outputs it reads.
         reads: whether it has to read what it has missed of a sequence before it drafts for it.
         module: its layers.
-        store: its packed weights, where the device packs them.
+        store: of its weights.
     """
 
     layers: Sequence[LayerCache] = ()
@@ -45,7 +45,7 @@ class Drafter(ABC):
     taps: Sequence[int] = ()
     reads = True
     module: nn.Module
-    store: WeightStore | None = None
+    store: WeightStore
 
     @abstractmethod
     def load(self, progress: bool) -> None:

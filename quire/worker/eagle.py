@@ -50,7 +50,7 @@ class EagleModel(Drafter):
         self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)
         self._names = {name: our_name(name) for name in self._checkpoint.shapes}
-        self.store = WeightStore(None) if device.packs_weights else None
+        self.store = WeightStore(None)
         formats = device.weight_formats(speculative.quantization, self.store)
         builder = Builder(BuildContext(device.backend, formats, model.dtype))
         taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
@@ -66,8 +66,6 @@ class EagleModel(Drafter):
         known = {theirs: ours for theirs, ours in self._names.items() if ours in own or ours.endswith(LEFT)}
         names = {theirs: ours if ours in own else None for theirs, ours in known.items()}
         fill_heads(self.model, self._checkpoint, names, self.model.dtype, self._config.model.seed)
-        if self.store is not None:
-            self.store.finish()
         width = self._model.embedding.shape.in_features
         self._runnable = self._device.compile_head(self.model, [width] * max(1, len(self.taps)))
 

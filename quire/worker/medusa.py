@@ -49,8 +49,8 @@ class MedusaModel(Drafter):
         tree = speculative.tree
         num_heads = speculative.num_speculative_tokens if tree is None else tree.max_depth
         shape, self._names = read_heads(self._checkpoint, config.model, num_heads)
-        store = WeightStore(None) if device.packs_weights else None
-        formats = device.weight_formats(speculative.quantization, store)
+        self.store = WeightStore(None)
+        formats = device.weight_formats(speculative.quantization, self.store)
         self._heads = MedusaHeads(shape, Builder(BuildContext(device.backend, formats, self._dtype)))
         self.module = self._heads
         self._token_map: Tensor | None = None

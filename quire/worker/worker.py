@@ -94,10 +94,8 @@ class Worker:
     def load(self, progress: bool = True) -> WorkerReport:
         """Fill the model with its weights (ModelLoadError where they are missing or broken)."""
         config, device = self._config, self.device
-        from_store = self._store is not None and self._store.filled
         loaded = load_model_weights(self._model, config.model, load_format=config.load_format, progress=progress)
-        if self._store is not None:
-            self._store.finish()
+        self._store.finish()
         self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
         held = [*self._model.parameters()]
         if self._drafter is not None:
@@ -116,7 +114,7 @@ class Worker:
             num_bytes=loaded.num_bytes,
             weight_bytes=sum({weight.data_ptr(): weight.nbytes for weight in held}.values()),
             seconds=loaded.seconds,
-            from_store=from_store,
+            from_store=self._store.filled,
         )
 
     def cache_report(self) -> CacheReport:
@@ -125,8 +123,7 @@ class Worker:
         if device.group is not None:
             device.group.agree(None)  # all have loaded, and share what is left
         # A mapped file counts as memory that could be freed; steps read all of it.
-        stores = (self._store, self._drafter.store if self._drafter is not None else None)
-        mapped = sum(store.mapped_bytes for store in stores if store is not None)
+        mapped = self._store.mapped_bytes + (self._drafter.store.mapped_bytes if self._drafter is not None else 0)
         max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
         groups = self._groups
         itemsize = device.backend.kv_cache_dtype(self._model.dtype).itemsize
@@ -258,8 +255,7 @@ class Worker:
     @property
     def model(self) -> torch.nn.Module:
         """The model itself, for `LLM.apply_model`."""
-        if self._store is not None:
-            self._store.settle()
+        self._store.settle()
         return self._model
 
     def call(self, call: WorkerCall) -> WorkerReply:

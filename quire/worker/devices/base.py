@@ -57,8 +57,8 @@ class Device(ABC):
     target: Target | None
 
     @abstractmethod
-    def weight_formats(self, quantization: str | None, store: WeightStore | None) -> WeightFormats:
-        """The formats that its kernels multiply, for a model that is about to be built."""
+    def weight_formats(self, quantization: str | None, store: WeightStore) -> WeightFormats:
+        """The formats that its kernels multiply, for a model about to be built; packed weights go to `store`."""
 
     @abstractmethod
     def adopt(self, num_parameters: int) -> None:

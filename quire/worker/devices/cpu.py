@@ -80,10 +80,8 @@ class CpuDevice(Device):
         self._no_gradients = torch.inference_mode()
         keep_freed_memory()
 
-    def weight_formats(self, quantization: str | None, store: WeightStore | None) -> WeightFormats:
-        if store is None:
-            return select_formats(quantization, self._dtype, None)
-        return select_formats(quantization, self._dtype, store.allocate, store.filled)
+    def weight_formats(self, quantization: str | None, store: WeightStore) -> WeightFormats:
+        return select_formats(quantization, self._dtype, store.allocate if self.packs_weights else None, store.filled)
 
     def adopt(self, num_parameters: int) -> None:
         if num_parameters < SMALL_MODEL:

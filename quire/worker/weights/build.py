@@ -15,13 +15,13 @@ from quire.worker.weights.store import StaleStoreError, WeightStore
 
 def build_packed(
     config: WorkerConfig, model: ModelConfig, quantization: str | None, device: Device, shared: bool, keep: bool = True
-) -> tuple[CausalLM, WeightStore | None]:
-    """A model and the store of its weights, where the device packs them.
+) -> tuple[CausalLM, WeightStore]:
+    """A model, and the store of its weights where the device packs them; else that stays empty.
 
     `shared`: among the ranks of the device's group.
     `keep`: as far as the configuration allows that, map what an earlier start has packed, or leave it to a later one.
     """
-    place = store = None
+    place = None
     group, stage = (device.group, config.stage) if shared else (None, None)
     part = () if group is None else (group.rank, group.size)
     sharding = Sharding(group, config.enable_expert_parallel and shared, config.tp_collective == "reduce")
@@ -31,10 +31,9 @@ def build_packed(
         part = (*part, "columns")
     if stage is not None and config.num_stages > 1:
         part = (*part, "layers", stage.layers.start, stage.layers.stop)
-    if device.packs_weights:
-        if keep and config.weight_cache and config.load_format not in ("dummy", "none"):
-            place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
-        store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
+    if device.packs_weights and keep and config.weight_cache and config.load_format not in ("dummy", "none"):
+        place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
+    store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
         formats = device.weight_formats(quantization, store)
         return build_model(model, device.backend, formats, sharding, stage), store
