@@ -153,11 +153,6 @@ class SamplingState:
         """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
         return self._always_processes or self.position < self.min_tokens
 
-    @property
-    def looks_back(self) -> bool:
-        """Whether the tokens so far change what is done to the logits."""
-        return bool(self.penalised or self.logits_processors or self.bad_sequences or self.position < self.min_tokens)
-
     def bars_stops(self, mask: Mask | None) -> bool:
         """Whether tokens that stop may not come yet: before min_tokens, unless a grammar allows nothing else."""
         if self.position >= self.min_tokens or self.stop_token_ids is None:
