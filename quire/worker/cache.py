@@ -13,7 +13,7 @@ from quire.attention.base import AttentionBackend, SlotMoves
 from quire.protocol.cache import CacheGroup
 from quire.protocol.step import Moves
 from quire.worker.gather import Ints
-from quire.worker.tiers import HostCache
+from quire.worker.tiers import HostCache, by_group
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,14 @@ class KVCache:
         """Out to the host, within the device, and in."""
         assert self.host is not None or not (moves.out or moves.in_), "there are no blocks in host memory"
         if self.host is not None and moves.out:
-            self.host.move_out(moves.out)
+            self.host.move(moves.out, out=True)
         if moves.copies:
-            self._copy(moves.copies)
-        if self.host is not None and moves.in_:
-            self.host.move_in(moves.in_)
-
-    def _copy(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks within the device, as (group, source, destination)."""
-        for number, group in enumerate(self.groups):
-            pairs = [(source, destination) for g, source, destination in moves if g == number]
-            if pairs:
+            for group, pairs in by_group(moves.copies).items():
                 sources, destinations = torch.tensor(pairs, device=self.tensors[0].device).unbind(1)
-                for layer in group.layers:
+                for layer in self.groups[group].layers:
                     self.backend.copy_blocks(self.tensors[layer], sources, destinations)
+        if self.host is not None and moves.in_:
+            self.host.move(moves.in_, out=False)
 
     def move_slots(self, sources: Sequence[Ints], destinations: Sequence[Ints], block_size: int) -> None:
         """Move tokens' keys and values, given by their slots in each group."""

@@ -5,9 +5,8 @@ all layers of its KV group one after another, so that it can go on as one piece.
 and names; whose they are is the KV manager's to know.
 """
 
-import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +18,15 @@ from quire.worker.blockfiles import BlockFiles
 from quire.worker.devices.base import Device
 
 WAITING_SECONDS = 0.01  # of a step that has nothing to compute, for the disk
+Move = tuple[int, int, int]  # of a block: KV group, source, destination
+
+
+def by_group(moves: Iterable[Move]) -> dict[int, list[tuple[int, int]]]:
+    """Sources and destinations of blocks in each KV group."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for group, source, destination in moves:
+        found.setdefault(group, []).append((source, destination))
+    return found
 
 
 class HostCache:
@@ -47,25 +55,17 @@ class HostCache:
             block_bytes = sum(cache.nbytes // len(cache) for cache in layers)
             self.blocks.append(device.allocate_host(count, block_bytes))
 
-    def move_out(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks to the host, as (group, device block, host block)."""
-        for number, layers in enumerate(self._caches):
-            pairs = [(source, destination) for group, source, destination in moves if group == number]
-            if pairs:
-                self._device.copy_to_host(layers, self.blocks[number], pairs)
+    def move(self, moves: Sequence[Move], *, out: bool) -> None:
+        """Copy blocks out to the host, or else in from there, as (group, source, destination)."""
+        for group, pairs in by_group(moves).items():
+            self._device.copy(self._caches[group], self.blocks[group], pairs, out=out)
 
     def copies(self, group: int, device_blocks: Sequence[int]) -> Tensor:
         """What some of the device's blocks hold, uint8 [N, bytes of a block]."""
         found = torch.empty((len(device_blocks), self.blocks[group].shape[1]), dtype=torch.uint8)
-        self._device.copy_to_host(self._caches[group], found, list(zip(device_blocks, itertools.count(), strict=False)))
+        pairs = [(block, place) for place, block in enumerate(device_blocks)]
+        self._device.copy(self._caches[group], found, pairs, out=True)
         return found
-
-    def move_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks from the host, as (group, host block, device block)."""
-        for number, layers in enumerate(self._caches):
-            pairs = [(source, destination) for group, source, destination in moves if group == number]
-            if pairs:
-                self._device.copy_from_host(self.blocks[number], layers, pairs)
 
 
 class DiskCache:

@@ -5,7 +5,7 @@ and takes hidden states from it. A device knows tensors and kernels, and neither
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -112,12 +112,11 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def copy_to_host(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, as (source, destination); a host block has the caches' parts of a block one after another."""
+    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
+        """Copy blocks, as (source, destination), out to host memory, or else in from there.
 
-    @abstractmethod
-    def copy_from_host(self, host: Tensor, caches: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        """The way back."""
+        A host block has the caches' parts of a block one after another.
+        """
 
     @abstractmethod
     def copy_bytes_per_second(self) -> float:

@@ -7,13 +7,11 @@ the KV cache lies in huge pages. Knows no plan and no row.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -132,15 +130,15 @@ class CpuDevice(Device):
     def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:
         return huge_pages((num_blocks, block_bytes), torch.uint8)
 
-    def copy_to_host(self, caches: Sequence[Tensor], host: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        for part, rows in _parts(caches, host):
+    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
+        start = 0
+        for cache in caches:
+            part = cache.view(torch.uint8).view(len(cache), -1).numpy()
+            rows = host.numpy()[:, start : start + part.shape[1]]
+            start += part.shape[1]
+            sources, destinations = (part, rows) if out else (rows, part)
             for source, destination in pairs:
-                rows[destination] = part[source]
-
-    def copy_from_host(self, host: Tensor, caches: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        for part, rows in _parts(caches, host):
-            for source, destination in pairs:
-                part[destination] = rows[source]
+                destinations[destination] = sources[source]
 
     def copy_bytes_per_second(self) -> float:
         host, cache = (torch.ones((16, _COPIED_BYTES // 16), dtype=torch.uint8) for _ in range(2))
@@ -148,7 +146,7 @@ class CpuDevice(Device):
         seconds: list[float] = []
         for _ in range(4):
             start = time.perf_counter()
-            self.copy_to_host([cache], host, pairs)
+            self.copy([cache], host, pairs, out=True)
             seconds.append(time.perf_counter() - start)
         return _COPIED_BYTES / sorted(seconds)[1]
 
@@ -184,16 +182,6 @@ class CpuDevice(Device):
     def _make_target(self) -> Target | None:
         """What compiled kernels run on; None where the sampler's alone are used, on what there is."""
         return Target(self.kernels, self.num_threads) if self.packs_weights else None
-
-
-def _parts(caches: Sequence[Tensor], host: Tensor) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-    """Each cache as bytes by block, and its place in the host's blocks, one after another."""
-    start = 0
-    for cache in caches:
-        part = cache.view(torch.uint8).view(len(cache), -1).numpy()
-        stop = start + part.shape[1]
-        yield part, host.numpy()[:, start:stop]
-        start = stop
 
 
 @contextmanager
