@@ -149,10 +149,9 @@ class Batch:
     """Answers lines by the server's services."""
 
     def __init__(self, state: "ServerState") -> None:
-        from quire.entrypoints.server.chat import chat_service
         from quire.entrypoints.server.chat_request import ChatCompletionRequest
         from quire.entrypoints.server.completion_request import CompletionRequest
-        from quire.entrypoints.server.completions import completion_service
+        from quire.entrypoints.server.turn_routes import chat_service, completion_service
 
         self._routes: dict[str, tuple[Callable[..., Any], Any]] = {
             "/v1/completions": (CompletionRequest.model_validate, completion_service(state)),

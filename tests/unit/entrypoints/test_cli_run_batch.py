@@ -41,8 +41,8 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
             case "deadly":
                 raise EngineDeadError("the engine died.")
 
-    monkeypatch.setattr("quire.entrypoints.server.chat.chat_service", FakeService)
-    monkeypatch.setattr("quire.entrypoints.server.completions.completion_service", FakeService)
+    monkeypatch.setattr("quire.entrypoints.server.turn_routes.chat_service", FakeService)
+    monkeypatch.setattr("quire.entrypoints.server.turn_routes.completion_service", FakeService)
     return Batch(fail)  # type: ignore[arg-type]
 
 

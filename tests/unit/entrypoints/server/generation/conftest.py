@@ -14,10 +14,9 @@ from fastapi.testclient import TestClient
 from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.app import build_app
-from quire.entrypoints.server.chat import chat_service
-from quire.entrypoints.server.completions import completion_service
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn_routes import chat_service, completion_service
 from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats

@@ -1,0 +1,121 @@
+"""The routes that have the model write: completions, chat, Anthropic's messages; and what they would give the model.
+
+`quire run-batch` uses the services behind the first two. /render is for who wants to see a template's work, or to send
+the tokens elsewhere, count_tokens for who wants their number: the dialects read the bodies, as for an answer.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
+from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.dialects.chat import ChatDialect
+from quire.entrypoints.server.dialects.completions import CompletionDialect
+from quire.entrypoints.server.dialects.messages import MessagesDialect
+from quire.entrypoints.server.event_service import EventService
+from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
+from quire.entrypoints.server.middleware import client_of, identify
+from quire.entrypoints.server.request_log import request_log
+from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.service import TurnRequest, TurnService
+from quire.entrypoints.server.sse import CONTENT_TYPES, respond
+from quire.entrypoints.server.state import ServerState, get_state
+from quire.entrypoints.server.unknown_fields import warn_client
+from quire.inputs import PreparedPrompt
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/completions", tags=["completions"], responses=CONTENT_TYPES)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Go on with one or more prompts."""
+    return await respond(request, completion_service(get_state(request)), body)
+
+
+@router.post("/v1/chat/completions", tags=["chat"], responses=CONTENT_TYPES)
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    return await respond(request, chat_service(get_state(request)), body)
+
+
+@router.post("/v1/messages", tags=["messages"], responses=CONTENT_TYPES)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    state = get_state(request)
+    service = EventService(state.llm, MessagesDialect(state), request_log(state.args))
+    return await respond(request, service, body)
+
+
+def completion_service(state: ServerState) -> TurnService[CompletionRequest]:
+    """What answers completion requests, over HTTP or not."""
+    return TurnService(state.llm, CompletionDialect(state), request_log(state.args))
+
+
+def chat_service(state: ServerState) -> TurnService[ChatCompletionRequest]:
+    """What answers chat requests, over HTTP or not."""
+    return TurnService(state.llm, ChatDialect(state), request_log(state.args))
+
+
+class TokenCount(BaseModel):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+
+
+class Rendered(BaseModel):
+    """One prompt."""
+
+    request_id: str
+    model: str
+    prompt: str | None
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+
+
+@router.post("/v1/messages/count_tokens", tags=["messages"])
+async def count_tokens(body: ConversationRequest, request: Request) -> TokenCount:
+    """The tokens of a conversation's prompt."""
+    dialect = MessagesDialect(get_state(request), prompt_only=True)
+    turn, _ = await dialect.read(body, identify(request.scope).decode("latin-1"), client_of(request.scope))
+    return TokenCount(input_tokens=len(turn.prompts[0].token_ids))
+
+
+@router.post("/v1/completions/render", tags=["completions"], response_model=list[Rendered])
+async def render_completion(body: CompletionRequest, request: Request) -> Response:
+    """The prompts of a completion request, with the sampling parameters that it would get."""
+    state = get_state(request)
+    turn, _ = await CompletionDialect(state).read(body, identify(request.scope).decode("latin-1"))
+    return await _rendered(state, turn, body)
+
+
+@router.post("/v1/chat/completions/render", tags=["chat"], response_model=Rendered)
+async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
+    """The prompt of a chat request, with the sampling parameters that it would get."""
+    state = get_state(request)
+    turn, _ = await ChatDialect(state, prompt_only=True).read(body, identify(request.scope).decode("latin-1"))
+    return await _rendered(state, turn, body)
+
+
+async def _rendered(state: ServerState, turn: TurnRequest, body: ChatCompletionRequest | CompletionRequest) -> Response:
+    model = state.check_model(body.model)
+
+    def shown(prompt: PreparedPrompt) -> dict[str, Any]:
+        text, tokenizer = prompt.text, state.llm.tokenizer
+        if tokenizer is not None and (text is None or prompt.params.truncate_prompt_tokens):
+            text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        params = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(prompt.params).items()}
+        told = {"prompt": text, "token_ids": prompt.token_ids, "sampling_params": params}
+        return {"request_id": turn.request_id, "model": model, **told}
+
+    def content() -> bytes:
+        prompts = [shown(prompt) for prompt in turn.prompts]
+        return encode(prompts[0] if isinstance(body, ChatCompletionRequest) else prompts)
+
+    response = Response(await asyncio.to_thread(content), media_type="application/json")
+    warn_client(response, body)
+    return response
