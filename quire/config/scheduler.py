@@ -51,9 +51,11 @@ OPTIONS_OF: dict[str, tuple[str, ...]] = {
 
 
 def check_policy_options(policy: str, options: PolicyOptions) -> None:
-    """Refuse an option that another policy reads (ConfigError)."""
+    """Refuse a policy that there is not, and an option that another policy reads (ConfigError)."""
+    if policy not in tuple(OPTIONS_OF):
+        raise ConfigError(f"policy must be one of {', '.join(map(repr, OPTIONS_OF))}, got {str(policy)[:80]!r}.")
     for field in fields(options):
-        if getattr(options, field.name) != field.default and field.name not in OPTIONS_OF.get(policy, ()):
+        if getattr(options, field.name) != field.default and field.name not in OPTIONS_OF[policy]:
             owner = next(name for name, own in OPTIONS_OF.items() if field.name in own)
             raise ConfigError(
                 f"{field.name}={getattr(options, field.name)!r} is for the policy {owner!r}, and the policy is "
@@ -70,7 +72,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens computed in one step.
         max_num_seqs: most sequences that run at once. As every running sequence may need one token a step, the
             scheduler runs no more than max_num_batched_tokens of them.
-        policy: the name of one of `quire.scheduler.policies.registry.POLICIES` (checked there).
+        policy: the name of one of `quire.scheduler.policies.registry.POLICIES`.
         policy_options: what the policy is told.
         enable_chunked_prefill: cut long prompts in chunks that ride along with decoding. Off: a step is either prefill
             (whole prompts, first) or decode.

@@ -13,7 +13,7 @@ from quire.kvcache.table import NOTHING_APPENDED, PrefixMatch
 from quire.protocol.step import Fork, StepPlan
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.policies.base import Policy
-from quire.scheduler.policies.registry import make_policy
+from quire.scheduler.policies.registry import POLICIES
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.scheduler.state import PlanCounts
 from quire.scheduler.waiting import WaitingQueue, insert, remove
@@ -31,9 +31,6 @@ class Planner:
         preparing: sequences that could not, by id; they never hold up those that wait.
         max_running: most sequences that run at once; more may run still, where it was lowered.
         counts: what became of sequences since the start.
-
-    Raises:
-        ConfigError: no such policy.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager) -> None:
@@ -124,7 +121,7 @@ class Planner:
         self.running = sorted(running, key=lambda sequence: sequence.key)
 
     def _use_policy(self, config: SchedulerConfig) -> None:
-        self.policy = policy = make_policy(config.policy, config.policy_options)
+        self.policy = policy = POLICIES[config.policy](config.policy_options)
         self.watches_service = type(policy).on_served is not Policy.on_served
         self.watches_steps = type(policy).on_step is not Policy.on_step
         self.waiting = WaitingQueue(policy.rank)

@@ -48,9 +48,6 @@ class Scheduler:
         kv: the KV manager.
         config: limits and policy as they are now.
         guidance: what is to do with requests' grammars.
-
-    Raises:
-        ConfigError: no such policy.
     """
 
     def __init__(
