@@ -42,16 +42,15 @@ class Pins:
         block_ids, num_tokens = self._find(token_ids, cache_salt)
         prefix = PinnedPrefix(name, num_tokens, sum(map(len, block_ids)))
         self._pinned[name] = (prefix, block_ids)
+        for group, blocks in zip(self._groups, block_ids, strict=True):
+            for block in blocks:
+                group.pool.acquire(block)
         self._count()
         try:
             self._check_room()
         except InvalidRequestError:
-            del self._pinned[name]
-            self._count()
+            self.remove(name)
             raise
-        for group, blocks in zip(self._groups, block_ids, strict=True):
-            for block in blocks:
-                group.pool.acquire(block)
         return prefix
 
     def remove(self, name: str) -> bool:
