@@ -17,6 +17,7 @@ class DiskTier:
 
     Attributes:
         known: names of the files by KV group.
+        saves: blocks of the device that wait to be written.
         under_way: (group, host block) -> name of what is being read to it.
     """
 
@@ -25,26 +26,16 @@ class DiskTier:
         self._stats = stats
         self.known = [set(names) for names in stored]
         self._is_open = True
-        self._saves: list[Request] = []  # from the device's blocks
+        self.saves: list[Request] = []
         self._fetches: list[Request] = []  # to the host's blocks
         self.under_way: dict[tuple[int, int], bytes] = {}
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a plan should be made for the disk's sake."""
-        return bool(self._saves or self.under_way)
-
-    @property
-    def has_saves(self) -> bool:
-        """Whether blocks wait to be written."""
-        return bool(self._saves)
 
     def save(self, group: int, block: int, name: bytes) -> None:
         """A device's block was computed: have it written, unless that was done before."""
         known = self.known[group]
         if name not in known and self._is_open:
             known.add(name)
-            self._saves.append((group, block, name))
+            self.saves.append((group, block, name))
 
     def fetch(self, group: int, host: int, name: bytes) -> None:
         """Have a block read to a host block, which stays owned until the answer comes."""
@@ -57,8 +48,8 @@ class DiskTier:
 
     def end_plan(self) -> tuple[list[Request], list[Request]]:
         """The plan is complete: what is to be written, from device blocks, and to be read, to host blocks."""
-        orders = self._saves, self._fetches
-        self._saves, self._fetches = [], []
+        orders = self.saves, self._fetches
+        self.saves, self._fetches = [], []
         return orders
 
     def take(self, news: DiskNews) -> tuple[list[tuple[Request, bool]], list[bytes]]:
@@ -87,6 +78,6 @@ class DiskTier:
     def close(self) -> None:
         """Neither read nor write from now on: what a name stands for may have changed."""
         self._is_open = False
-        self._saves = []
+        self.saves = []
         for known in self.known:
             known.clear()

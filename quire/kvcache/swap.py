@@ -9,7 +9,7 @@ clock here, so that a simulation decides the same each time.
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 
 from msgspec import structs
 
@@ -202,12 +202,10 @@ class SwapSpace:
 
         They have these names; those of a swapped sequence are its own, and the last of them may be partial.
         """
-        own = swapped.block_ids[number] if swapped is not None else None
+        own = swapped.block_ids[number] if swapped is not None else map(self.pools[number].find, names)
         block_ids: list[int] = []
-        for place in range(len(names) if own is None else len(own)):
-            block = found[place] if place < len(found) else None
+        for block, host_block in zip_longest(found, own):
             if block is None:
-                host_block = self.pools[number].find(names[place]) if own is None else own[place]
                 assert host_block is not None, "a block that was found is gone"
                 block = -1 - host_block
             block_ids.append(block)

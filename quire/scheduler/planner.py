@@ -72,7 +72,7 @@ class Planner:
             self._unseat(builder)
         if not builder.scheduled:  # moves to the host wait for the next plan
             disk = self._kv.disk
-            has_news = self._removed or self._ended or self._forks or (disk is not None and disk.has_work)
+            has_news = self._removed or self._ended or self._forks or (disk and (disk.saves or disk.under_way))
             if not (may_be_empty and has_news):
                 return None
         moves = self._kv.end_plan()

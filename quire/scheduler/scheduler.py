@@ -128,7 +128,7 @@ class Scheduler:
 
         Or computed blocks are still to be written to the disk.
         """
-        return bool(self._outcomes.groups) or (self.kv.disk is not None and self.kv.disk.has_saves)
+        return bool(self._outcomes.groups or (self.kv.disk and self.kv.disk.saves))
 
     @property
     def limits(self) -> Limits:
