@@ -193,8 +193,8 @@ class AsyncLLM:
             while not finished:
                 output = await stream.get()
                 finished = output.finished
-                if finished:
-                    _check_errors(output)
+                if finished and any(part.finish_reason == "error" for part in output.outputs):
+                    raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
                 output.request_id = external
                 yield output
         finally:
@@ -414,12 +414,6 @@ def _start(args: EngineArgs, config: EngineConfig, options: AsyncOptions) -> Cor
     if args.distributed_executor_backend == "external_launcher":
         raise ConfigError("distributed_executor_backend='external_launcher' is for LLM, under torchrun.")
     return ThreadClient(config) if options.engine == "thread" else ProcessClient(args, options.log_level)
-
-
-def _check_errors(output: RequestOutput) -> None:
-    errors = [part.stop_reason for part in output.outputs if part.finish_reason == "error"]
-    if errors:
-        raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -161,7 +161,7 @@ class EngineCore:
             elif self.scheduler.guidance.is_compiling:  # nobody else can run: who comes meanwhile waits no longer
                 self._undelivered += self.scheduler.guidance.wake(_IDLE_WAIT)
             if self._publisher is not None:
-                self._publish(self._publisher)
+                self._publish()
             if self.debug:
                 self.check_integrity()
         # Here no interrupt can come between the two: Python looks for them at calls and loops.
@@ -177,8 +177,7 @@ class EngineCore:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
         with self.interrupts:
             done = self.scheduler.kv.reset_prefix_cache()
-            if self._publisher is not None:
-                self._publish(self._publisher)
+            self._publish()
         return done
 
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix:
@@ -233,10 +232,10 @@ class EngineCore:
             self._dead = f"{type(error).__name__}: {error}"
             raise EngineDeadError("the executor failed in a step; the engine can't go on") from error
 
-    def _publish(self, publisher: KVEventSink) -> None:
+    def _publish(self) -> None:
         log = self.scheduler.kv.events
-        if log is not None and (events := log.take()):
-            publisher.publish(events)
+        if self._publisher is not None and log is not None and (events := log.take()):
+            self._publisher.publish(events)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
