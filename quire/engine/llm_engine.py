@@ -16,7 +16,6 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.terms import NO_TERMS
 from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, NotYetSupportedError
-from quire.executor.base import Executor
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
 from quire.models.registry import check_architecture
@@ -33,12 +32,10 @@ Starter = Callable[[EngineArgs, EngineConfig], Core]
 class LLMEngine:
     """A synchronous engine. Make one with `from_engine_args`."""
 
-    def __init__(
-        self, config: EngineConfig, executor: Executor | None, core: Core, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, core: Core, tokenizer: Tokenizer | None) -> None:
         self.config = config
-        self.executor = executor
         self.core = core
+        self.executor = core.executor if isinstance(core, EngineCore) else None
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(config, tokenizer, isinstance(core, EngineCore))
         args = config.args
@@ -68,8 +65,7 @@ class LLMEngine:
         check_architecture(config.model)  # the first thing to say of a model that can't run
         tokenizer = config_tokenizer(config)
         core = build_core(config, show_progress) if start is None else start(engine_args, config)
-        executor = core.executor if isinstance(core, EngineCore) else None
-        return cls(config.with_max_model_len(core.max_model_len), executor, core, tokenizer)
+        return cls(config.with_max_model_len(core.max_model_len), core, tokenizer)
 
     def add_request(
         self,

@@ -194,7 +194,7 @@ def engine(
         with_drafts = dataclasses.replace(worker_config(config), max_num_drafts=proposer.max_drafts)
         executor = kind(with_drafts, lambda model: proposer)
     core = build_core(config, show_progress=False, executor=executor)
-    return LLMEngine(config.with_max_model_len(core.scheduler.config.max_model_len), executor, core, None)
+    return LLMEngine(config.with_max_model_len(core.scheduler.config.max_model_len), core, None)
 
 
 def drain(one: LLMEngine) -> dict[str, list[tuple[Any, ...]]]:

@@ -73,7 +73,7 @@ def engine(late: bool = False, **options: Any) -> LLMEngine:
     executor = (LateExecutor if late else InProcessExecutor)(worker_config(config))
     core = build_core(config, show_progress=False, executor=executor)
     config = config.with_max_model_len(core.scheduler.config.max_model_len)
-    return LLMEngine(config, executor, core, config_tokenizer(config))
+    return LLMEngine(config, core, config_tokenizer(config))
 
 
 def run(one: LLMEngine, params: list[SamplingParams], together: int = 64) -> list[Any]:
