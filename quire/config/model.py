@@ -102,7 +102,8 @@ class ModelConfig:
         stated = read_json(path, "config.json", name)
         config = _text_part(stated | (hf_overrides or {}))
         _refuse_lost_theta(_text_part(stated), config)
-        generation = read_json(path, "generation_config.json", name) if _has(path, "generation_config.json") else {}
+        has_generation = (path / "generation_config.json").is_file()
+        generation = read_json(path, "generation_config.json", name) if has_generation else {}
         if "auto_map" in config:
             logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
         _refuse_quantized(config, name)
@@ -286,10 +287,6 @@ def _check_overrides(hf_overrides: dict[str, Any] | None) -> None:
         raise ConfigError(
             f"hf_overrides must hold what JSON can: texts, numbers, booleans, null, lists and objects ({error})."
         ) from error
-
-
-def _has(path: Path, file: str) -> bool:
-    return (path / file).is_file()
 
 
 def parse_json(path: Path, owner: str) -> Any:

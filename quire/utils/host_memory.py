@@ -16,15 +16,9 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
 
     `proc` and `cgroup` are the mount points (tests give others). Page cache that can be dropped counts as free.
     """
-    host = _meminfo_available(proc / "meminfo")
-    if host is None:
-        host = _sysconf_available()
+    kibibytes = _entry(proc / "meminfo", "MemAvailable:")
+    host = _sysconf_available() if kibibytes is None else kibibytes * 1024
     return max(0, min([host, *_cgroup_headrooms(proc / "self" / "cgroup", cgroup)]))
-
-
-def _meminfo_available(path: Path) -> int | None:
-    kibibytes = _entry(path, "MemAvailable:")
-    return None if kibibytes is None else kibibytes * 1024
 
 
 def _entry(path: Path, name: str) -> int | None:
