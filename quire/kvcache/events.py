@@ -8,7 +8,7 @@ from functools import partial
 
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.table import BlockTable
-from quire.protocol.kv_events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from quire.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 
 class KVEventLog:
@@ -50,9 +50,6 @@ class KVEventLog:
                 parent_block_hash=table.hashes[first - 1] if first else None,
                 token_ids=table.tokens(first * size, last * size),
                 block_size=size,
-                lora_id=None,
-                medium=DEVICE,
-                lora_name=None,
                 group_idx=self._name(number),
             )
         )
@@ -62,7 +59,7 @@ class KVEventLog:
         if isinstance(last, BlockRemoved) and last.group_idx == group_idx:
             last.block_hashes.append(block_hash)
         else:
-            self._events.append(BlockRemoved([block_hash], DEVICE, group_idx))
+            self._events.append(BlockRemoved([block_hash], group_idx=group_idx))
 
     def _name(self, number: int) -> int | None:
         return number if len(self._groups) > 1 else None

@@ -18,9 +18,9 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=Tr
     parent_block_hash: bytes | None  # of the block before the first; None at the beginning
     token_ids: list[int]  # of all of them
     block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = None
+    medium: str | None = DEVICE
+    lora_name: str | None = None
     extra_keys: None = None
     group_idx: int | None = None  # KV group, where there are several
 
@@ -29,7 +29,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=T
     """Blocks were evicted."""
 
     block_hashes: list[bytes]
-    medium: str | None
+    medium: str | None = DEVICE
     group_idx: int | None = None
 
 
