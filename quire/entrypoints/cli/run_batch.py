@@ -178,7 +178,7 @@ class Batch:
             raise
         except Exception as error:  # whatever it is, it is this request's alone
             info = describe(error)
-            status, body = info.status, error_body(info.message, info.type, info.param, info.code)
+            status, body = info.status, error_body(info)
         answer.response = {"status_code": status, "request_id": number, "body": msgspec.Raw(body)}
         return answer
 

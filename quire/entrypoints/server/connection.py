@@ -11,7 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.entrypoints.server.errors import error_body
+from quire.entrypoints.server.errors import ErrorInfo, error_body
 from quire.entrypoints.server.options import ServerArgs
 
 
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
             return
-        body = error_body("this is not a valid HTTP request.", "invalid_request_error")
+        body = error_body(ErrorInfo(400, "this is not a valid HTTP request.", "invalid_request_error"))
         headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + headers.encode() + body)
         self.transport.close()

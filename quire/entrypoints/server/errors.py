@@ -36,7 +36,7 @@ class ModelNotFoundError(InvalidRequestError):
 
     def __init__(self, name: str, served: Sequence[str]) -> None:
         names = ", ".join(repr(n) for n in served)
-        message = f"the model {_quote(name)} does not exist; this server has {names}."
+        message = f"the model {quote(name)} does not exist; this server has {names}."
         super().__init__(message, "model", "model_not_found")
 
 
@@ -63,51 +63,44 @@ class ErrorInfo:
 def describe(error: Exception) -> ErrorInfo:
     """The status and the text for an exception."""
     match error:
-        case ModelNotFoundError():
-            return _refusal(404, str(error), error.param, error.code)
-        case InvalidRequestError() if error.code in _NOT_FOUND:
-            return _refusal(404, str(error), error.param, error.code)
         case InvalidRequestError():
-            return _refusal(400, str(error), error.param, error.code)
+            return _refusal(404 if error.code in _NOT_FOUND else 400, str(error), error.param, error.code)
         case NotYetSupportedError():
             return _refusal(400, str(error), code="not_supported")
-        case RequestValidationError():
+        case RequestValidationError() | ValidationError():
             return _validation(error.errors())
-        case ValidationError():
-            return _validation(error.errors(include_url=False))
         case HTTPException():
             return _http(error)
         case OverloadedError():
-            headers = {"Retry-After": str(error.retry_after)}
-            return ErrorInfo(503, _cut(str(error)), "server_error", code="overloaded", headers=headers)
+            return _failure(503, error, "overloaded", {"Retry-After": str(error.retry_after)})
         case EngineStoppedError():
-            return ErrorInfo(503, _cut(str(error)), "server_error", code="stopping", headers={"Retry-After": "1"})
+            return _failure(503, error, "stopping", {"Retry-After": "1"})
         case EngineDeadError():
-            return ErrorInfo(500, _cut(str(error)), "server_error", code="engine_dead")
+            return _failure(500, error, "engine_dead")
         case RequestFailedError():
-            return ErrorInfo(500, _cut(str(error)), "server_error", code="request_failed")
+            return _failure(500, error, "request_failed")
         case _:
             return ErrorInfo(500, "internal error; the server's log has the details.", "server_error")
 
 
-_NOT_FOUND = ("not_found", "previous_response_not_found")
+_NOT_FOUND = ("model_not_found", "not_found", "previous_response_not_found")
 
 
-def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
+def error_body(info: ErrorInfo) -> bytes:
     """The JSON of an error."""
-    return msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+    shown = {name: getattr(info, name) for name in ("message", "type", "param", "code")}
+    return msgspec.json.encode({"error": shown})
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
     """The response for an exception, in the form of the API that was asked."""
     info = describe(error)
+    content, status = error_body(info), info.status
     if is_anthropic(scope):
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         content = msgspec.json.encode(anthropic_error(info) | {"request_id": given.decode("latin-1")})
         status = 529 if info.code == "overloaded" else info.status
-        return Response(content, status, info.headers, media_type="application/json")
-    body = error_body(info.message, info.type, info.param, info.code)
-    return Response(body, info.status, info.headers, media_type="application/json")
+    return Response(content, status, info.headers, media_type="application/json")
 
 
 def is_anthropic(scope: Scope) -> bool:
@@ -117,10 +110,8 @@ def is_anthropic(scope: Scope) -> bool:
 
 def anthropic_error(info: ErrorInfo) -> dict[str, Any]:
     """An error in Anthropic's form."""
-    kind = (
-        "overloaded_error" if info.code == "overloaded" else _ANTHROPIC_TYPES.get(info.status, "invalid_request_error")
-    )
-    kind = "api_error" if kind == "invalid_request_error" and info.status >= 500 else kind
+    other = "api_error" if info.status >= 500 else "invalid_request_error"
+    kind = "overloaded_error" if info.code == "overloaded" else _ANTHROPIC_TYPES.get(info.status, other)
     return {"type": "error", "error": {"type": kind, "message": info.message}}
 
 
@@ -136,6 +127,10 @@ def _refusal(status: int, message: str, param: str | None = None, code: str | No
     return ErrorInfo(status, _cut(message), "invalid_request_error", param, code)
 
 
+def _failure(status: int, error: Exception, code: str, headers: dict[str, str] | None = None) -> ErrorInfo:
+    return ErrorInfo(status, _cut(str(error)), "server_error", code=code, headers=headers or {})
+
+
 def _http(error: HTTPException) -> ErrorInfo:
     """Errors of the framework: unknown routes and methods, and what the middleware refuses."""
     message = str(error.detail)
@@ -143,13 +138,8 @@ def _http(error: HTTPException) -> ErrorInfo:
         message = _PLAIN_TEXTS.get(error.status_code, message)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     kind = "authentication_error" if error.status_code == 401 else kind
-    return ErrorInfo(
-        error.status_code,
-        _cut(message),
-        kind,
-        code=_CODES.get(error.status_code),
-        headers=dict(error.headers or {}),
-    )
+    headers = dict(error.headers or {})
+    return ErrorInfo(error.status_code, _cut(message), kind, code=_CODES.get(error.status_code), headers=headers)
 
 
 _PLAIN_TEXTS = {
@@ -177,7 +167,7 @@ def _validation(errors: Sequence[Any]) -> ErrorInfo:
     message = "; or ".join(dict.fromkeys(texts[:3]))
     value = errors[0].get("input")
     if errors[0]["type"] != "missing" and not isinstance(value, dict | list):
-        message += f" (it is {_quote(value)})"
+        message += f" (it is {quote(value)})"
     if (kind := errors[0]["type"]) in _KINDS_SHOWN:
         message += f" [{kind}]"
     return _refusal(400, f"{places[0]}: {message}" if places[0] else message, places[0])
@@ -200,7 +190,8 @@ def _place(location: Sequence[str | int]) -> str | None:
     return place or None
 
 
-def _quote(value: Any) -> str:
+def quote(value: Any) -> str:
+    """A value that a client sent, at a length that a message can have."""
     if isinstance(value, str) and len(value) > _LONGEST_QUOTE:
         return repr(value[:_LONGEST_QUOTE])[:-1] + "...'"
     text = repr(value)

@@ -5,9 +5,13 @@ float for an integer. Rules between fields, and those that depend on the model, 
 engine.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from quire.entrypoints.server.errors import quote
+from quire.errors import InvalidRequestError
 
 MAX_CHOICES = 128  # n and best_of over HTTP
 MAX_STOPS = 64  # lm-evaluation-harness sends all that a task has; OpenAI itself takes 4
@@ -67,6 +71,18 @@ def _check_biases(value: object) -> object:
 def _check_printable(value: str) -> str:
     if not value.isprintable():
         raise ValueError("must have printable characters only; leave the others out")
+    return value
+
+
+def wrong(field: str, rule: str, value: object, param: str | None = None) -> InvalidRequestError:
+    """The refusal of a value that a rule forbids; `param`: the field that is named as the one at fault, if another."""
+    return InvalidRequestError(f"{field} must be {rule}; it is {quote(value)}.", param or field)
+
+
+def field_text(item: Mapping[str, Any], name: str, where: str) -> str:
+    """The text that an object has under a name; InvalidRequestError where it has none. `where` it is in the request."""
+    if not isinstance(value := item.get(name), str):
+        raise wrong(f"{where}.{name}", "a text", value)
     return value
 
 

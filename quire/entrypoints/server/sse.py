@@ -107,8 +107,7 @@ def _error_events(error: Exception) -> bytes:
     """The end of a stream that failed."""
     if not isinstance(error, QuireError):
         logger.exception("a stream failed", exc_info=error)
-    info = describe(error)
-    return b"data: %b\n\n" % error_body(info.message, info.type, info.param, info.code) + DONE
+    return b"data: %b\n\n" % error_body(describe(error)) + DONE
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result | None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.entrypoints.server.requests_common import GenerationRequest, wrong
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -74,20 +74,14 @@ def _of_format(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
         case "json_schema":
             given = format.get("json_schema")
             if not isinstance(given, Mapping) or given.get("schema") is None:
-                raise _broken("response_format.json_schema", 'an object with a "schema"', given)
+                raise wrong("response_format.json_schema", 'an object with a "schema"', given, "response_format")
             if not isinstance(name := given.get("name", ""), str):
-                raise _broken("response_format.json_schema.name", "a text", name)
+                raise wrong("response_format.json_schema.name", "a text", name, "response_format")
             if type(strict := given.get("strict")) not in (bool, type(None)):
-                raise _broken("response_format.json_schema.strict", "true, false or null", strict)
+                raise wrong("response_format.json_schema.strict", "true, false or null", strict, "response_format")
             # `strict` or not: a schema always holds.
             return {"json": given["schema"], "strict": bool(strict)}
         case "structural_tag":
             return {"structural_tag": dict(format)}
         case kind:
-            raise _broken("response_format.type", _TYPES, kind)
-
-
-def _broken(field: str, rule: str, value: object) -> InvalidRequestError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequestError(f"{field} must be {rule}; it is {shown}.", "response_format")
+            raise wrong("response_format.type", _TYPES, kind, "response_format")

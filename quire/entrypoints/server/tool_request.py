@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from quire.entrypoints.server.errors import quote
 from quire.entrypoints.server.parsers.base import Function, Offer
+from quire.entrypoints.server.requests_common import wrong
 from quire.errors import InvalidRequestError
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -52,7 +54,7 @@ def make_offer(functions: Sequence[Function], tool_choice: Any = None, parallel:
         return Offer(tuple(functions), "required", name, parallel)
     given = tool_choice.get("allowed_tools") if kind == "allowed_tools" else None
     if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
-        raise InvalidRequestError(f"tool_choice must be {_CHOICES}; it is {_shown(tool_choice)}.", "tool_choice")
+        raise wrong("tool_choice", _CHOICES, tool_choice)
     listed = given.get("tools")
     if not isinstance(listed, list) or not listed:
         raise InvalidRequestError("tool_choice.allowed_tools.tools must be a list of tools.", "tool_choice")
@@ -64,7 +66,7 @@ def make_offer(functions: Sequence[Function], tool_choice: Any = None, parallel:
 def _function(tool: Any, where: str) -> Function:
     kind = tool.get("type", "function") if isinstance(tool, dict) else None
     if kind != "function":
-        reason = f"of type {_shown(kind)}" if isinstance(kind, str) else f"{_shown(tool)}"
+        reason = f"of type {quote(kind)}" if isinstance(kind, str) else quote(tool)
         raise InvalidRequestError(f"{where} is {reason}; only the type 'function' is supported.", "tools")
     given = tool.get("function")
     if not isinstance(given, dict):
@@ -72,7 +74,7 @@ def _function(tool: Any, where: str) -> Function:
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{where}.function.name must be 1 to 128 letters, digits, or any of '_.:/-'; it is {_shown(name)}.", "tools"
+            f"{where}.function.name must be 1 to 128 letters, digits, or any of '_.:/-'; it is {quote(name)}.", "tools"
         )
     return read_function(name, given.get("parameters"), given.get("strict"), given.get("description"), where)
 
@@ -98,10 +100,5 @@ def _named(tool: Any, names: Sequence[str], where: str) -> str:
     name = function.get("name") if isinstance(function, dict) else tool.get("name") if isinstance(tool, dict) else None
     if not isinstance(name, str) or name not in names:
         there = ", ".join(map(repr, names[:20]))
-        raise InvalidRequestError(f"{where} names {_shown(name)}, which is none of the tools: {there}.", "tool_choice")
+        raise InvalidRequestError(f"{where} names {quote(name)}, which is none of the tools: {there}.", "tool_choice")
     return name
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.entrypoints.server.messages_request import ConversationRequest, MessageParam
+from quire.entrypoints.server.requests_common import field_text, wrong
 from quire.errors import InvalidRequestError
 
 Block = dict[str, Any]
@@ -43,7 +44,7 @@ def chat_fields(body: ConversationRequest) -> dict[str, Any]:
 def _user_of(body: ConversationRequest) -> str | None:
     user = (body.metadata or {}).get("user_id")
     if user is not None and not isinstance(user, str):
-        raise InvalidRequestError(f"metadata.user_id must be a text; it is {user!r:.80}.", "metadata.user_id")
+        raise wrong("metadata.user_id", "a text", user)
     return user
 
 
@@ -54,12 +55,10 @@ def _thinking(body: ConversationRequest) -> dict[str, Any]:
         return {"chat_template_kwargs": variables}
     kind, budget = body.thinking.get("type"), body.thinking.get("budget_tokens")
     if kind not in ("enabled", "adaptive", "disabled"):
-        message = f"thinking.type must be enabled, adaptive or disabled; it is {kind!r:.80}."
-        raise InvalidRequestError(message, "thinking.type")
+        raise wrong("thinking.type", "enabled, adaptive or disabled", kind)
     if kind == "enabled":
         if type(budget) is not int or budget < 1:
-            message = f"thinking.budget_tokens must be an integer of at least 1; it is {budget!r:.80}."
-            raise InvalidRequestError(message, "thinking.budget_tokens")
+            raise wrong("thinking.budget_tokens", "an integer of at least 1", budget)
         if body.max_tokens is not None and budget >= body.max_tokens:
             message = f"thinking.budget_tokens ({budget}) must be less than max_tokens ({body.max_tokens})."
             raise InvalidRequestError(message, "thinking.budget_tokens")
@@ -102,7 +101,7 @@ def _other_messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
     for place, block in enumerate(message.content):
         own = f"{where}[{place}]"
         if block.get("type") == "tool_result":
-            call_id = _text(block, "tool_use_id", own)
+            call_id = field_text(block, "tool_use_id", own)
             results.append(
                 {"role": "tool", "tool_call_id": call_id, "content": _texts(block.get("content") or "", own)}
             )
@@ -120,12 +119,13 @@ def _assistant_message(message: MessageParam, where: str) -> list[dict[str, Any]
     for place, block in enumerate(message.content):
         own, kind = f"{where}[{place}]", block.get("type")
         if kind == "thinking":
-            thoughts.append(_text(block, "thinking", own))
+            thoughts.append(field_text(block, "thinking", own))
         elif kind == "tool_use":
             if not isinstance(block.get("input"), dict):
                 raise InvalidRequestError(f"{own}.input must be an object.", f"{own}.input")
-            function = {"name": _text(block, "name", own), "arguments": json.dumps(block["input"], ensure_ascii=False)}
-            call = {"id": _text(block, "id", own), "type": "function", "function": function}
+            arguments = json.dumps(block["input"], ensure_ascii=False)
+            function = {"name": field_text(block, "name", own), "arguments": arguments}
+            call = {"id": field_text(block, "id", own), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         elif kind not in _IGNORED:
             texts.append(_text_block(block, own)["text"])
@@ -150,14 +150,7 @@ def _text_block(block: Block, where: str) -> Block:
         raise InvalidRequestError(f"{where}: this model takes no {kind}s, only text.", where)
     if kind != "text":
         raise InvalidRequestError(f"{where}: blocks of the type {kind!r:.80} are not there, or not here.", where)
-    return {"type": "text", "text": _text(block, "text", where)}
-
-
-def _text(block: Block, name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name} must be a text; it is {value!r:.80}.", f"{where}.{name}")
-    return value
+    return {"type": "text", "text": field_text(block, "text", where)}
 
 
 def _tool(tool: Block, place: int) -> dict[str, Any]:
@@ -166,7 +159,7 @@ def _tool(tool: Block, place: int) -> dict[str, Any]:
         raise InvalidRequestError(f"{where}: tools of the type {kind!r:.80} are not there, only your own.", where)
     if not isinstance(tool.get("input_schema"), dict):
         raise InvalidRequestError(f"{where}.input_schema must be an object.", f"{where}.input_schema")
-    function = {"name": _text(tool, "name", where), "parameters": tool["input_schema"]}
+    function = {"name": field_text(tool, "name", where), "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
@@ -174,10 +167,9 @@ def _tool(tool: Block, place: int) -> dict[str, Any]:
 def _tool_choice(choice: Block) -> Any:
     kind = choice.get("type")
     if kind == "tool":
-        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+        return {"type": "function", "function": {"name": field_text(choice, "name", "tool_choice")}}
     if kind not in _CHOICES:
-        message = f"tool_choice.type must be auto, any, tool or none; it is {kind!r:.80}."
-        raise InvalidRequestError(message, "tool_choice.type")
+        raise wrong("tool_choice.type", "auto, any, tool or none", kind)
     return _CHOICES[kind]
 
 

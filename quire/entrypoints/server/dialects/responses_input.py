@@ -5,6 +5,7 @@ messages that they make. `ResponsesDialect` calls it. Pure; a refusal names the 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.entrypoints.server.requests_common import field_text, wrong
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.errors import InvalidRequestError
 
@@ -36,10 +37,10 @@ def _read_item(item: Item, where: str, stem: str) -> Item:
         case "message":
             return _read_message(item, where, own_id or f"msg_{stem}")
         case "function_call":
-            fields = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+            fields = {name: field_text(item, name, where) for name in ("call_id", "name", "arguments")}
             return {"type": kind, "id": own_id or f"fc_{stem}", "status": "completed", **fields}
         case "function_call_output":
-            call_id, output = _text(item, "call_id", where), item.get("output")
+            call_id, output = field_text(item, "call_id", where), item.get("output")
             if not isinstance(output, str):
                 output = _read_parts(output, f"{where}.output", "input_text")
             return {
@@ -53,7 +54,7 @@ def _read_item(item: Item, where: str, stem: str) -> Item:
             read = {"type": kind, "id": own_id or f"rs_{stem}", "summary": _texts_of(item, "summary", where)}
             return read | {"content": _texts_of(item, "content", where)}
         case "item_reference":
-            return {"type": kind, "id": _text(item, "id", where)}
+            return {"type": kind, "id": field_text(item, "id", where)}
     raise InvalidRequestError(
         f"{where}: items of the type {kind!r} are not there; send messages, function_call, function_call_output, "
         "reasoning or item_reference.",
@@ -64,7 +65,7 @@ def _read_item(item: Item, where: str, stem: str) -> Item:
 def _read_message(item: Item, where: str, own_id: str) -> Item:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}; it is {role!r}.", f"{where}.role")
+        raise wrong(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
     parts = _read_parts(content, f"{where}.content", "output_text" if role == "assistant" else "input_text")
     return {"type": "message", "id": own_id, "status": "completed", "role": role, "content": parts}
 
@@ -82,7 +83,7 @@ def _read_parts(content: Any, where: str, kind: str) -> list[Item]:
             raise InvalidRequestError(f"{where}[{place}]: this model takes no {_MEDIA[given]}, only text.", where)
         if given not in _TEXTS:
             raise InvalidRequestError(f"{where}[{place}]: parts of the type {given!r} are not there.", where)
-        text = _text(part, _TEXTS[given], f"{where}[{place}]")
+        text = field_text(part, _TEXTS[given], f"{where}[{place}]")
         extra = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         parts.append({"type": kind, "text": text, **extra})
     return parts
@@ -94,13 +95,6 @@ def _texts_of(item: Item, name: str, where: str) -> list[Item]:
         raise InvalidRequestError(f"{where}.{name} must be a list of parts with a text.", f"{where}.{name}")
     kind = "summary_text" if name == "summary" else "reasoning_text"
     return [{"type": kind, "text": part["text"]} for part in parts]
-
-
-def _text(item: Item, name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name} must be a text; it is {value!r:.80}.", f"{where}.{name}")
-    return value
 
 
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
@@ -192,7 +186,7 @@ def _tool(tool: Item, place: int) -> dict[str, Any]:
     where = f"tools[{place}]"
     if (kind := tool.get("type")) != "function":
         raise InvalidRequestError(f"{where}: tools of the type {kind!r:.80} are not there, only functions.", where)
-    _text(tool, "name", where)
+    field_text(tool, "name", where)
     fields = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
 
@@ -201,14 +195,15 @@ def _tool_choice(choice: str | Item | None) -> Any:
     if choice is None or choice in _CHOICES:
         return choice
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+        return {"type": "function", "function": {"name": field_text(choice, "name", "tool_choice")}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
         if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-            allowed = [{"type": "function", "function": {"name": _text(t, "name", "tool_choice.tools")}} for t in tools]
+            names = [field_text(tool, "name", "tool_choice.tools") for tool in tools]
+            allowed = [{"type": "function", "function": {"name": name}} for name in names]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
-    message = "tool_choice must be 'none', 'auto', 'required', a function with its name, or allowed_tools with a list"
-    raise InvalidRequestError(f"{message}; it is {choice!r:.80}.", "tool_choice")
+    rule = "'none', 'auto', 'required', a function with its name, or allowed_tools with a list"
+    raise wrong("tool_choice", rule, choice)
 
 
 def _format(given: Item) -> Item:
@@ -216,9 +211,7 @@ def _format(given: Item) -> Item:
     if kind in ("text", "json_object"):
         return {"type": kind}
     if kind != "json_schema":
-        raise InvalidRequestError(
-            f"text.format.type must be text, json_object or json_schema; it is {kind!r:.80}.", "text.format"
-        )
+        raise wrong("text.format.type", "text, json_object or json_schema", kind, "text.format")
     names = ("name", "description", "schema", "strict")
     return {"type": kind, kind: {name: given[name] for name in names if given.get(name) is not None}}
 

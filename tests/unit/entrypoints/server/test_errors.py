@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.errors import (
     AuthenticationError,
+    ErrorInfo,
     ModelNotFoundError,
     describe,
     error_body,
@@ -60,7 +61,7 @@ def test_headers() -> None:
 
 def test_body() -> None:
     shape = {"error": {"message": "m", "type": "t", "param": None, "code": None}}
-    assert json.loads(error_body("m", "t")) == shape
+    assert json.loads(error_body(ErrorInfo(400, "m", "t"))) == shape
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("x" * 5000), ModelNotFoundError("x" * 5000, ["demo"])])
