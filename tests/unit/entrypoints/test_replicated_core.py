@@ -142,11 +142,11 @@ def test_when_all_are_dead_everybody_is_told(client: Any) -> None:
             call()
 
 
-def test_an_interrupt_ends_the_wait_and_the_core_goes_on(client: Any) -> None:
+def test_an_interrupt_ends_the_wait_and_the_core_goes_on(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core: ReplicatedCore = client.core
-    client.answer = lambda command: os.kill(os.getpid(), signal.SIGINT)
     core.add(request("a"))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(core._come, "wait", lambda: os.kill(os.getpid(), signal.SIGINT))
         core.step()
     client.answer = lambda command: news(("a", 0, "abort"))
     core.abort("a")
