@@ -6,13 +6,13 @@ is the specification.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from quire.attention.step import Step
 from quire.ops.rope import AttentionSpec as AttentionSpec
 
 Metadata = TypeVar("Metadata")
@@ -75,17 +75,6 @@ class SlotMoves:
     dtype: torch.dtype
 
 
-class AttentionStep(Protocol):
-    """What a backend reads of a step; `quire.layers.step.Step` is one."""
-
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def caches(self) -> Sequence[Tensor]: ...
-    @property
-    def attention(self) -> Sequence[Any]: ...
-
-
 class AttentionBackend(ABC, Generic[Metadata]):
     """Reads and writes the layers' KV caches; holds no state of any step or layer."""
 
@@ -102,7 +91,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """What `attend` needs of a step; made once for each KV group, shared by the group's layers."""
 
     @abstractmethod
-    def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+    def attend(self, qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
         """Norm and rotate queries and keys, store keys and values, attend to all that is stored.
 
         A row's result must not depend on the other rows, on the block size, nor on how the sequence was cut into

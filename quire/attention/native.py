@@ -9,7 +9,8 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep, SlotMoves
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, SlotMoves
+from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.ops.attention import attend
 from quire.ops.native.builder import Value, recorded
@@ -44,7 +45,7 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
     def build(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
-    def attend(self, qkv: Tensor | Value, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+    def attend(self, qkv: Tensor | Value, spec: AttentionSpec, step: Step) -> Tensor:
         """Record it.
 
         Raises:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, AttentionStep, SlotMoves, Tails
+from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, SlotMoves, Tails
+from quire.attention.step import Step
 from quire.ops.attention import KEY_TILE, QUERY_ROWS, AttentionWork, TileGroup, TileStep
 
 SHARED_FROM = 5  # query tiles from which a sequence is a group of its own: its tiles then share each gathered key tile
@@ -111,7 +112,7 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         tokens = kv_cache.view(-1, *kv_cache.shape[2:])
         tokens[moves.destinations.long()] = tokens[moves.sources.long()]
 
-    def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+    def attend(self, qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
         metadata, cache = step.attention[spec.group], step.caches[spec.layer]
         heads = qkv.view(qkv.shape[0], spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)

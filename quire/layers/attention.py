@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionSpec
+from quire.attention.step import Step
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.step import Step
 
 
 class SelfAttention(nn.Module):

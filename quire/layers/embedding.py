@@ -6,8 +6,8 @@ An embedding is a matrix with a row for each index, kept by a weight format as a
 from torch import Tensor, nn
 
 from quire import ops
+from quire.attention.step import Step
 from quire.layers.linear import Matrix, Place
-from quire.layers.step import Step
 
 
 class Embedding(Matrix):

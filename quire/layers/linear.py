@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.layers.step import Step
+from quire.attention.step import Step
 from quire.ops.gather import Meeting
 from quire.quantization.base import CheckpointSlot, MatrixShape, QuantizationMethod
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from quire import ops
+from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
-from quire.layers.step import Step
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": ops.relu,

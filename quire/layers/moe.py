@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
-from quire.layers.step import Step
 from quire.ops.gather import Meeting
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionSpec
+from quire.attention.step import Step
 from quire.config.parallel import Stage
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
@@ -20,7 +21,6 @@ from quire.layers.linear import Linear, Place, Shard
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.step import Step
 from quire.models.elsewhere import Elsewhere
 from quire.models.joined import JoinedLinear
 from quire.models.sharding import Sharding

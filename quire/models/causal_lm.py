@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
 from quire.protocol.cache import CacheGroup

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.layers.step import Step, Taps
+from quire.attention.step import Step, Taps
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.step import Step
+from quire.attention.step import Step
 from quire.models.eagle import EagleHead
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from quire import ops
+from quire.attention.step import Step
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
-from quire.layers.step import Step
 
 
 class DecoderLayer(nn.Module):

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.norm import RMSNorm
-from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.llama import build_rope, llama_attention

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec
+from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer

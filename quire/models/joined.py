@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from quire.attention.step import Step
 from quire.layers.linear import Linear
-from quire.layers.step import Step
 from quire.quantization.base import CheckpointSlot, TensorForm
 
 

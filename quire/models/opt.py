@@ -7,11 +7,11 @@ narrower than its layers.
 from torch import Tensor, nn
 
 from quire.attention.base import AttentionSpec
+from quire.attention.step import Step
 from quire.config.model import ModelConfig
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
-from quire.layers.step import Step
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.decoder import Decoder, DecoderLayer

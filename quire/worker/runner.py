@@ -15,8 +15,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from quire.attention.step import Taps
 from quire.distributed.links import Link
-from quire.layers.step import Taps
 from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch
 from quire.attention.registry import select_backend
+from quire.attention.step import Step, Taps
 from quire.config.model import ModelConfig
-from quire.layers.step import Step, Taps
 from quire.models.compiled import CompiledModel
 from quire.models.registry import DTYPES, CausalLM, build_model
 from quire.models.sharding import Sharding

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
+from quire.attention.step import Step
 from quire.distributed.groups import Group
-from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
+from quire.attention.step import Step
 from quire.config.speculative import OPTION
 from quire.config.worker import WorkerConfig
 from quire.distributed.links import tensor_group
 from quire.errors import ConfigError
-from quire.layers.step import Step
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled import CompiledHeads, CompiledModel
 from quire.models.compiled_eagle import CompiledEagle

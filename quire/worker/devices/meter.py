@@ -22,7 +22,7 @@ from torch.autograd import (  # pyright: ignore[reportPrivateImportUsage]
     _enable_profiler_legacy,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from quire.layers.step import Step
+from quire.attention.step import Step
 from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
 from quire.worker.gather import INT, StepArrays

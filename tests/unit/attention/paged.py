@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from quire.attention.native import NativeBackend
-from quire.layers.step import Step
+from quire.attention.step import Step
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.program import Caches, StepData
 from quire.ops.native.structs import TYPE_OF

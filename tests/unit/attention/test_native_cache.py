@@ -23,7 +23,7 @@ from quire import ops
 from quire.attention.base import AttentionBatch, AttentionSpec
 from quire.attention.native import NativeBackend
 from quire.attention.registry import select_backend
-from quire.layers.step import Step
+from quire.attention.step import Step
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import TORCH, Target, levels, loaded_library
 from quire.ops.native.program import Caches, StepData

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.attention.base import AttentionBackend, AttentionSpec, AttentionStep
+from quire.attention.base import AttentionBackend, AttentionSpec
+from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
@@ -15,7 +16,6 @@ from quire.layers.linear import Linear, Place
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RopeParameters, rope_table
-from quire.layers.step import Step
 from quire.quantization.base import MatrixShape
 from quire.quantization.unquantized import Unquantized
 
@@ -57,7 +57,7 @@ class RecordingBackend(AttentionBackend[str]):
     def build(self, batch: Any) -> str:
         return "step"
 
-    def attend(self, qkv: Tensor, spec: AttentionSpec, step: AttentionStep) -> Tensor:
+    def attend(self, qkv: Tensor, spec: AttentionSpec, step: Step) -> Tensor:
         self.asked.append((qkv, spec, step))
         return qkv[:, : spec.num_heads * spec.head_dim]
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
-from quire.layers.step import Step
 from quire.ops.native.builder import ProgramBuilder
 from quire.ops.native.library import TORCH, levels
 from quire.quantization.base import QuantizationMethod

@@ -1,4 +1,4 @@
-"""A step as the layers see it: the one argument beside activations that every layer takes.
+"""A step as layers and attention backends see it: the one argument beside activations that every layer takes.
 
 The model runner makes one a step; while a model is recorded its positions are recorded values and its lists are empty.
 A layer reads what it needs and nothing is global. What a field means for a request or a scheduler is not known here.
