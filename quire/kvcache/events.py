@@ -5,6 +5,7 @@ A KV manager keeps one where KV events are asked for. It knows names and tokens,
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 
 from quire.kvcache.groups import KVGroup
 from quire.kvcache.table import BlockTable
@@ -23,15 +24,10 @@ class KVEventLog:
     def stored(self, table: BlockTable, start: int, stop: int, name: Callable[[BlockTable, int], bytes]) -> None:
         """Full blocks [start, stop) of a table are about to be registered: note those that nobody could find yet."""
         for number, group in enumerate(self._groups):
-            run: list[int] = []
-            for index in range(max(start, table.first_block[number]), stop):
-                if group.pool.find(name(table, index)) is None:
-                    run.append(index)
-                elif run:
-                    self._add_stored(table, number, run)
-                    run = []
-            if run:
-                self._add_stored(table, number, run)
+            indices = range(max(start, table.first_block[number]), stop)
+            for is_known, run in groupby(indices, lambda index, pool=group.pool: pool.holds(name(table, index))):
+                if not is_known:
+                    self._add_stored(table, number, list(run))
 
     def cleared(self) -> None:
         """Everything was forgotten."""
