@@ -6,7 +6,7 @@ step spends a budget of tokens on catching up. It sees token ids and block ids, 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
@@ -107,14 +107,10 @@ class Scheduler:
             prompts=prompts,
         )
 
-    def abort(self, request_ids: str | Iterable[str]) -> list[SequenceOutput]:
-        """End requests now; returns one output for each sequence that had not ended. Unknown ids are ignored."""
-        outputs: list[SequenceOutput] = []
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            group = self._outcomes.groups.get(request_id)
-            if group is not None:
-                outputs += self._outcomes.end_request(group, "abort")
-        return outputs
+    def abort(self, request_id: str) -> list[SequenceOutput]:
+        """End a request now; returns one output for each sequence that had not ended. An unknown id is ignored."""
+        group = self._outcomes.groups.get(request_id)
+        return [] if group is None else self._outcomes.end_request(group, "abort")
 
     def finish_sequence(self, request_id: str, sequence_index: int) -> None:
         """End one sequence silently: the caller knows why. Does nothing if it has ended already."""

@@ -75,7 +75,8 @@ def test_readers_go_on_when_the_writer_is_gone(driver) -> None:
     d.add("gone", [*PREFIX, 4], max_tokens=2)
     d.step()
     assert d.waiting_reasons() == {"prefix": 3}
-    d.scheduler.abort(["writer", "gone"])
+    d.scheduler.abort("writer")
+    d.scheduler.abort("gone")
     d.step()
     assert d.waiting_reasons() == {"prefix": 1}, "a computes it now, b awaits a"
     while d.scheduler.has_unfinished():

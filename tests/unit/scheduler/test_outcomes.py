@@ -143,7 +143,7 @@ def test_abort_ends_each_unfinished_sequence_once(driver) -> None:
     d.add("b", n=2)
     d.step(lambda name, sample: 1 if (name, sample) == ("a", 1) else 2)
     d.add("c", n=2)
-    outputs = d.scheduler.abort(["a", "nobody", "c"])
+    outputs = [output for name in ("a", "nobody", "c") for output in d.scheduler.abort(name)]
     assert [(o.request_id, o.sequence_index) for o in outputs] == [("a", 0), ("a", 2), ("c", 0), ("c", 1)]
     assert {o.finish_reason for o in outputs} == {"abort"}
     assert d.scheduler.abort("a") == []
