@@ -6,7 +6,6 @@ Every request comes through here, once: `prepare` proves that a prompt can be co
 
 import copy
 import hashlib
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
 from quire.protocol.requests import NewRequest, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
+from quire.utils.values import number
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,6 @@ def _read_prompt(prompt: Any) -> tuple[Any, Any, str | None]:
 
 
 def _token_id(value: Any, place: int) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise bad_prompt(f"token id {place} is {repr(value)[:80]}; ids must be integers.")
+    if (token_id := number(value, int)) is None:
+        raise bad_prompt(f"token id {place} is {repr(value)[:80]}; ids must be integers.")
+    return token_id
