@@ -60,6 +60,7 @@ class AsyncLLM:
 
     Attributes:
         config: options and model, with the context that the KV cache turned out to hold.
+        model_config: the model's part of it.
         tokenizer: the model's, or None with skip_tokenizer_init.
         prepare, encode, render_chat: see `AsyncInputs`.
         metrics: counts and times what happens to requests.
@@ -71,7 +72,7 @@ class AsyncLLM:
         self, config: EngineConfig, client: CoreClient, ready: Ready, tokenizer: Tokenizer | None, options: AsyncOptions
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
-        self.tokenizer = tokenizer
+        self.model_config, self.tokenizer = config.model, tokenizer
         self.metrics = ServingMetrics(config.model.max_model_len)
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
@@ -113,11 +114,6 @@ class AsyncLLM:
         except BaseException:
             client.close()
             raise
-
-    @property
-    def model_config(self) -> Any:
-        """The model's facts (`ModelConfig`)."""
-        return self.config.model
 
     @property
     def num_unfinished(self) -> int:

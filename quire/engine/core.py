@@ -32,9 +32,8 @@ class Core(Protocol):
     clock: Callable[[], float]
     first_scheduled: list[str]
     interrupts: InterruptShield
+    max_model_len: int
 
-    @property
-    def max_model_len(self) -> int: ...
     @property
     def limits(self) -> Limits: ...
     def add(self, request: NewRequest) -> None: ...
@@ -58,6 +57,7 @@ class EngineCore:
     Attributes:
         first_scheduled: requests that were new, or back from a preemption, in the last step's plans.
         interrupts: holds Ctrl-C back while books are open.
+        max_model_len: tokens; less than asked for where the KV cache holds no more.
         debug: check everything's integrity after each step.
 
     Raises:
@@ -78,6 +78,7 @@ class EngineCore:
         self.executor = executor
         self.first_scheduled: list[str] = []
         self.interrupts = InterruptShield()
+        self.max_model_len = scheduler.config.max_model_len
         self.debug = debug
         self._publisher = publisher
         self.clock = clock or executor.clock
@@ -86,11 +87,6 @@ class EngineCore:
         self._guiding: Future[SampleGuide | None] | None = None
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens; less than asked for where the KV cache holds no more."""
-        return self.scheduler.config.max_model_len
 
     @property
     def limits(self) -> Limits:

@@ -38,7 +38,7 @@ class CoreLoop:
         """The facts that the front end needs, once nothing is left to do that would hold up whoever streams."""
         self.core.scheduler.guidance.prepare()
         kv = self.core.scheduler.kv
-        return Ready(self.core.scheduler.config.max_model_len, sum(kv.num_blocks), kv.block_size)
+        return Ready(self.core.max_model_len, sum(kv.num_blocks), kv.block_size)
 
     def run(self) -> bool:
         """Serve until stopped; False when the engine died."""

@@ -33,8 +33,8 @@ class ThreadClient:
 
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver: Callable[[Event], None] = lambda event: None
-        self._loop = CoreLoop(build_core(config, show_progress=False), self._receive, self._send)
-        self.core = self._loop.core
+        self.core = build_core(config, show_progress=False)
+        self._loop = CoreLoop(self.core, self._receive, lambda event: self._deliver(event))
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -69,10 +69,7 @@ class ThreadClient:
             self._loop.run()
         except Exception as error:  # a bug of ours; without this nobody would hear of it
             logger.exception("the engine's thread died")
-            self._send(Dead(f"the engine's thread died ({type(error).__name__})"))
-
-    def _send(self, event: Event) -> None:
-        self._deliver(event)
+            self._deliver(Dead(f"the engine's thread died ({type(error).__name__})"))
 
     def _receive(self, wait: bool) -> list[Command]:
         received: list[Command] = []
