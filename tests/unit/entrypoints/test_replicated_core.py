@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import signal
 import threading
 import weakref
@@ -146,7 +145,7 @@ def test_an_interrupt_ends_the_wait_and_the_core_goes_on(client: Any, monkeypatc
     core: ReplicatedCore = client.core
     core.add(request("a"))
     with monkeypatch.context() as patch:
-        patch.setattr(core._come, "wait", lambda: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(core._come, "wait", lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             core.step()
     client.answer = lambda command: news(("a", 0, "abort"))
