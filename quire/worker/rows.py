@@ -93,13 +93,9 @@ class RowTable:
         self.block_size = block_size
         self.tree = None if tree is None else TreeShape(tree)
         # One more than the context: the last token sampled is remembered although it is never computed.
-        self.token_ids = np.zeros((num_rows, max_model_len + 1 + max_drafts), dtype=np.int32)
-        max_blocks = -(-(max_model_len + max_drafts) // block_size)
-        self.block_tables = np.zeros((num_groups, num_rows, max_blocks), dtype=np.int32)
-        self.requests: dict[str, NewRequest] = {}
-        self.num_with_prompt_logprobs = 0
-        self._rows: dict[int, Row] = {}
-        self._free = list(range(num_rows - 1, -1, -1))
+        self._tokens_shape = num_rows, max_model_len + 1 + max_drafts
+        self._blocks_shape = num_groups, num_rows, -(-(max_model_len + max_drafts) // block_size)
+        self.clear()
 
     def __getitem__(self, sequence_id: int) -> Row:
         return self._rows[sequence_id]
@@ -145,12 +141,12 @@ class RowTable:
 
     def clear(self) -> None:
         """Wipe all rows and forget all requests; relies on nothing that an interrupt may have left half done."""
-        self.token_ids = np.zeros(self.token_ids.shape, np.int32)
-        self.block_tables = np.zeros(self.block_tables.shape, np.int32)
-        self.requests.clear()
-        self._rows.clear()
-        self._free = list(range(len(self.token_ids) - 1, -1, -1))
+        self.token_ids = np.zeros(self._tokens_shape, np.int32)
+        self.block_tables = np.zeros(self._blocks_shape, np.int32)
+        self.requests: dict[str, NewRequest] = {}
         self.num_with_prompt_logprobs = 0
+        self._rows: dict[int, Row] = {}
+        self._free = list(range(len(self.token_ids) - 1, -1, -1))
 
     def advance(self, scheduled: ScheduledSequence) -> None:
         """Carry out what a plan says of a row before it is computed: blocks, edits of them, tokens from above."""
