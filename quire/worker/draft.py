@@ -12,7 +12,6 @@ from quire.config.worker import WorkerConfig
 from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
-from quire.protocol.cache import LayerCache, group_layers
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.draft_model import DraftModelProposer, DraftRunner
 from quire.speculative.drawing import Order
@@ -50,8 +49,8 @@ class DraftModel(Drafter):
         num_drafts, acceptance = self._speculative.num_speculative_tokens, self._speculative.acceptance
         return DraftModelProposer(num_drafts, runner, acceptance)
 
-    def costs(self, layers: list[LayerCache]) -> StepCosts:
-        meter = self._device.meter(self._runnable, self.model.cache_layers, len(group_layers(layers)))
+    def costs(self, num_groups: int) -> StepCosts:
+        meter = self._device.meter(self._runnable, self.model.cache_layers, num_groups)
         return StepCosts(meter.step_seconds([1, 4, 16, 64], 0.05))
 
 

@@ -56,8 +56,8 @@ class Drafter(ABC):
         """What drafts for the rows of a table; `caches` are those of its own layers."""
 
     @abstractmethod
-    def costs(self, layers: list[LayerCache]) -> StepCosts:
-        """Of drafting, measured, once there is a proposer; `layers` are those of the model and its own."""
+    def costs(self, num_groups: int) -> StepCosts:
+        """Of drafting, measured, once there is a proposer, in steps of so many KV groups."""
 
 
 def draft_natively(

@@ -18,7 +18,6 @@ from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
 from quire.models.growing_tree import GrowingTrees
 from quire.models.weights import CheckpointFormat, weight_slots
-from quire.protocol.cache import LayerCache, group_layers
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Order
 from quire.speculative.eagle import EagleProposer, EagleRunner
@@ -73,8 +72,8 @@ class EagleModel(Drafter):
         runner = RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
         return EagleProposer(self._max_drafts, runner, self._config.draft_tree)
 
-    def costs(self, layers: list[LayerCache]) -> StepCosts:
-        timed, num_groups = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES)), len(group_layers(layers))
+    def costs(self, num_groups: int) -> StepCosts:
+        timed = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES))
         return StepCosts(self._device.meter(timed, self.model.cache_layers, num_groups).step_seconds(_SIZES, 0.05))
 
 

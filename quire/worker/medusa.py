@@ -15,7 +15,6 @@ from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
-from quire.protocol.cache import LayerCache
 from quire.sampling.state import SamplingState
 from quire.speculative.base import Proposer
 from quire.speculative.medusa import HeadRunner, MedusaProposer
@@ -69,7 +68,7 @@ class MedusaModel(Drafter):
         self._runner = RowHeadRunner(self._device, self._heads, model, self._token_map)
         return MedusaProposer(self._speculative, self._runner)
 
-    def costs(self, layers: list[LayerCache]) -> StepCosts:
+    def costs(self, num_groups: int) -> StepCosts:
         """What drafts of some rows take, all heads at once: measured."""
         assert self._runner is not None, "proposer comes first"
         shape = self._heads.shape

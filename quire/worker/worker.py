@@ -202,7 +202,7 @@ class Worker:
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             seconds = self.device.meter(model, self._layers, len(self._groups)).step_seconds(sizes, PACE_SECONDS)
             costs = StepCosts(seconds, HOST_SECONDS)
-            drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(self._layers)
+            drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(len(self._groups))
             reads = drafter is not None and drafter.reads
             runner.pace = Pace(costs, drafting, reads, config.draft_tree, proposer.reads_all)
         return runner
