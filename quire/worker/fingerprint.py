@@ -32,9 +32,7 @@ def kv_fingerprint(config: WorkerConfig, kernels: str, layers: Iterable[LayerCac
     """
     parts = [
         f"{FORMAT} {quire.__version__}",
-        repr(
-            [list(layer.__struct_fields__) + [getattr(layer, f) for f in layer.__struct_fields__] for layer in layers]
-        ),
+        repr(list(layers)),
         f"{config.quantization} {config.kv_cache_dtype} {config.load_format} {config.block_size}",
         f"{kernels} {_computer(kernels)}",
     ]

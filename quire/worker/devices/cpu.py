@@ -65,11 +65,8 @@ class CpuDevice(Device):
         self.packs_weights = self.kernels != TORCH
         if config.kv_cache_dtype == "int8" and not self.packs_weights:
             raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
-        self.kernels_reason = "best"
-        if self.kernels == config.kernels:
-            self.kernels_reason = "asked"
-        elif self.kernels == TORCH:
-            self.kernels_reason = "unserved"
+        default = "unserved" if self.kernels == TORCH else "best"
+        self.kernels_reason = "asked" if self.kernels == config.kernels else default
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
         self.num_threads = torch.get_num_threads()
