@@ -78,8 +78,7 @@ class AsyncLLM:
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
         self.prepare, self.encode, self.render_chat = inputs.prepare, inputs.encode, inputs.render_chat
-        args = config.args
-        self._outputs = OutputProcessor(tokenizer, not args.disable_log_stats, args.stream_interval)
+        self._outputs = OutputProcessor(tokenizer, config.args)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
         self._queued: set[str] = set()  # not yet part of a step

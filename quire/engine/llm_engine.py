@@ -38,8 +38,7 @@ class LLMEngine:
         self.executor = core.executor if isinstance(core, EngineCore) else None
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(config, tokenizer, isinstance(core, EngineCore))
-        args = config.args
-        self._outputs = OutputProcessor(tokenizer, not args.disable_log_stats, args.stream_interval)
+        self._outputs = OutputProcessor(tokenizer, config.args)
         self._undelivered: list[RequestOutput] = []  # of a step that ended in an interrupt
         self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
 

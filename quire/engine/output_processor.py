@@ -7,6 +7,7 @@ sequences to finish. It keeps one record per request, and knows nothing of sched
 import logging
 from dataclasses import dataclass, field
 
+from quire.config.engine_args import EngineArgs
 from quire.engine.input_processor import ProcessedInput
 from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -63,9 +64,7 @@ class _SequenceRecord:
 class _RequestRecord:
     """One request's sequences and facts, from its arrival to its last output."""
 
-    def __init__(
-        self, processed: ProcessedInput, tokenizer: Tokenizer | None, with_metrics: bool, stream_interval: int
-    ) -> None:
+    def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
         self.request = request = processed.request
         self.num_sequences = processed.task.num_sequences
         self.prompt = processed.prompt
@@ -77,11 +76,11 @@ class _RequestRecord:
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None for _ in request.prompt_token_ids]
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time) if with_metrics else None
+        self.metrics = None if args.disable_log_stats else RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.failed = False
         self.error: InvalidRequestError | None = None
-        self._interval = stream_interval
+        self._interval = args.stream_interval
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
@@ -200,11 +199,8 @@ class _RequestRecord:
 class OutputProcessor:
     """Records of all live requests."""
 
-    def __init__(self, tokenizer: Tokenizer | None, with_metrics: bool = True, stream_interval: int = 1) -> None:
-        """`stream_interval`: least new tokens of a piece of a stream, but for the first and the last."""
-        self._tokenizer = tokenizer
-        self._stream_interval = stream_interval
-        self._with_metrics = with_metrics
+    def __init__(self, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
+        self._tokenizer, self._args = tokenizer, args
         self._records: dict[str, _RequestRecord] = {}
 
     def __len__(self) -> int:
@@ -224,7 +220,7 @@ class OutputProcessor:
 
     def add(self, processed: ProcessedInput) -> None:
         """Open a record."""
-        record = _RequestRecord(processed, self._tokenizer, self._with_metrics, self._stream_interval)
+        record = _RequestRecord(processed, self._tokenizer, self._args)
         self._records[processed.request.request_id] = record
 
     def note_scheduled(self, request_ids: list[str], now: float) -> None:
