@@ -157,9 +157,6 @@ class EngineArgs:
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
         _ = self.parallel  # refuses what is not there yet
-        self._tell_what_is_not_there_yet()
-
-    def _tell_what_is_not_there_yet(self) -> None:
         if self.trust_remote_code:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if not self.enforce_eager:
