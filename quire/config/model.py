@@ -56,7 +56,6 @@ class ModelConfig:
     derived_max_model_len: int  # tokens that the model's position encoding supports
     max_model_len: int  # tokens of prompt + output that the engine allows
     tie_word_embeddings: bool
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # config.json's first, then generation_config.json's
     generation_defaults: dict[str, Any]  # sampling values of generation_config.json, under its names
     seed: int = 0
@@ -125,7 +124,6 @@ class ModelConfig:
             derived_max_model_len=derived,
             max_model_len=_resolve_max_model_len(max_model_len, derived, reader.family.learned_positions),
             tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
-            bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
             eos_token_ids=_eos_token_ids(config, generation),
             generation_defaults=_generation_defaults(generation, name),
             seed=seed,

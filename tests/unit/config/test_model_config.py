@@ -48,7 +48,7 @@ def test_llama_facts(tmp_path: Path) -> None:
     assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (512, 64, 172, 3)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 8)
     assert (config.derived_max_model_len, config.max_model_len, config.sliding_window) == (256, 256, None)
-    assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings, config.seed) == (1, (2,), False, 7)
+    assert (config.eos_token_ids, config.tie_word_embeddings, config.seed) == ((2,), False, 7)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
     assert config.generation_defaults == {}
 
