@@ -232,11 +232,6 @@ class Scheduler:
         planner = self._planner
         return list(islice(chain(planner.running, planner.waiting, planner.preparing.values()), count))
 
-    def why(self, request_id: str) -> str | None:
-        """Why a request waits, with numbers; None when nothing of it waits, or it is unknown."""
-        group = self._outcomes.groups.get(request_id)
-        return next(filter(None, map(self.why_waiting, group.sequences.values() if group else ())), None)
-
     def why_waiting(self, sequence: Sequence) -> str | None:
         """Why a sequence waits, or None when it does not."""
         return None if sequence.status is SequenceStatus.RUNNING else why(self._planner, self.kv, sequence)

@@ -105,6 +105,11 @@ class Driver:
         """Why who waits."""
         return self.scheduler.stats().waiting_reasons
 
+    def why(self, request_id: str) -> str | None:
+        """Why a request waits; None when nothing of it waits."""
+        group = self.scheduler._outcomes.groups.get(request_id)
+        return next(filter(None, map(self.scheduler.why_waiting, group.sequences.values() if group else ())), None)
+
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens looked up and found."""
         stats = self.scheduler.stats()

@@ -70,7 +70,7 @@ def test_who_is_preempted_in_flight_comes_back_when_its_tokens_are_known(driver)
     assert d.schedule() == {"a": 1}, "a took b's blocks"
     second = d.plan
     assert d.waiting_reasons() == {"result": 1}
-    assert d.scheduler.why("b") == "result: it was preempted, and its next token is being computed"
+    assert d.why("b") == "result: it was preempted, and its next token is being computed"
     d.update(plan=first)
     assert d.waiting_reasons() == {"blocks": 1}
     d.update(plan=second)

@@ -158,7 +158,7 @@ def test_one_that_sits_out_makes_room_for_its_sibling(driver) -> None:
     d.update()
     assert d.schedule() == {"a/1": 10}, "nobody else could go on"
     assert d.waiting_reasons() == {"siblings": 1}
-    assert "siblings: " in (d.scheduler.why("a") or "")
+    assert "siblings: " in (d.why("a") or "")
     d.update()
     assert "siblings" not in d.waiting_reasons()
     assert finish(d) == EXPECTED

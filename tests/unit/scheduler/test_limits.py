@@ -25,7 +25,7 @@ def test_lower_limits_hold_as_sequences_end(driver) -> None:
     d.update()
     d.step()
     assert d.schedule() == {"c": 1, "d": 1}, "a and b have ended, and nobody takes their places"
-    assert d.scheduler.why("e") == "capacity: 2 sequences run, and at most 2 may"
+    assert d.why("e") == "capacity: 2 sequences run, and at most 2 may"
     d.update()
     limits = d.scheduler.set_limits({"max_num_seqs": 4, "max_num_batched_tokens": 40})
     assert (limits.max_num_seqs, limits.most_num_seqs, limits.most_num_batched_tokens) == (4, 4, 40)
@@ -132,8 +132,8 @@ def test_why_tells_the_place_and_the_policys_reason(driver) -> None:
     d.add("y", 4, client="y")
     d.step()
     capacity = "capacity: 1 sequences run, and at most 1 may"
-    assert d.scheduler.why("y") == capacity
-    assert d.scheduler.why("x2") == (
+    assert d.why("y") == capacity
+    assert d.why("x2") == (
         f"{capacity}; 2 requests come first and 1 other client is next in turn "
         "(its client's counter stands at 12, that of the next in turn at 10)"
     )
@@ -146,4 +146,4 @@ def test_why_tells_the_place_and_the_policys_reason(driver) -> None:
     for policy, text in wanted.items():
         d.scheduler.set_limits({"policy": policy})
         d.step()
-        assert text in str(d.scheduler.why("x2")), policy
+        assert text in str(d.why("x2")), policy

@@ -108,26 +108,26 @@ def test_a_big_request_at_the_front_is_not_overtaken(driver) -> None:
     d.add("small", 4)
     assert d.schedule() == {"a": 16}
     assert d.waiting_reasons() == {"blocks": 1, "order": 1}
-    assert d.scheduler.why("big") == "blocks: it needs up to 7 KV blocks, and 6 are free"
-    assert d.scheduler.why("small").startswith("order: ")
-    assert d.scheduler.why("a") is None
-    assert d.scheduler.why("nobody") is None
+    assert d.why("big") == "blocks: it needs up to 7 KV blocks, and 6 are free"
+    assert d.why("small").startswith("order: ")
+    assert d.why("a") is None
+    assert d.why("nobody") is None
 
 
 def test_reasons_to_wait(driver) -> None:
     d = driver(max_num_seqs=1, max_num_batched_tokens=8)
     d.add("a", 20)
     assert d.waiting_reasons() == {"next_step": 1}
-    assert d.scheduler.why("a").startswith("next_step: ")
+    assert d.why("a").startswith("next_step: ")
     d.add("b")
     d.add("c")
     d.step()
     assert d.waiting_reasons() == {"budget": 2}
-    assert d.scheduler.why("c").startswith("budget: the step's 8 tokens")
+    assert d.why("c").startswith("budget: the step's 8 tokens")
     d.step()
     d.step()
     assert d.waiting_reasons() == {"capacity": 2}
-    assert d.scheduler.why("b") == "capacity: 1 sequences run, and at most 1 may"
+    assert d.why("b") == "capacity: 1 sequences run, and at most 1 may"
     stats = d.scheduler.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 2)
 
@@ -162,7 +162,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for(driver) -> None:
     d.update()
     assert d.schedule() == {"a": 3, "c": 2}, "who is not ready holds nobody up"
     assert d.waiting_reasons() == {"prefix": 1}
-    assert d.scheduler.why("b") == "prefix: its beginning is being computed for another request"
+    assert d.why("b") == "prefix: its beginning is being computed for another request"
     d.update()
     assert d.schedule() == {"a": 1, "b": 1, "c": 1}
 
