@@ -111,29 +111,17 @@ _REASONS = {
     529: "The same, as Anthropic says it.",
 }
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
-_ERROR_SCHEMA = {
-    "type": "object",
-    "title": "Error",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL},
-        }
-    },
-}
 
 
-_ANTHROPIC_ERROR_SCHEMA = {
-    "type": "object",
-    "title": "AnthropicError",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
-        "request_id": _TEXT,
-    },
+def _object(**fields: Any) -> dict[str, Any]:
+    """The schema of an object that has all of these."""
+    return {"type": "object", "required": [*fields], "properties": fields}
+
+
+_ANTHROPIC_ERROR = _object(type=_TEXT, message=_TEXT)
+_ERROR_SCHEMAS = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "AnthropicError": _object(type={"const": "error"}, error=_ANTHROPIC_ERROR, request_id=_TEXT),
 }
 
 
@@ -151,7 +139,7 @@ def _describe_errors(schema: dict[str, Any]) -> None:
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas |= {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+    schemas |= {name: {"title": name, **fields} for name, fields in _ERROR_SCHEMAS.items()}
     for path, operation in _operations(schema):
         content = _error_content(path)
         responses = operation["responses"]
