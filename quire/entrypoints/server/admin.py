@@ -4,20 +4,18 @@ Only a server with an API key lets itself be changed: a loopback address proves 
 pages have it too. What may be changed is for the scheduler to say.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
 
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.replicas import ReplicaState
-from quire.entrypoints.server.state import ServerState, get_state
+from quire.entrypoints.server.state import Changeable, State
 from quire.errors import InvalidRequestError
 from quire.protocol.stats import Limits
 
 router = APIRouter(route_class=JsonRoute)
-State = Annotated[ServerState, Depends(get_state)]
 
 
 class LimitChanges(BaseModel):
@@ -55,10 +53,8 @@ async def get_limits(state: State) -> Limits:
 
 
 @router.post("/admin/limits", tags=["admin"], response_model=LimitsAnswer)
-async def set_limits(body: LimitChanges, state: State) -> Limits:
+async def set_limits(body: LimitChanges, state: Changeable) -> Limits:
     """Keep to other limits from the next step on; what runs goes on."""
-    if not state.args.api_key:
-        raise HTTPException(403, "limits can be changed on a server with an API key only; start it with --api-key.")
     given: dict[str, Any] = body.model_dump(exclude_unset=True)
     return await state.llm.set_limits(**given)
 
@@ -89,10 +85,8 @@ async def list_engines(state: State) -> EngineList:
 
 
 @router.post("/admin/engines/{rank}/restart", tags=["admin"], status_code=202)
-async def restart_engine(rank: int, state: State) -> EngineList:
+async def restart_engine(rank: int, state: Changeable) -> EngineList:
     """Send an engine no more requests, and start it anew when it has finished those it has; the others go on."""
-    if not state.args.api_key:
-        raise HTTPException(403, "a server with an API key only restarts its engines; start it with --api-key.")
     if state.replicas is None:
         raise InvalidRequestError("there is one engine only; --data-parallel-size 2 would let one restart.", "rank")
     state.replicas.restart(rank)

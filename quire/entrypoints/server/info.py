@@ -5,9 +5,9 @@ They are small and answer at once; only /tokenize and /detokenize have bodies.
 
 import asyncio
 import time
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from starlette.responses import PlainTextResponse
 
 import quire
@@ -28,7 +28,7 @@ from quire.entrypoints.server.prometheus import render_all
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sse import JsonParts
-from quire.entrypoints.server.state import ServerState, get_state
+from quire.entrypoints.server.state import ServerState, State
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.text.tokenizer import Tokenizer
@@ -36,7 +36,6 @@ from quire.text.tokenizer import Tokenizer
 _PART = 1 << 16  # entries of a list that are encoded at a time: a millisecond's worth
 
 router = APIRouter(route_class=JsonRoute)
-State = Annotated[ServerState, Depends(get_state)]
 
 
 @router.get("/v1/models", tags=["models"])
@@ -54,8 +53,7 @@ async def get_model(model: str, state: State) -> ManagedModelCard | ModelCard:
 @router.post("/tokenize", tags=["tokenizer"], response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
-    state.check_model(body.model)
-    state.unknown_fields.note(body)
+    state.admit(body)
     tokenizer = _tokenizer(state)
     if ("messages" in body.model_fields_set) == ("prompt" in body.model_fields_set):
         raise InvalidRequestError("give either prompt or messages.", "prompt")
@@ -103,8 +101,7 @@ async def _render(body: TokenizeRequest, state: ServerState) -> str:
 @router.post("/detokenize", tags=["tokenizer"])
 async def detokenize(body: DetokenizeRequest, state: State, response: Response) -> DetokenizeResponse:
     """The text of token ids, special tokens included."""
-    state.check_model(body.model)
-    state.unknown_fields.note(body)
+    state.admit(body)
     warn_client(response, body)
     size = state.llm.config.model.vocab_size
     if (largest := max(body.tokens, default=0)) >= size:
@@ -137,6 +134,7 @@ def _tokenizer(state: ServerState) -> Tokenizer:
     return state.llm.tokenizer
 
 
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False, tags=["server"])  # as SageMaker calls it
 @router.get("/health", tags=["server"], response_class=Response, responses={503: {"description": "It is dead."}})
 async def health(state: State) -> Response:
     """200 while the engine is alive."""
@@ -145,12 +143,6 @@ async def health(state: State) -> Response:
     except EngineDeadError:
         return Response(status_code=503)
     return Response()
-
-
-@router.api_route("/ping", methods=["GET", "POST"], tags=["server"], include_in_schema=False)
-async def ping(state: State) -> Response:
-    """The same as /health, for SageMaker."""
-    return await health(state)
 
 
 @router.get("/version", tags=["server"])

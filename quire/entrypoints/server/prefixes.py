@@ -5,7 +5,7 @@ Only a server with an API key lets its cache be changed. What may be pinned is f
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -13,20 +13,11 @@ from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import Messages
 from quire.entrypoints.server.info_requests import TokenId
 from quire.entrypoints.server.prompts import conversation_text
-from quire.entrypoints.server.state import ServerState, get_state
+from quire.entrypoints.server.state import Changeable, State
 from quire.errors import InvalidRequestError
 from quire.protocol.cache import PinnedPrefix
 
-
-def _changeable(state: Annotated[ServerState, Depends(get_state)]) -> ServerState:
-    if not state.args.api_key:
-        raise HTTPException(403, "the cache can be changed on a server with an API key only; start it with --api-key.")
-    return state
-
-
 router = APIRouter(route_class=JsonRoute)
-State = Annotated[ServerState, Depends(get_state)]
-Changeable = Annotated[ServerState, Depends(_changeable)]
 
 
 class PinRequest(BaseModel):

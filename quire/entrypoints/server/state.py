@@ -7,9 +7,10 @@ hangs there, each loaded model has one.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
+from starlette.exceptions import HTTPException
 
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ModelNotFoundError
@@ -80,6 +81,11 @@ class ServerState:
         """End the engine, which may take a few seconds."""
         self.llm.shutdown()
 
+    def admit(self, body: Any) -> str:
+        """Note what of a body nobody knows; the name to answer with. Raises as `check_model` does."""
+        self.unknown_fields.note(body)
+        return self.check_model(body.model)
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the one asked for, or the first where none is.
 
@@ -96,3 +102,13 @@ class ServerState:
 def get_state(request: Request) -> ServerState:
     """The state of the server that got this request; of the model that it asks for, where there are several."""
     return request.scope.get(MODEL) or request.app.state.quire
+
+
+def _changeable(state: Annotated[ServerState, Depends(get_state)]) -> ServerState:
+    if not state.args.api_key:
+        raise HTTPException(403, "a server can be changed where it has an API key only; start it with --api-key.")
+    return state
+
+
+State = Annotated[ServerState, Depends(get_state)]
+Changeable = Annotated[ServerState, Depends(_changeable)]  # of a server that lets itself be changed

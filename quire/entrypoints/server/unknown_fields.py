@@ -1,6 +1,6 @@
 """Fields of a request's body that no route knows: told to the client in a header, and to the operator once a name.
 
-Routes with bodies call `warn_client`, services `ServerState.unknown_fields.note`. A body's model keeps such fields
+Routes with bodies call `warn_client`, services `ServerState.admit`. A body's model keeps such fields
 (`extra="allow"`); what asks for a feature that is not there is no matter of this module: the models refuse it by name.
 """
 

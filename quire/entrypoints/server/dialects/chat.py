@@ -57,8 +57,7 @@ class ChatDialect:
     async def read(self, body: ChatCompletionRequest, request_id: str) -> "tuple[TurnRequest, ChatWriter]":
         """See `Dialect.read`."""
         request_id = body.request_id or request_id
-        self._state.unknown_fields.note(body)
-        model = self._state.check_model(body.model)
+        model = self._state.admit(body)
         offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
         params = chat_params(body, self._llm)
         text = await self._render(body)

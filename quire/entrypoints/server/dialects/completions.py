@@ -48,8 +48,7 @@ class CompletionDialect:
     async def read(self, body: CompletionRequest, request_id: str) -> "tuple[TurnRequest, CompletionWriter]":
         """See `Dialect.read`."""
         request_id = body.request_id or request_id
-        self._state.unknown_fields.note(body)
-        model = self._state.check_model(body.model)
+        model = self._state.admit(body)
         if body.echo and self._llm.tokenizer is None:
             raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
         params = completion_params(body, self._llm)

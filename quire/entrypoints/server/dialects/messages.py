@@ -39,8 +39,7 @@ class MessagesDialect:
         self, body: ConversationRequest, request_id: str, client: str | None
     ) -> "tuple[TurnRequest, MessageWriter]":
         """See `Dialect.read`."""
-        self._state.unknown_fields.note(body)
-        model = self._state.check_model(body.model)
+        model = self._state.admit(body)
         fields = chat_fields(body)
         if fields["continue_final_message"]:
             fields["add_generation_prompt"] = False

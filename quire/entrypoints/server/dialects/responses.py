@@ -73,8 +73,7 @@ class ResponsesDialect:
         Raises:
             InvalidRequestError, OverloadedError: as `Dialect.read`.
         """
-        self._state.unknown_fields.note(body)
-        model = self._state.check_model(body.model)
+        model = self._state.admit(body)
         _check_metadata(body)
         items = context + await with_references(read_items(body.input, stem), find)
         fields = chat_fields(body)
