@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ErrorInfo, describe
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import TurnRequest, outputs_of
+from quire.entrypoints.server.service import TurnRequest, next_of, outputs_of
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.errors import QuireError
 
@@ -105,7 +105,7 @@ async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]
     The first ones wait for the engine a little, so that what it refuses at once is raised, and an HTTP error.
     """
     opening, is_open = writer.open(), False
-    first = asyncio.create_task(_next(steps))
+    first = asyncio.create_task(next_of(steps))
     try:
         await asyncio.wait([first], timeout=_PATIENCE)
         if first.done():
@@ -115,7 +115,7 @@ async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]
         events = await first
         while events is not None:
             yield framed(events)
-            events = await _next(steps)
+            events = await next_of(steps)
     except Exception as error:
         if not is_open:
             raise
@@ -124,10 +124,6 @@ async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await steps.aclose()
-
-
-async def _next(steps: AsyncGenerator[list[Event], None]) -> list[Event] | None:
-    return await anext(steps, None)
 
 
 class EventService(Generic[_AnyBody]):

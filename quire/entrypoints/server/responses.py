@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 import quire
 from quire.entrypoints.server.timings import Timings
+from quire.entrypoints.server.turn import Turn
 from quire.outputs import Logprob
 
 SYSTEM_FINGERPRINT = f"quire-{quire.__version__}"
@@ -31,10 +32,11 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails | None
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> "Usage":
-        """Usage, with the sum; without details where it is not told what the cache had."""
-        details = None if cached_tokens is None else PromptTokensDetails(cached_tokens)
-        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+    def of(cls, turn: Turn) -> "Usage":
+        """A turn's so far; without details where it is not told what the cache had."""
+        num_prompt, num_output, num_cached = turn.counts()
+        details = None if num_cached is None else PromptTokensDetails(num_cached)
+        return cls(num_prompt, num_output, num_prompt + num_output, details)
 
 
 class CompletionLogprobs(Struct):

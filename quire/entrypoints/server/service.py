@@ -29,6 +29,7 @@ _PART = 1 << 18  # bytes that are written at once, about
 _Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
 _Body = TypeVar("_Body", contravariant=True)
 _AnyBody = TypeVar("_AnyBody")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ async def _merged(sources: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGe
     try:
         while waiting or fresh:
             for count, place in enumerate(fresh, 1):
-                waiting[asyncio.create_task(_next(sources[place]))] = place
+                waiting[asyncio.create_task(next_of(sources[place]))] = place
                 if count % _STARTED_TOGETHER == 0:
                     await asyncio.sleep(0)
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -238,5 +239,6 @@ async def _merged(sources: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGe
             await source.aclose()
 
 
-async def _next(source: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+async def next_of(source: AsyncGenerator[_Item, None]) -> _Item | None:
+    """The next one, as a coroutine; None at the end."""
     return await anext(source, None)

@@ -146,11 +146,8 @@ class ChatWriter:
         choice = ChatChunkChoice(delta.index, content, self.logprobs(delta))
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
-        chunk = ChatChunk(*self._head, [choice])
-        if self._running_usage:
-            chunk.usage = self._usage()
-        elif self.ends_with_usage:
-            chunk.usage = None
+        usage = Usage.of(self.turn) if self._running_usage else None if self.ends_with_usage else UNSET
+        chunk = ChatChunk(*self._head, [choice], usage)
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
             chunk.prompt_token_ids = delta.output.prompt_token_ids if delta.begins else UNSET
@@ -159,7 +156,7 @@ class ChatWriter:
         return chunk
 
     def usage_chunk(self) -> Struct:
-        return ChatChunk(*self._head, [], self._usage())
+        return ChatChunk(*self._head, [], Usage.of(self.turn))
 
     def choice(self, delta: Delta) -> ChatChoice:
         message, finish = _message_of(delta.events, self._role, self._echo), delta.finish
@@ -170,7 +167,7 @@ class ChatWriter:
         return choice
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        response = ChatResponse(*self._head, choices, self._usage())  # type: ignore[arg-type]
+        response = ChatResponse(*self._head, choices, Usage.of(self.turn))  # type: ignore[arg-type]
         if self._body.return_token_ids:
             response.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
@@ -178,9 +175,6 @@ class ChatWriter:
         if self._body.timings:
             response.timings = timings_of(self.turn)
         return response
-
-    def _usage(self) -> Usage:
-        return Usage.of(*self.turn.counts())
 
     def logprobs(self, delta: Delta) -> ChatLogprobs | None:
         """Of the delta's tokens, where they were asked for."""

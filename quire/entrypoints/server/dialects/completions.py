@@ -100,17 +100,17 @@ class CompletionWriter:
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def chunk(self, delta: Delta) -> Struct:
-        usage = self._usage() if self._running_usage else None if self.ends_with_usage else UNSET
+        usage = Usage.of(self.turn) if self._running_usage else None if self.ends_with_usage else UNSET
         chunk = CompletionResponse(*self._head, [self._piece(delta)], usage)
         if delta.finish is not None and self._body.timings and self.turn.num_unfinished == 0:
             chunk.timings = timings_of(self.turn)
         return chunk
 
     def usage_chunk(self) -> Struct:
-        return CompletionResponse(*self._head, [], self._usage())
+        return CompletionResponse(*self._head, [], Usage.of(self.turn))
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        response = CompletionResponse(*self._head, choices, self._usage(), SYSTEM_FINGERPRINT)
+        response = CompletionResponse(*self._head, choices, Usage.of(self.turn), SYSTEM_FINGERPRINT)
         if self._body.timings:
             response.timings = timings_of(self.turn)
         return response
@@ -150,9 +150,6 @@ class CompletionWriter:
             echoed, start = self._echoed[delta.place]
         written, self._offsets[delta.index] = writer.write(delta.token_ids, delta.logprobs, start, echo)
         return written if echoed is None else _following(echoed, written)
-
-    def _usage(self) -> Usage:
-        return Usage.of(*self.turn.counts())
 
 
 class _LogprobWriter:
