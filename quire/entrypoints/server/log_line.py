@@ -1,7 +1,5 @@
 """The line that says every few seconds how fast a busy server is. `quire serve` logs it; nothing is measured here."""
 
-from typing import NamedTuple
-
 from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import EngineStats
 
@@ -16,48 +14,31 @@ _WAITING_FOR = {
 }
 
 
-class Logged(NamedTuple):
-    """The counters at a log line."""
-
-    time: float
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    busy: bool = False  # whether requests ran or waited then
-
-
 class ThroughputLine:
     """The line of one server; `now`, in seconds of the monotonic clock, is when the first one begins."""
 
     def __init__(self, metrics: ServingMetrics, now: float) -> None:
         self._metrics = metrics
-        self._last = Logged(now)
+        self._time, self._was_busy = now, False  # at the last line
+        self._counts = [0] * 4
 
     def next(self, stats: EngineStats, time: float) -> str | None:
         """What the server did since the last call; None when it was idle and the last line had said so."""
-        now = Logged(
-            time=time,
-            num_prompt_tokens=self._metrics.num_prompt_tokens,
-            num_generation_tokens=self._metrics.num_generation_tokens,
-            prefix_cache_queries=stats.prefix_cache_queries_total,
-            prefix_cache_hits=stats.prefix_cache_hits_total,
-            busy=stats.num_requests_running + stats.num_requests_waiting > 0,
-        )
-        last, self._last = self._last, now
-        num_prompt = now.num_prompt_tokens - last.num_prompt_tokens
-        num_generation = now.num_generation_tokens - last.num_generation_tokens
-        if not (num_prompt or num_generation or now.busy or last.busy):
+        counts = [self._metrics.num_prompt_tokens, self._metrics.num_generation_tokens]
+        counts += [stats.prefix_cache_queries_total, stats.prefix_cache_hits_total]
+        num_prompt, num_generation, queries, hits = (now - last for now, last in zip(counts, self._counts, strict=True))
+        seconds, was_busy = max(time - self._time, 1e-3), self._was_busy
+        self._time, self._counts = time, counts
+        self._was_busy = stats.num_requests_running + stats.num_requests_waiting > 0
+        if not (num_prompt or num_generation or self._was_busy or was_busy):
             return None
-        seconds = max(now.time - last.time, 1e-3)
         parts = [
             f"prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generation / seconds:.1f} tokens/s",
             f"running {stats.num_requests_running}, waiting {stats.num_requests_waiting}{_reasons(stats)}",
             f"KV cache {stats.kv_cache_usage_perc:.1%} used",
         ]
-        queries = now.prefix_cache_queries - last.prefix_cache_queries
         if queries > 0:
-            parts.append(f"prefix cache hits {(now.prefix_cache_hits - last.prefix_cache_hits) / queries:.1%}")
+            parts.append(f"prefix cache hits {hits / queries:.1%}")
         return "; ".join(parts)
 
 
