@@ -25,24 +25,18 @@ class Timings(Struct):
 
 def timings_of(turn: Turn) -> Timings | UnsetType:
     """Of a turn that has ended; UNSET where the engine keeps no times."""
-    arrivals: list[float] = []
-    starts: list[float] = []
-    firsts: list[float] = []
-    ends: list[float] = []
-    for output in turn.outputs:
-        if (times := output.metrics) is None or times.finished_time is None:
-            return UNSET
-        arrivals.append(times.arrival_time)
-        starts.append(times.first_scheduled_time or times.arrival_time)
-        firsts.append(times.first_token_time or times.finished_time)
-        ends.append(times.finished_time)
-    if not ends:
+    kept = [output.metrics for output in turn.outputs]
+    ended = [(times, times.finished_time) for times in kept if times is not None and times.finished_time is not None]
+    if not ended or len(ended) < len(kept):
         return UNSET
+    arrival, end = min(times.arrival_time for times, _ in ended), max(end for _, end in ended)
+    start = min(times.first_scheduled_time or times.arrival_time for times, _ in ended)
+    first = min(times.first_token_time or end for times, end in ended)
     num_cached = sum(output.num_cached_tokens or 0 for output in turn.outputs)
     num_prompt, num_output, _ = turn.counts()
-    prompt, output = min(firsts) - min(starts), max(ends) - min(firsts)
+    prompt, output = first - start, end - first
     return Timings(
-        queue_ms=1e3 * (min(starts) - min(arrivals)),
+        queue_ms=1e3 * (start - arrival),
         cache_n=num_cached,
         prompt_n=num_prompt - num_cached,
         prompt_ms=1e3 * prompt,
