@@ -47,10 +47,13 @@ class StoredResponse(msgspec.Struct):
 
 
 class _Job:
-    """A response in the background."""
+    """A response that is made, in the background or not."""
 
-    def __init__(self, writer: ResponseWriter, owner: str, keeps_events: bool) -> None:
-        self.writer, self.owner, self.keeps_events = writer, owner, keeps_events
+    def __init__(
+        self, body: ResponsesRequest, client: str | None, request: TurnRequest, writer: ResponseWriter
+    ) -> None:
+        self.body, self.client, self.request, self.writer = body, client, request, writer
+        self.owner, self.keeps_events = client or "", bool(body.background and body.stream)
         self.events: list[bytes] = []
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -88,24 +91,22 @@ class ResponsesService:
 
     async def create(self, body: ResponsesRequest, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON; in the background, what there is of it yet. Raises as `TurnService.create`."""
-        request, writer = await self.read(body, request_id, client)
+        job = _Job(body, client, *await self.read(body, request_id, client))
         if body.background:
-            return [encode((await self._start(body, request, writer, client)).writer.answer())]
-        async for _ in self._events(body, request, writer, client):
-            pass
-        return [encode(writer.answer())]
+            await self._start(job)
+        else:
+            async for _ in self._events(job):
+                pass
+        return [encode(job.writer.answer())]
 
     async def stream(
         self, body: ResponsesRequest, request_id: str, client: str | None = None
     ) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events; what fails once they have begun is one of them."""
-        request, writer = await self.read(body, request_id, client)
+        job = _Job(body, client, *await self.read(body, request_id, client))
         if body.background:
-            async with aclosing(_follow(await self._start(body, request, writer, client), 0)) as parts:
-                async for part in parts:
-                    yield part
-            return
-        async with aclosing(streamed(writer, self._events(body, request, writer, client))) as parts:
+            await self._start(job)
+        async with aclosing(_follow(job, 0) if body.background else streamed(job.writer, self._events(job))) as parts:
             async for part in parts:
                 yield part
 
@@ -144,41 +145,36 @@ class ResponsesService:
                     return item
         raise InvalidRequestError(f"no item with the id {item_id!r:.80} is stored; send it whole.", "input")
 
-    async def _events(
-        self, body: ResponsesRequest, request: TurnRequest, writer: ResponseWriter, client: str | None
-    ) -> AsyncGenerator[list[Event], None]:
+    async def _events(self, job: _Job) -> AsyncGenerator[list[Event], None]:
         """The events of a turn; what is to be kept is kept before its last ones are told."""
-        async with aclosing(events_of(self._state.llm, request, writer, client, self._note)) as steps:
+        async with aclosing(events_of(self._state.llm, job.request, job.writer, job.client, self._note)) as steps:
             async for events in steps:
-                if not writer.is_open and body.store is not False and not body.background:
-                    await self._keep(StoredResponse(writer.answer(), writer.items), client or "")
+                if not job.writer.is_open and job.body.store is not False and not job.body.background:
+                    await self._keep(job)
                 yield events
 
-    async def _keep(self, stored: StoredResponse, owner: str) -> None:
-        await self._store.put(stored.response["id"], owner, msgspec.msgpack.encode(stored))
+    async def _keep(self, job: _Job) -> None:
+        await self._store.put(job.writer.id, job.owner, msgspec.msgpack.encode(job.stored()))
 
-    async def _start(
-        self, body: ResponsesRequest, request: TurnRequest, writer: ResponseWriter, client: str | None
-    ) -> _Job:
+    async def _start(self, job: _Job) -> None:
         self._state.llm.check_room(1)
-        job = self._jobs[writer.id] = _Job(writer, client or "", bool(body.stream))
+        self._jobs[job.writer.id] = job
         try:
-            await self._keep(job.stored(), job.owner)
+            await self._keep(job)
         except BaseException:
-            del self._jobs[writer.id]
+            del self._jobs[job.writer.id]
             raise
-        job.task = asyncio.create_task(self._run(job, body, request, client))
+        job.task = asyncio.create_task(self._run(job))
         if self._state.retain is not None:
             job.task.add_done_callback(self._state.retain())
-        return job
 
-    async def _run(self, job: _Job, body: ResponsesRequest, request: TurnRequest, client: str | None) -> None:
+    async def _run(self, job: _Job) -> None:
         writer = job.writer
         last: list[Event] = []
         self._state.num_in_flight += 1
         try:
             job.tell(writer.open())
-            async with aclosing(self._events(body, request, writer, client)) as steps:
+            async with aclosing(self._events(job)) as steps:
                 async for events in steps:
                     if writer.is_open:
                         job.tell(events)
@@ -192,7 +188,7 @@ class ResponsesService:
             job.events += [framed([event]) for event in last]
         try:
             if self._jobs.get(writer.id) is job:  # it was not deleted meanwhile
-                await self._keep(job.stored(), job.owner)
+                await self._keep(job)
         except QuireError as error:
             logger.error("response %s is lost: %s", writer.id, error)
         finally:
@@ -227,11 +223,10 @@ class ResponsesService:
             InvalidRequestError: it was not made as such a stream.
         """
         job = self._jobs.get(response_id)
-        if job is None or job.owner != (client or ""):
-            stored = await self.get(response_id, client)
-            events = stored.events
-        else:
+        if job is not None and job.owner == (client or ""):
             events = job.events
+        else:
+            events = (await self.get(response_id, client)).events
         if not events and (job is None or not job.keeps_events):
             message = "only a response that was made with background: true and stream: true can be streamed again."
             raise InvalidRequestError(message, "stream")
