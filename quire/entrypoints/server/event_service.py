@@ -1,19 +1,19 @@
 """Runs a turn for APIs whose streams are named events: /v1/responses and /v1/messages.
 
 The whole answer and the stream of it are one fold: a writer takes the deltas, keeps the answer and says the events.
-Knows the engine by `AsyncLLM` only, and nothing of either API's form.
+Knows nothing of either API's form.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
-from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ErrorInfo, describe
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import TurnRequest, next_of, outputs_of
+from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.errors import QuireError
 
@@ -65,18 +65,14 @@ class EventDialect(Protocol[_Body]):
 
 
 async def events_of(
-    llm: AsyncLLM,
-    request: TurnRequest,
-    writer: EventWriter,
-    client: str | None,
-    note: Callable[[TurnRequest], None] | None,
+    state: ServerState, request: TurnRequest, writer: EventWriter, client: str | None
 ) -> AsyncGenerator[list[Event], None]:
     """The events of a turn but for the first ones, those of one step together.
 
     Raises:
         InvalidRequestError, OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does.
     """
-    async with aclosing(outputs_of(llm, request, client, note)) as batches:
+    async with aclosing(outputs_of(state, request, client)) as batches:
         async for batch in batches:
             events = [
                 event for _, output in batch for delta in writer.turn.take(0, output) for event in writer.take(delta)
@@ -84,7 +80,7 @@ async def events_of(
             if events:
                 yield events
     thought = writer.reasoning()
-    yield writer.close(len(await llm.encode(thought, False)) if thought else 0)
+    yield writer.close(len(await state.llm.encode(thought, False)) if thought else 0)
 
 
 def failure_events(writer: EventWriter, error: Exception) -> list[Event]:
@@ -129,23 +125,20 @@ async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]
 class EventService(Generic[_AnyBody]):
     """Answers the requests of one dialect, and keeps nothing of them."""
 
-    def __init__(
-        self, llm: AsyncLLM, dialect: EventDialect[_AnyBody], note: Callable[[TurnRequest], None] | None = None
-    ) -> None:
-        """`note` is told of each request that goes to the engine."""
-        self._llm, self._dialect, self._note = llm, dialect, note
+    def __init__(self, state: ServerState, dialect: EventDialect[_AnyBody]) -> None:
+        self._state, self._dialect = state, dialect
 
     async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON. Raises as `TurnService.create` does."""
         request, writer = await self._dialect.read(body, request_id, client)
-        async for _ in events_of(self._llm, request, writer, client, self._note):
+        async for _ in events_of(self._state, request, writer, client):
             pass
         return [encode(writer.answer())]
 
     async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events; what fails once they have begun is one of them."""
         request, writer = await self._dialect.read(body, request_id, client)
-        steps = events_of(self._llm, request, writer, client, self._note)
+        steps = events_of(self._state, request, writer, client)
         async with aclosing(streamed(writer, steps)) as parts:
             async for part in parts:
                 yield part

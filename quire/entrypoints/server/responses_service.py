@@ -16,7 +16,6 @@ import msgspec
 
 from quire.entrypoints.server.dialects.responses import ResponsesDialect, ResponseWriter
 from quire.entrypoints.server.event_service import Event, events_of, failure_events, framed, streamed
-from quire.entrypoints.server.request_log import request_log
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.responses_request import ResponsesRequest
@@ -75,7 +74,6 @@ class ResponsesService:
         """Raises ConfigError where the store can't be opened."""
         args = state.args
         self._state = state
-        self._note = request_log(args)
         self._store = open_store(args.response_store, args.response_store_max_bytes, args.response_store_seconds)
         self._jobs: dict[str, _Job] = {}
 
@@ -147,7 +145,7 @@ class ResponsesService:
 
     async def _events(self, job: _Job) -> AsyncGenerator[list[Event], None]:
         """The events of a turn; what is to be kept is kept before its last ones are told."""
-        async with aclosing(events_of(self._state.llm, job.request, job.writer, job.client, self._note)) as steps:
+        async with aclosing(events_of(self._state, job.request, job.writer, job.client)) as steps:
             async for events in steps:
                 if not job.writer.is_open and job.body.store is not False and not job.body.background:
                     await self._keep(job)

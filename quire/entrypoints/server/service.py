@@ -1,29 +1,34 @@
 """Runs a turn: reads a body in some dialect, asks the engine, and gives the answer in that dialect, whole or streamed.
 
 The routes, and `quire run-batch`, make a `TurnService` with the dialect of their API. What may hold up the event loop
-is built and encoded in a thread. Knows the engine by `AsyncLLM` only, and nothing of any dialect's form.
+is built and encoded in a thread. Knows nothing of any dialect's form.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sampling import named
 from quire.entrypoints.server.sse import DONE, event
+from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.inputs import PreparedPrompt
 from quire.outputs import RequestOutput
 from quire.protocol.requests import Terms
 from quire.sampling_params import SamplingParams
+from quire.utils.logs import quoted
+
+logger = logging.getLogger("quire")
 
 _STARTED_TOGETHER = 16  # requests begun before the event loop gets a turn
 _MANY = 5000  # tokens, and alternatives to them, of an answer: to write more is for a thread
+_MOST_LOGGED = 100  # prompts of a request that the log shows, where the operator wants them there
 _PART = 1 << 18  # bytes that are written at once, about
 
 _Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
@@ -83,11 +88,8 @@ class Dialect(Protocol[_Body]):
 class TurnService(Generic[_AnyBody]):
     """Answers the requests of one dialect."""
 
-    def __init__(
-        self, llm: AsyncLLM, dialect: Dialect[_AnyBody], note: Callable[[TurnRequest], None] | None = None
-    ) -> None:
-        """`note` is told of each request that goes to the engine."""
-        self._llm, self._dialect, self._note = llm, dialect, note
+    def __init__(self, state: ServerState, dialect: Dialect[_AnyBody]) -> None:
+        self._state, self._dialect = state, dialect
 
     async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON, which may come in several parts.
@@ -102,7 +104,7 @@ class TurnService(Generic[_AnyBody]):
         """
         request, writer = await self._dialect.read(body, request_id)
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(outputs_of(self._llm, request, client, self._note)) as batches:
+        async with aclosing(outputs_of(self._state, request, client)) as batches:
             async for batch in batches:
                 outputs.update(batch)
         if _size(outputs.values(), request.params) <= _MANY:
@@ -113,7 +115,7 @@ class TurnService(Generic[_AnyBody]):
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
         request, writer = await self._dialect.read(body, request_id)
         turn = writer.turn
-        async with aclosing(outputs_of(self._llm, request, client, self._note)) as batches:
+        async with aclosing(outputs_of(self._state, request, client)) as batches:
             async for batch in batches:
                 if writer.opens_large and turn.num_begun < turn.num_choices:
                     for part in await asyncio.to_thread(_events_in_parts, writer, batch):
@@ -125,20 +127,38 @@ class TurnService(Generic[_AnyBody]):
 
 
 def outputs_of(
-    llm: AsyncLLM, request: TurnRequest, client: str | None, note: Callable[[TurnRequest], None] | None
+    state: ServerState, request: TurnRequest, client: str | None
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """What the engine makes of a request: places of prompts and their outputs, those of one step together."""
     request_id, prompts = request.request_id, request.prompts
-    if note is not None:
-        note(request)
+    if state.args.enable_log_requests:
+        _log(request, state.args.max_log_len)
     terms = msgspec.structs.asdict(request.terms)
     if client is not None:
         terms["client"] = client
     ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
     batches = _merged(
-        [llm.generate(prompt, request_id=own_id, **terms) for prompt, own_id in zip(prompts, ids, strict=True)]
+        [state.llm.generate(prompt, request_id=own_id, **terms) for prompt, own_id in zip(prompts, ids, strict=True)]
     )
     return _refused_by_name(batches, request.names) if request.names else batches
+
+
+def _log(request: TurnRequest, longest: int | None) -> None:
+    """What comes from a client is quoted, so that it can't write lines of its own."""
+    for prompt in request.prompts[:_MOST_LOGGED]:
+        if prompt.text is None:
+            shown = f"token ids {prompt.token_ids[:longest]}"
+        else:
+            shown = quoted(prompt.text, len(prompt.text) if longest is None else longest)
+        logger.info(
+            "request %s: %d prompt tokens: %s; %s",
+            quoted(request.request_id),
+            len(prompt.token_ids),
+            shown,
+            quoted(repr(request.params), 4000)[1:-1],
+        )
+    if (num_more := len(request.prompts) - _MOST_LOGGED) > 0:
+        logger.info("request %s: %d more prompts", quoted(request.request_id), num_more)
 
 
 async def _refused_by_name(

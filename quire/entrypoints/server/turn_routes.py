@@ -20,7 +20,6 @@ from quire.entrypoints.server.dialects.messages import MessagesDialect
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
 from quire.entrypoints.server.middleware import client_of, identify
-from quire.entrypoints.server.request_log import request_log
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import TurnRequest, TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
@@ -47,18 +46,17 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     state = get_state(request)
-    service = EventService(state.llm, MessagesDialect(state), request_log(state.args))
-    return await respond(request, service, body)
+    return await respond(request, EventService(state, MessagesDialect(state)), body)
 
 
 def completion_service(state: ServerState) -> TurnService[CompletionRequest]:
     """What answers completion requests, over HTTP or not."""
-    return TurnService(state.llm, CompletionDialect(state), request_log(state.args))
+    return TurnService(state, CompletionDialect(state))
 
 
 def chat_service(state: ServerState) -> TurnService[ChatCompletionRequest]:
     """What answers chat requests, over HTTP or not."""
-    return TurnService(state.llm, ChatDialect(state), request_log(state.args))
+    return TurnService(state, ChatDialect(state))
 
 
 class TokenCount(BaseModel):
