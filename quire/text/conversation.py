@@ -44,14 +44,9 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
             InvalidRequestError: there is no template; or messages, tools, documents or variables are no JSON data.
         """
         template = select_template(tokenizer, self.chat_template, self.tools)
-        options = {
-            "tools": self.tools,
-            "documents": self.documents,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-            "chat_template_kwargs": self.chat_template_kwargs,
-        }
-        messages = self.messages
+        options = msgspec.structs.asdict(self)
+        messages = options.pop("messages")
+        del options["chat_template"]
         try:
             return msgspec.msgpack.encode(Job(template, tokenizer.special_tokens_map, messages, options))
         except Exception:  # types of client libraries, or no JSON at all: a slower look finds out
