@@ -49,20 +49,16 @@ def run(namespace: Namespace) -> None:
     with _open_output(namespace.output_file) as sink:
         import asyncio
 
-        from quire.engine.async_llm import AsyncOptions
-        from quire.entrypoints.server.launch import read_chat_template
-        from quire.entrypoints.server.replicas import start_engines
-        from quire.entrypoints.server.state import ServerState
+        from quire.entrypoints.server.launch import load, read_chat_template
 
-        args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))
-        options = AsyncOptions(args.engine, log_level="warning", step_timeout=args.step_timeout)
-        llm, _ = start_engines(engine_args, options)
+        template = read_chat_template(args.chat_template)
+        state = load(dataclasses.replace(args, chat_template=template, log_level="warning"), engine_args)
         try:
-            batch = Batch(ServerState(llm, args, args.served_model_name or [engine_args.model]))
+            batch = Batch(state)
             window = _LINES_PER_SEQUENCE * engine_args.max_num_seqs
             num_good, num_bad = asyncio.run(answer_all(batch, source, sink, window, num_requests))
         finally:
-            llm.shutdown()
+            state.shutdown()
     print(f"{num_good} requests answered, {num_bad} refused or failed.", file=sys.stderr)
 
 

@@ -75,7 +75,7 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
         context = ssl_context(args)
         args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))
         if catalog is None:
-            state = _load(args, engine_args)
+            state = load(args, engine_args)
         else:
             logger.info("Quire %s: %s", quire.__version__, catalog.describe())
             state = Fleet(catalog, args, _beside)
@@ -91,7 +91,8 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
     logger.info("stopped")
 
 
-def _load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
+def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
+    """The state of one model's server, its engine loaded. Raises as `serve`."""
     where = "in its own process" if args.engine == "process" else "in a thread"
     logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
     options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
