@@ -10,6 +10,8 @@ from quire.protocol.requests import Terms
 
 NO_TERMS = Terms()
 MAX_CLIENT = 200  # characters
+# Term -> its kind, the number that it must be over, and the policy that keeps to it.
+_OF_POLICIES = {"priority": (int, None, "priority"), **dict.fromkeys(OPTIONS_OF["deadline"], (float, 0, "deadline"))}
 
 
 def check_terms(terms: Terms, policy: str) -> None:
@@ -22,26 +24,18 @@ def check_terms(terms: Terms, policy: str) -> None:
     """
     if terms is NO_TERMS:
         return
-    if isinstance(terms.priority, bool) or not isinstance(terms.priority, int):
-        raise InvalidRequestError(f"priority must be an integer, got {terms.priority!r}.", "priority")
-    if terms.priority and policy != "priority":
-        raise _needs("priority", terms.priority, "priority")
-    for name in OPTIONS_OF["deadline"]:
-        target = getattr(terms, name)
-        if target is None:
+    for name, (kind, over, needed) in _OF_POLICIES.items():
+        value = getattr(terms, name)
+        if value is getattr(NO_TERMS, name):
             continue
         try:
-            check_number(name, target, float, over=0)
+            check_number(name, value, kind, over=over)
         except ConfigError as error:
             raise InvalidRequestError(str(error), name) from None
-        if policy != "deadline":
-            raise _needs(name, target, "deadline")
+        if policy != needed:
+            message = f"{name}={value!r} needs an engine with scheduling_policy={needed!r}; leave it out."
+            raise InvalidRequestError(message, name)
     client = terms.client
     if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT):
         shown = f"{len(client)} characters" if isinstance(client, str) else repr(client)[:80]
         raise InvalidRequestError(f"client must be a text of 1 to {MAX_CLIENT} characters, got {shown}.", "client")
-
-
-def _needs(name: str, value: object, policy: str) -> InvalidRequestError:
-    message = f"{name}={value!r} needs an engine with scheduling_policy={policy!r}; leave it out."
-    return InvalidRequestError(message, name)
