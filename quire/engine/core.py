@@ -34,8 +34,6 @@ class Core(Protocol):
     interrupts: InterruptShield
     max_model_len: int
 
-    @property
-    def limits(self) -> Limits: ...
     def add(self, request: NewRequest) -> None: ...
     def abort(self, request_id: str) -> list[SequenceOutput]: ...
     def finish_sequence(self, request_id: str, sequence_index: int) -> None: ...
@@ -87,11 +85,6 @@ class EngineCore:
         self._guiding: Future[SampleGuide | None] | None = None
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
-
-    @property
-    def limits(self) -> Limits:
-        """The scheduler's limits and its policy, as of now."""
-        return self.scheduler.limits
 
     def stats(self) -> EngineStats:
         """The counters and gauges at this moment."""

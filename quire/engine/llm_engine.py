@@ -161,13 +161,8 @@ class LLMEngine:
         """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
         return self.core.reset_prefix_cache()
 
-    @property
-    def limits(self) -> Limits:
-        """The scheduler's limits and its policy, as of now."""
-        return self.core.limits
-
     def set_limits(self, **changes: Any) -> Limits:
-        """Change limits, from the next step on; nothing that runs is ended.
+        """Change limits, from the next step on; nothing that runs is ended. Those that hold are part of `stats`.
 
         Args:
             changes: any of max_num_seqs, max_num_batched_tokens, policy, and the options that the policy reads.

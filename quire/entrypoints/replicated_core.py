@@ -23,7 +23,6 @@ from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import Failure, FailureKind, SequenceOutput
-from quire.scheduler.live_limits import limits_of
 
 
 class ReplicatedCore:
@@ -39,7 +38,6 @@ class ReplicatedCore:
     def __init__(self, args: EngineArgs, config: EngineConfig) -> None:
         self.clock, self.interrupts = time.monotonic, InterruptShield()
         self.first_scheduled: list[str] = []
-        self.limits = limits_of(config.scheduler, config.scheduler)
         self._ids = itertools.count()
         self._left: dict[str, set[int]] = {}  # of each request the sequences that go on
         self._outputs: list[SequenceOutput] = []  # for the next step
@@ -88,8 +86,7 @@ class ReplicatedCore:
         return outputs
 
     def set_limits(self, changes: dict[str, Any]) -> Limits:
-        self.limits = self._call("set_limits", changes)
-        return self.limits
+        return self._call("set_limits", changes)
 
     def reset_prefix_cache(self) -> bool:
         return self._call("reset_prefix_cache")
