@@ -64,8 +64,7 @@ class SwapSpace:
         speed = layout.copy_bytes_per_second
         self._token_seconds = 0.0  # to compute one of a prompt; not measured yet
         self._copy_seconds = [size / speed if speed else 0.0 for size in self._block_bytes]
-        for group in groups:
-            group.pool.evicted = []
+        self._forget_evicted()
 
     # At preemption.
 

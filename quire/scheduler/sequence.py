@@ -81,9 +81,8 @@ class SequenceGroup:
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs were asked for and are still to come, for which the prompt must be computed."""
-        return self.task.params.prompt_logprobs is not None and self.num_prompt_logprobs < len(
-            self.request.prompt_token_ids
-        )
+        num_prompt = len(self.request.prompt_token_ids)
+        return self.task.params.prompt_logprobs is not None and self.num_prompt_logprobs < num_prompt
 
     def output(
         self,
