@@ -13,8 +13,9 @@ import re
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quire.protocol.step import DiskNews
@@ -77,11 +78,10 @@ class BlockFiles:
     def __init__(self, folder: BlockFolder) -> None:
         self._folder = folder
         self._has_work = threading.Condition()
-        self._writes: deque[tuple[int, bytes, memoryview]] = deque()
-        self._reads: deque[tuple[int, int, bytes]] = deque()
-        self._answers: deque[BlockRead] = deque()
+        self._writes: deque[Callable[[], None]] = deque()
+        self._reads: deque[Callable[[], None]] = deque()
+        self._answers: deque[BlockRead] = deque()  # another one once nobody wants those any more
         self._num_reading = 0  # asked and not answered yet
-        self._round = 0  # answers of earlier ones are not wanted any more
         self._queued_bytes = 0
         self._num_written = self._num_damaged = self._num_failed = self._num_removed = 0
         self._total = 0  # bytes in the folder, as far as is known
@@ -114,14 +114,14 @@ class BlockFiles:
                 self._num_failed += 1
                 return
             self._queued_bytes += len(data)
-            self._writes.append((group, name, data))
+            self._writes.append(partial(self._write, group, name, data))
             self._has_work.notify_all()
 
     def read(self, group: int, host: int, name: bytes) -> None:
         """Have a block read."""
         with self._has_work:
             self._num_reading += 1
-            self._reads.append((group, host, name))
+            self._reads.append(partial(self._answer, self._answers, group, host, name))
             self._has_work.notify_all()
 
     def answers(self, seconds: float) -> list[BlockRead]:
@@ -138,9 +138,8 @@ class BlockFiles:
         """Nobody wants the answers to what was asked."""
         with self._has_work:
             self._reads.clear()
-            self._answers.clear()
+            self._answers = deque()
             self._num_reading = 0
-            self._round += 1
 
     def news(self, fetched: list[tuple[int, int, bool]]) -> DiskNews:
         """The counts, and these answers."""
@@ -160,32 +159,28 @@ class BlockFiles:
         while True:
             with self._has_work:
                 self._has_work.wait_for(lambda: self._reads or self._writes or self._closed)
-                read = self._reads.popleft() if self._reads else None
-                write = self._writes.popleft() if read is None and self._writes else None
-                if write is not None:
-                    self._queued_bytes -= len(write[2])
-                asked_in = self._round
-            if read is not None:
-                group, host, name = read
-                try:
-                    data = self._read(group, name)
-                except Exception:  # whoever waits must have an answer
-                    logger.exception("a block could not be read")
-                    data = None
-                with self._has_work:
-                    if asked_in == self._round:
-                        self._answers.append(BlockRead(group, host, data))
-                        self._has_work.notify_all()
-            elif write is not None:
-                self._write(*write)
-            else:
-                return
+                if not (waiting := self._reads or self._writes):
+                    return
+                job = waiting.popleft()
+            job()
+
+    def _answer(self, answers: deque[BlockRead], group: int, host: int, name: bytes) -> None:
+        try:
+            data = self._read(group, name)
+        except Exception:  # whoever waits must have an answer
+            logger.exception("a block could not be read")
+            data = None
+        with self._has_work:
+            answers.append(BlockRead(group, host, data))
+            self._has_work.notify_all()
 
     def _write(self, group: int, name: bytes, data: memoryview) -> None:
+        with self._has_work:
+            self._queued_bytes -= len(data)
         path = self._folder.file(group, name)
         header = _HEADER.pack(_MAGIC, self._folder.fingerprint, name, group, len(data))
         size = len(header) + len(data) + _CHECKSUM
-        partial = partial_name(self._folder.path / path.name)
+        unfinished = partial_name(self._folder.path / path.name)
         try:
             if self._is_full or (self._total + size > self._folder.limit and not self._make_room(size)):
                 self._is_full = True  # with what can't be removed: looking again would take long each time
@@ -194,11 +189,11 @@ class BlockFiles:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             digest = hashlib.sha256(header)
             digest.update(data)
-            with partial.open("xb") as file:
+            with unfinished.open("xb") as file:
                 file.writelines((header, data, digest.digest()))
-            partial.replace(path)
+            unfinished.replace(path)
         except OSError as error:
-            remove(partial)
+            remove(unfinished)
             self._num_failed += 1
             self._warn(error)
             return
