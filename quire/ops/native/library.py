@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, takewhile
@@ -169,6 +170,20 @@ def default_target() -> Target:
     """The best level (or what QUIRE_KERNELS says) on as many threads as torch has: for who was told nothing else."""
     level = choose_level()
     return Target(levels()[0] if level == TORCH else level, torch.get_num_threads())
+
+
+@contextmanager
+def torch_threads(num: int) -> Iterator[None]:
+    """So many threads in torch; the setting is left as it was."""
+    before = torch.get_num_threads()
+    if before == num:
+        yield
+        return
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def prefault(tensor: torch.Tensor, num_threads: int) -> None:

@@ -7,14 +7,13 @@ torch, then the next part. Knows no models and no recording.
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.ops.native.library import Target, loaded_library, operation_names
+from quire.ops.native.library import Target, loaded_library, operation_names, torch_threads
 from quire.ops.native.structs import DTYPE_OF, TYPE_OF, Type, c_struct
 
 _MAX_SLOTS = 2**31  # slots are int32
@@ -72,20 +71,6 @@ class StepData:
             args.tail_starts, args.tail_counts = starts.data_ptr(), counts.data_ptr()
             args.tail_slots, args.max_tail = slots.data_ptr(), slots.shape[1]
         return args
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Torch's own threads would spin on after each operation, on the cores that the kernels' threads need."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _int32(tensor: Tensor) -> Tensor:
@@ -241,7 +226,7 @@ class Program:
 
     def _call_host(self, part: HostCall, memory: list[Tensor]) -> None:
         began, out = time.perf_counter(), memory[part.output]
-        with _one_torch_thread():
+        with torch_threads(1):  # more would spin on after each operation, on the cores that the kernels' need
             result = part.function(*(memory[number] for number in part.inputs))
             if result.shape != out.shape or result.dtype != out.dtype:
                 raise ValueError(

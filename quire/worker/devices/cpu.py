@@ -27,7 +27,7 @@ from quire.models.compiled import CompiledHeads, CompiledModel
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
-from quire.ops.native.library import TORCH, Target, choose_level, prefault
+from quire.ops.native.library import TORCH, Target, choose_level, prefault, torch_threads
 from quire.protocol.cache import LayerCache, group_layers
 from quire.quantization.registry import WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
@@ -148,10 +148,11 @@ class CpuDevice(Device):
         return _COPIED_BYTES / sorted(seconds)[1]
 
     def computing(self) -> AbstractContextManager[None]:
-        outside = torch.get_num_threads()
-        if self.packs_weights or outside == self.num_threads:  # the native kernels have threads of their own
+        if (
+            self.packs_weights or torch.get_num_threads() == self.num_threads
+        ):  # the native kernels have threads of their own
             return self._no_gradients
-        return _torch_threads(self.num_threads, outside)
+        return _computing(self.num_threads)
 
     def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
         starts, lengths = torch.from_numpy(arrays.query_start_loc), torch.from_numpy(arrays.seq_lens)
@@ -182,11 +183,6 @@ class CpuDevice(Device):
 
 
 @contextmanager
-def _torch_threads(inside: int, outside: int) -> Iterator[None]:
-    """This worker's number of threads in torch; the process's own setting is left as it was."""
-    torch.set_num_threads(inside)
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        torch.set_num_threads(outside)
+def _computing(num_threads: int) -> Iterator[None]:
+    with torch_threads(num_threads), torch.inference_mode():
+        yield
