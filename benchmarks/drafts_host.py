@@ -33,9 +33,7 @@ class Fixed(Proposer):
         self.max_drafts = max_drafts
         self._drafts = [token_id] * max_drafts
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         return [self._drafts[: row.max_drafts] for row in rows]
 
 

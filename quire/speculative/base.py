@@ -92,15 +92,12 @@ class Proposer(ABC):
     from_prefix: bool = False
 
     @abstractmethod
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         """Drafts for each of R sequences, at most its `max_drafts`, ids in the vocabulary; [] for none.
 
         Args:
             rows: those that drew a token in this step.
             hidden: [R, H], the model's last hidden state from which each drew its newest token.
-            taps: the same of the layers that the proposer asked for, [R, H] each.
         """
 
     def read(self, spans: Sequence[ComputedSpan], hidden: Tensor, taps: Sequence[Tensor]) -> None:

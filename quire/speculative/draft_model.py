@@ -78,9 +78,7 @@ class DraftModelProposer(Proposer):
         self._is_greedy = acceptance == "typical"
         self.from_prefix = acceptance != "exact"
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         if not self.from_prefix:
             return self._propose(rows)
         return [drafts for part in self._parts(rows) for drafts in self._propose(part)]

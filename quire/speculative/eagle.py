@@ -95,9 +95,7 @@ class EagleProposer(Proposer):
         if reading:
             self._read(reading, stops)
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
         orders: list[tuple[int, Order]] = []
         for place, row in enumerate(rows):

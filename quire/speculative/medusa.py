@@ -48,9 +48,7 @@ class MedusaProposer(Proposer):
         self._runner = runner
         self._sharpness = math.inf if config.acceptance == "typical" else _SHARPNESS
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         states: list[SamplingState] = []
         num_drafts = 0
         for row in rows:

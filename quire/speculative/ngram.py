@@ -70,9 +70,7 @@ class NgramProposer(Proposer):
         self.max_drafts = max_drafts
         self._least, self._most = least, most
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         drafts = []
         for row in rows:
             index: NgramIndex | None = row.memory

@@ -112,9 +112,7 @@ class SuffixProposer(Proposer):
         self._outputs: deque[list[int]] = deque(maxlen=max_cached)
         self._num_added = self._generation = 0
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         return [self._drafts(row) for row in rows]
 
     def forget(self, row: DraftedSequence) -> None:

@@ -397,7 +397,7 @@ class ModelRunner:
         num_read, start = 0, 0.0
         if self.pace is not None:
             num_read, start = sum([proposer.num_behind(drafted) for drafted in seen]), self.device.clock()
-        proposed = proposer.propose(seen, hidden, [])
+        proposed = proposer.propose(seen, hidden)
         if self.pace is not None:
             seconds = self.device.clock() - start
             self.pace.drafted([len(drafts) for drafts in proposed], num_read, seconds)

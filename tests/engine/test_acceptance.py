@@ -36,9 +36,7 @@ class BadProposer(Proposer):
         self.probs /= self.probs.sum()
         self.num_accepted = 0
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: torch.Tensor, taps: Sequence[torch.Tensor]
-    ) -> list[list[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: torch.Tensor) -> list[list[int]]:
         found = []
         for row in rows:
             keys = [(row.sequence_id, 1, row.tokens.position + j) for j in range(row.max_drafts)]

@@ -52,7 +52,7 @@ class TreeProposer(Proposer):
         self._rng = random.Random(3)
         self.num_accepted = self.num_moved = self.num_cut = 0
 
-    def propose(self, rows: Sequence[DraftedSequence], hidden: Any, taps: Any) -> list[list[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Any) -> list[list[int]]:
         assert len(hidden) == len(rows)
         return [self._draft(row) for row in rows]
 

@@ -107,9 +107,7 @@ class RecordedProposer(Proposer):
         self.runs, self.p, self.rng = runs, p, random.Random(3)
         self.num_drafts = self.num_accepted = 0
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: torch.Tensor, taps: Sequence[torch.Tensor]
-    ) -> list[list[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: torch.Tensor) -> list[list[int]]:
         assert len(hidden) == len(rows)
         drafts = []
         for row in rows:

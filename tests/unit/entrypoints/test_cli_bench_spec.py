@@ -101,14 +101,14 @@ def test_replayed_drafts_are_right_at_their_rate() -> None:
         DraftedSequence(i, SequenceTokens.of(prompt, known[prompt][:9]), max_drafts=4) for i, prompt in enumerate(known)
     ]
     rows[1].max_drafts = 2
-    first, second = proposer.propose(rows, torch.empty(0), [])
+    first, second = proposer.propose(rows, torch.empty(0))
     assert (len(first), len(second)) == (4, 2)
     assert first == rows[0].memory[9:13]
     for row, output in zip(rows, known.values(), strict=True):
         share = sum(draft == token for draft, token in zip(row.memory, output, strict=True)) / len(output)
         assert share == pytest.approx(0.7, abs=0.03)
     again = ReplayProposer(4, 0.7, 50, known)
-    assert again.propose([DraftedSequence(5, rows[0].tokens, max_drafts=4)], torch.empty(0), []) == [first]
+    assert again.propose([DraftedSequence(5, rows[0].tokens, max_drafts=4)], torch.empty(0)) == [first]
 
 
 def test_the_picture_has_a_panel_for_each_text_and_batch() -> None:

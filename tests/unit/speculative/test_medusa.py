@@ -51,10 +51,10 @@ def test_each_sequence_gets_as_many_as_it_may_have() -> None:
     runner = Runner()
     proposer = MedusaProposer(config(num_speculative_tokens=4), runner)
     rows = [row(0, 3), row(1, 3), row(2, 1)]
-    assert proposer.propose(rows, torch.zeros(3, 8), []) == [[0, 1, 2], [10], [20]]
+    assert proposer.propose(rows, torch.zeros(3, 8)) == [[0, 1, 2], [10], [20]]
     assert runner.calls == [(3, 3)]
     rows[0].max_drafts, kept = 1, rows[0].memory
-    assert proposer.propose(rows[:1], torch.zeros(1, 8), []) == [[0]]
+    assert proposer.propose(rows[:1], torch.zeros(1, 8)) == [[0]]
     assert runner.calls[1:] == [(1, 1)]
     assert rows[0].memory is kept  # made once for each sequence
     assert runner.temperatures == [0.25]  # sharper than the request's
@@ -63,7 +63,7 @@ def test_each_sequence_gets_as_many_as_it_may_have() -> None:
 def test_where_the_typical_is_accepted_the_likeliest_is_drafted() -> None:
     runner = Runner()
     proposer = MedusaProposer(config(acceptance="typical"), runner)
-    proposer.propose([row(3, 2)], torch.zeros(1, 8), [])
+    proposer.propose([row(3, 2)], torch.zeros(1, 8))
     assert runner.temperatures == [0.0]
 
 
@@ -72,7 +72,7 @@ def test_a_tree_is_filled_with_the_likeliest_of_each_head() -> None:
     proposer = MedusaProposer(config(speculative_token_tree="[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]"), runner)
     assert proposer.max_drafts == 6
     whole, part, broken = row(1, 6), row(2, 4), row(9, 6)
-    drafts = proposer.propose([whole, part, broken], torch.zeros(3, 8), [])
+    drafts = proposer.propose([whole, part, broken], torch.zeros(3, 8))
     assert drafts == [[100, 101, 102, 110, 111, 110], [200, 201, 202, 210], [900, 901, 902]]
-    assert proposer.propose([row(1, 2)], torch.zeros(1, 8), []) == [[100, 101]]
+    assert proposer.propose([row(1, 2)], torch.zeros(1, 8)) == [[100, 101]]
     assert runner.calls == [(2, 3), (1, 2)]

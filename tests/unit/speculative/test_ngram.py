@@ -50,9 +50,9 @@ def test_the_proposer_reads_rows_as_they_grow() -> None:
     row = DraftedSequence(1, tokens, max_drafts=3)
     proposer = NgramProposer(4, 2, 3)
     nothing = torch.empty(0, 0)
-    assert list(proposer.propose([row], nothing, [])) == [[7, 8, 5]]
+    assert list(proposer.propose([row], nothing)) == [[7, 8, 5]]
     tokens.append(7)
-    assert list(proposer.propose([row], nothing, [])) == [[8, 5, 6]]
+    assert list(proposer.propose([row], nothing)) == [[8, 5, 6]]
     tokens.append(9)
-    assert list(proposer.propose([row], nothing, [])) == [[]]
+    assert list(proposer.propose([row], nothing)) == [[]]
     assert np.array_equal(tokens.ids[:8], [5, 6, 7, 8, 5, 6, 7, 9])

@@ -52,7 +52,7 @@ def test_a_text_is_followed_in_one_that_grows() -> None:
 
 def drafts(proposer: SuffixProposer, row: DraftedSequence) -> list[int]:
     row.max_drafts = proposer.max_drafts
-    return list(proposer.propose([row], NOTHING, [])[0])
+    return list(proposer.propose([row], NOTHING)[0])
 
 
 def test_more_is_drafted_the_longer_the_suffix_is() -> None:

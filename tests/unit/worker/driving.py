@@ -34,7 +34,7 @@ class RecordedProposer(Proposer):
         self.rng = random.Random(3)
         self.verdicts: list[Verdict] = []
 
-    def propose(self, rows: Sequence[DraftedSequence], hidden: Any, taps: Any) -> list[list[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Any) -> list[list[int]]:
         assert len(hidden) == len(rows)
         drafts = []
         for row in rows:

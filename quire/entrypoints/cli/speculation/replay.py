@@ -30,9 +30,7 @@ class ReplayProposer(Proposer):
         self.max_drafts = max_drafts
         self._rate, self._vocab_size, self._outputs = rate, vocab_size, outputs
 
-    def propose(
-        self, rows: Sequence[DraftedSequence], hidden: Tensor, taps: Sequence[Tensor]
-    ) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         drafts = []
         for row in rows:
             if row.memory is None:
