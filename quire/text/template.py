@@ -8,6 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any
 
@@ -200,13 +201,8 @@ def _read_tool_call(call: Any, where: str) -> Any:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            name = function.get("name")
-            raise InvalidRequestError(
-                f"{where}: the arguments of tool call {name!r} are no JSON.", "messages"
-            ) from None
         if not isinstance(arguments, dict):
             raise InvalidRequestError(
                 f"{where}: the arguments of tool call {function.get('name')!r} are no JSON object.", "messages"
