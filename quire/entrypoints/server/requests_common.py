@@ -5,7 +5,7 @@ float for an integer. Rules between fields, and those that depend on the model, 
 engine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -84,6 +84,24 @@ def field_text(item: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise wrong(f"{where}.{name}", "a text", value)
     return value
+
+
+def name_results(messages: Sequence[dict[str, Any]], param: str, call: str, result: str) -> None:
+    """Name the function in each result of a tool, as some templates want it.
+
+    Args:
+        messages: of a chat; param, call, result: what the request's API calls them, a call and its result.
+
+    Raises:
+        InvalidRequestError: a result of a call that does not come before it.
+    """
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {one["id"]: one["function"]["name"] for one in message.get("tool_calls", ())}
+        if message["role"] == "tool":
+            if (call_id := message["tool_call_id"]) not in names:
+                raise InvalidRequestError(f"{param}: no {call} comes before the {result} of {quote(call_id)}.", param)
+            message["name"] = names[call_id]
 
 
 _ELSEWHERE = refuse("not supported by this server; leave it out")

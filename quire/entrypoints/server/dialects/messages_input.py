@@ -4,11 +4,10 @@ Pure; a refusal names the block.
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from quire.entrypoints.server.messages_request import ConversationRequest, MessageParam
-from quire.entrypoints.server.requests_common import field_text, wrong
+from quire.entrypoints.server.requests_common import field_text, name_results, wrong
 from quire.errors import InvalidRequestError
 
 Block = dict[str, Any]
@@ -76,20 +75,8 @@ def _messages(body: ConversationRequest) -> list[dict[str, Any]]:
         where = f"messages[{place}].content"
         read = _assistant_message if message.role == "assistant" else _other_messages
         messages += read(message, where)
-    _name_results(messages)
+    name_results(messages, "messages", "tool_use", "tool_result")
     return messages
-
-
-def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Name the function in each result of a tool, as some templates want it, and check that it was called."""
-    names: dict[str, str] = {}
-    for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        if message["role"] == "tool":
-            if message["tool_call_id"] not in names:
-                refused = f"messages: no tool_use comes before the tool_result of {message['tool_call_id']!r:.80}."
-                raise InvalidRequestError(refused, "messages")
-            message["name"] = names[message["tool_call_id"]]
 
 
 def _other_messages(message: MessageParam, where: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ messages that they make. `ResponsesDialect` calls it. Pure; a refusal names the 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.entrypoints.server.requests_common import field_text, wrong
+from quire.entrypoints.server.requests_common import field_text, name_results, wrong
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.errors import InvalidRequestError
 
@@ -33,23 +33,17 @@ def read_items(given: str | Sequence[Item], stem: str) -> list[Item]:
 def _read_item(item: Item, where: str, stem: str) -> Item:
     kind = item.get("type") or ("message" if "role" in item else None)
     own_id = item.get("id") if isinstance(item.get("id"), str) else None
+    of_call = {"type": kind, "id": own_id or f"fc_{stem}", "status": "completed"}
     match kind:
         case "message":
             return _read_message(item, where, own_id or f"msg_{stem}")
         case "function_call":
-            fields = {name: field_text(item, name, where) for name in ("call_id", "name", "arguments")}
-            return {"type": kind, "id": own_id or f"fc_{stem}", "status": "completed", **fields}
+            return of_call | {name: field_text(item, name, where) for name in ("call_id", "name", "arguments")}
         case "function_call_output":
             call_id, output = field_text(item, "call_id", where), item.get("output")
             if not isinstance(output, str):
                 output = _read_parts(output, f"{where}.output", "input_text")
-            return {
-                "type": kind,
-                "id": own_id or f"fc_{stem}",
-                "status": "completed",
-                "call_id": call_id,
-                "output": output,
-            }
+            return of_call | {"call_id": call_id, "output": output}
         case "reasoning":
             read = {"type": kind, "id": own_id or f"rs_{stem}", "summary": _texts_of(item, "summary", where)}
             return read | {"content": _texts_of(item, "content", where)}
@@ -104,7 +98,6 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
         InvalidRequestError: the output of a call that is not there.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    names: dict[str, str] = {}  # call id -> function
     turn: dict[str, Any] | None = None  # the assistant's, open for more
     for item in items:
         kind = item["type"]
@@ -112,20 +105,13 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
             if turn is None or _goes_before(kind, turn):
                 messages.append(turn := {"role": "assistant"})
             _add_to_turn(turn, item)
-            if kind == "function_call":
-                names[item["call_id"]] = item["name"]
             continue
         turn = None
         if kind == "message":
             messages.append({"role": item["role"], "content": _content(item["content"])})
-            continue
-        if item["call_id"] not in names:
-            raise InvalidRequestError(
-                f"input: no function_call comes before the function_call_output of {item['call_id']!r:.80}.",
-                "input",
-            )
-        message = {"role": "tool", "tool_call_id": item["call_id"], "name": names[item["call_id"]]}
-        messages.append(message | {"content": _content(item["output"])})
+        else:
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+    name_results(messages, "input", "function_call", "function_call_output")
     return messages
 
 
