@@ -254,7 +254,8 @@ class ResponseWriter:
         self._output.append(dict(item))
         events.append(self._event("response.output_item.added", output_index=self._place, item=dict(item)))
         if "content" in item:
-            events.append(self._part_event("response.content_part.added", _part(kind, "", [])))
+            where = {"item_id": item["id"], "output_index": self._place, "content_index": 0}
+            events.append(self._event("response.content_part.added", **where, part=_part(kind, "", [])))
         return events
 
     def _close_item(self, status: str = "completed") -> list[Event]:
@@ -265,17 +266,15 @@ class ResponseWriter:
         where = {"item_id": item["id"], "output_index": self._place}
         if item["type"] == "function_call":
             item["arguments"] = text
-            done = {"name": item["name"], "arguments": text}
-            events = [self._event("response.function_call_arguments.done", **where, **done)]
+            events = [self._event("response.function_call_arguments.done", **where, name=item["name"], arguments=text)]
         else:
+            where["content_index"] = 0
             is_text = item["type"] == "message"
             item["content"] = [part := _part(item["type"], text, self._logprobs)]
             extra = {"logprobs": self._logprobs} if is_text else {}
             name = f"response.{'output' if is_text else 'reasoning'}_text.done"
-            events = [self._event(name, **where, content_index=0, text=text, **extra)]
-            self._open = item
-            events.append(self._part_event("response.content_part.done", part))
-            self._open = None
+            events = [self._event(name, **where, text=text, **extra)]
+            events.append(self._event("response.content_part.done", **where, part=part))
         self._output[-1] = item
         return [*events, self._event("response.output_item.done", output_index=self._place, item=item)]
 
@@ -290,11 +289,6 @@ class ResponseWriter:
         if self._open["type"] != "function_call":
             fields["content_index"] = 0
         return self._event(name, item_id=self._open["id"], output_index=self._place, delta=text, **fields)
-
-    def _part_event(self, name: str, part: dict[str, Any]) -> Event:
-        assert self._open is not None, "a part belongs to an item"
-        where = {"item_id": self._open["id"], "output_index": self._place, "content_index": 0}
-        return self._event(name, **where, part=part)
 
     @property
     def _place(self) -> int:
