@@ -5,7 +5,6 @@ The figures' names, on screen and in the JSON file, are those that vLLM's users 
 end-of-sequence token is ignored.
 """
 
-import random
 import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.entrypoints.cli.files import read_prompts, write_figures
 from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, options_given, positive_int
 from quire.entrypoints.cli.load.options import LoadArgs
-from quire.entrypoints.cli.session import load
+from quire.entrypoints.cli.session import load, random_prompts
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def run_latency(namespace: Namespace) -> None:
 
     llm, _ = load(namespace)
     engine = _tell_engine(llm)
-    prompts = _random_prompts(llm, namespace.batch_size, namespace.input_len)
+    prompts = random_prompts(llm, namespace.batch_size, namespace.input_len)
     params = _fixed_length(namespace.output_len)
     for _ in range(namespace.num_iters_warmup):
         llm.generate(prompts, params, use_tqdm=False)
@@ -88,7 +87,7 @@ def run_throughput(namespace: Namespace) -> None:
     llm, _ = load(namespace)
     engine = _tell_engine(llm)
     if not requests:
-        prompts = _random_prompts(llm, namespace.num_prompts or 100, namespace.input_len)
+        prompts = random_prompts(llm, namespace.num_prompts or 100, namespace.input_len)
         requests = [(prompt, namespace.output_len) for prompt in prompts]
     start = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], [_fixed_length(n) for _, n in requests])
@@ -127,12 +126,6 @@ def _tell_engine(llm: "LLM") -> dict[str, Any]:
     assert report is not None, "a loaded LLM's executor has started"
     print(f"Kernels: {report.kernels}; threads: {report.num_threads}")
     return {"kernels": report.kernels, "num_threads": report.num_threads}
-
-
-def _random_prompts(llm: "LLM", count: int, length: int) -> list[Any]:
-    """`count` prompts of `length` random token ids, the same for the same engine seed."""
-    draw = random.Random(llm.model_config.seed)
-    return [{"prompt_token_ids": draw.choices(range(llm.model_config.vocab_size), k=length)} for _ in range(count)]
 
 
 def _fixed_length(num_tokens: int) -> SamplingParams:

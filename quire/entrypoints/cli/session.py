@@ -4,11 +4,11 @@ torch comes in here and only here, inside `load`, once the command line is known
 """
 
 import itertools
+import random
 import time
 import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Generator, Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,8 +41,14 @@ def load(namespace: Namespace) -> tuple["LLM", float]:
     start = time.perf_counter()
     from quire.entrypoints.llm import LLM
 
-    llm = LLM(**{field.name: getattr(args, field.name) for field in fields(args)})
+    llm = LLM(**vars(args))
     return llm, time.perf_counter() - start
+
+
+def random_prompts(llm: "LLM", count: int, length: int) -> list[Any]:
+    """`count` prompts of `length` random token ids, the same for the same engine seed."""
+    draw, vocabulary = random.Random(llm.model_config.seed), range(llm.model_config.vocab_size)
+    return [{"prompt_token_ids": draw.choices(vocabulary, k=length)} for _ in range(count)]
 
 
 def add_sampling_flags(parser: ArgumentParser, help_texts: Mapping[str, str] | None = None) -> None:

@@ -5,13 +5,12 @@ yields, and how many it must yield to be worth its cost. Synthetic drafts, right
 any model. Answers are compared with those of plain decoding as they come.
 """
 
-import random
 import statistics
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.config.draft_tree import DraftTree
@@ -19,6 +18,7 @@ from quire.config.engine_args import EngineArgs
 from quire.config.speculative import SpeculativeConfig
 from quire.entrypoints.cli.files import read_prompts, write_figures, write_text
 from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from, json_object, positive_int
+from quire.entrypoints.cli.session import random_prompts
 from quire.errors import ConfigError, QuireError
 from quire.sampling_params import SamplingParams
 
@@ -152,7 +152,8 @@ def _measure(namespace: Namespace, args: EngineArgs) -> Iterator[Figures]:
     tried = namespace.tried or [*_OF_ANY, *(_OF_THE_DEMO if args.model == "demo" else [])]
     counts = sorted(set(namespace.num_speculative_tokens))
     for batch in namespace.batch_sizes:
-        synthetic = _synthetic(plain, batch, namespace.output_len)
+        prompts = random_prompts(plain, batch, _SYNTHETIC_INPUT_LEN)
+        synthetic = Workload("random", prompts, _params(batch, namespace.output_len, 0.0))
         works = list(_workloads(namespace, batch))
         for num_drafts in counts:
             if namespace.acceptance_rates:
@@ -218,8 +219,7 @@ def _measure_synthetic(
 def _engine(args: EngineArgs, config: dict[str, Any] | None) -> "LLM":
     from quire.entrypoints.llm import LLM
 
-    options: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(args)}
-    return LLM(**options | {"speculative_config": config, "show_progress": False})
+    return LLM(**vars(args) | {"speculative_config": config, "show_progress": False})
 
 
 def _compare(plain: "LLM", llm: "LLM", work: Workload, drafting: tuple[str, dict[str, Any]], rounds: int) -> Figures:
@@ -264,16 +264,6 @@ def _workloads(namespace: Namespace, batch: int) -> Iterator[Workload]:
         return
     yield Workload("copies", [COPIES] * batch, _params(batch, length, 0.0))
     yield Workload("free", [FREE] * batch, _params(batch, length, 1.0))
-
-
-def _synthetic(llm: "LLM", batch: int, length: int) -> Workload:
-    """Random prompts, no two alike."""
-    draw = random.Random(llm.model_config.seed)
-    vocabulary = range(llm.model_config.vocab_size)
-    prompts: Sequence[Any] = [
-        {"prompt_token_ids": draw.choices(vocabulary, k=_SYNTHETIC_INPUT_LEN)} for _ in range(batch)
-    ]
-    return Workload("random", list(prompts), _params(batch, length, 0.0))
 
 
 def _params(batch: int, length: int, temperature: float) -> list[SamplingParams]:
