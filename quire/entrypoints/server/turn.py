@@ -5,7 +5,6 @@ and a stream of it agree. Pure: no clock, no HTTP, no engine; the same outputs g
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -19,14 +18,6 @@ class Finish(Struct, frozen=True):
 
     reason: str  # "stop", "length", or "tool_calls" where a choice that called tools ended by itself
     stop_reason: int | str | None  # the stop token or stop string that ended it
-
-
-class Counts(NamedTuple):
-    """Tokens so far."""
-
-    prompt: int
-    output: int
-    cached: int | None  # of the prompt, taken from the prefix cache; None: not told
 
 
 class Delta(Struct):
@@ -133,10 +124,10 @@ class Turn:
         """The latest one of each prompt."""
         return list(self._outputs.values())
 
-    def counts(self) -> Counts:
-        """The usage so far."""
+    def counts(self) -> tuple[int, int, int | None]:
+        """Tokens so far: of prompts, of outputs, and of prompts from the prefix cache, None where that is not told."""
         outputs = self._outputs.values()
-        return Counts(
+        return (
             sum(len(output.prompt_token_ids) for output in outputs),
             sum(choice.num_tokens for choice in self._choices),
             sum(output.num_cached_tokens or 0 for output in outputs) if self._rules.cached_tokens else None,

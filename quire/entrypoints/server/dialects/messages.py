@@ -70,9 +70,8 @@ class MessageWriter:
         self._finish: Finish | None = None
 
     def answer(self) -> dict[str, Any]:
-        reason, sequence = self._stop()
-        end = {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
-        return {**self._head, "content": [dict(block) for block in self._content], **end}
+        content = [dict(block) for block in self._content]
+        return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
 
     def reasoning(self) -> str:
         return ""  # the usage does not tell its tokens
@@ -101,9 +100,8 @@ class MessageWriter:
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         events = [] if self._content else self._begin({"type": "text", "text": ""})
         events += self._close_block()
-        reason, sequence = self._stop()
-        end = {"stop_reason": reason, "stop_sequence": sequence}
-        return [*events, {"type": "message_delta", "delta": end, "usage": self._usage()}, {"type": "message_stop"}]
+        end = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        return [*events, end, {"type": "message_stop"}]
 
     def fail(self, error: ErrorInfo) -> list[Event]:
         return [anthropic_error(error)]
@@ -118,16 +116,17 @@ class MessageWriter:
             "output_tokens": num_output,
         }
 
-    def _stop(self) -> tuple[str | None, str | None]:
+    def _stop(self) -> dict[str, str | None]:
         """Why it ended, and the sequence that did it."""
-        if self._finish is None:
-            return None, None
-        if self._finish.reason == "length":
-            return "model_context_window_exceeded" if self._is_capped else "max_tokens", None
-        if any(block["type"] == "tool_use" for block in self._content):
-            return "tool_use", None
-        sequence = self._finish.stop_reason
-        return ("stop_sequence", sequence) if isinstance(sequence, str) else ("end_turn", None)
+        reason, sequence = None, None
+        if self._finish is not None and self._finish.reason == "length":
+            reason = "model_context_window_exceeded" if self._is_capped else "max_tokens"
+        elif self._finish is not None and any(block["type"] == "tool_use" for block in self._content):
+            reason = "tool_use"
+        elif self._finish is not None:
+            sequence = self._finish.stop_reason if isinstance(self._finish.stop_reason, str) else None
+            reason = "end_turn" if sequence is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     # Blocks.
 
