@@ -16,9 +16,9 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
-demo test test-amx test-asan test-clients test-nightly check: export OMP_WAIT_POLICY := PASSIVE
+demo test test-amx test-asan test-clients test-ray test-nightly check: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-amx test-asan test-clients test-nightly check native format bench clean help
+.PHONY: demo test test-amx test-asan test-clients test-ray test-nightly check native format bench clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
 	@echo "make test-amx      the tests of the AMX kernels on a CPU without AMX, by emulated tiles"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
+	@echo "make test-ray      the tests of workers on a Ray cluster, of two nodes too (installs Ray)"
 	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes an hour"
 	@echo "make format        let ruff put the code in order"
 	@echo "make bench         latency and throughput of the bundled model"
@@ -79,6 +80,11 @@ test-amx: .venv/dev.stamp build/emulated/build.ninja
 
 test-clients: .venv/dev.stamp $(NATIVE)
 	@$(PY) tests/clients/run.py
+
+test-ray: export QUIRE_NIGHTLY := 1
+test-ray: .venv/dev.stamp $(NATIVE)
+	@$(PIP_INSTALL) --editable '.[ray]'
+	@$(PY) -m pytest tests/engine/test_ray.py tests/server/test_ray.py
 
 # What measures comes first, by itself. QUIRE_SOAK_SECONDS=3600 makes the soak an hour long, not ten minutes.
 LOAD := tests/server/test_load.py

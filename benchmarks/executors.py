@@ -7,6 +7,7 @@ Prints the least time of a step (us) for each executor, and the CPU time that an
 
 import argparse
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "mp": {"distributed_executor_backend": "mp"},
     "mp, 2 ranks": {"tensor_parallel_size": 2},
     "mp, 2 stages": {"pipeline_parallel_size": 2},
+    "Ray": {"distributed_executor_backend": "ray"},
+    "Ray, 2 ranks": {"distributed_executor_backend": "ray", "tensor_parallel_size": 2},
+    "Ray, 2 stages": {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2},
 }
 
 
@@ -47,16 +51,18 @@ def main() -> None:
     given = parser.parse_args()
     base = 0.0
     for name, options in WAYS.items():
+        if "Ray" in name and find_spec("ray") is None:
+            continue
         llm = LLM(model="demo", num_kv_blocks=512, **options)
         seconds = step_seconds(llm, given.tokens, given.rounds)
         base = base or seconds
-        print(f"{name:12s} {seconds * 1e6:7.0f} us a step, {(seconds - base) * 1e6:+5.0f} us")
+        print(f"{name:13s} {seconds * 1e6:7.0f} us a step, {(seconds - base) * 1e6:+5.0f} us")
         executor = llm.llm_engine.executor
         if isinstance(executor, RemoteExecutor) and isinstance(executor.workers, Processes):
             pids = [process.pid for process in executor.workers.processes]
             before = sum(map(cpu_ticks, pids))
             time.sleep(3)
-            print(f"{'':12s} idle: {(sum(map(cpu_ticks, pids)) - before) / 3:.1f} % of a core")
+            print(f"{'':13s} idle: {(sum(map(cpu_ticks, pids)) - before) / 3:.1f} % of a core")
         llm.llm_engine.shutdown()
 
 

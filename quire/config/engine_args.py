@@ -140,6 +140,7 @@ class EngineArgs:
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option_of(
         ParallelConfig, "distributed_executor_backend"
     )
+    ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option_of(ParallelConfig, "ray_placement")
     tp_collective: Literal["gather", "reduce"] = option_of(ParallelConfig, "tp_collective")
     cpu_bind: str = option_of(ParallelConfig, "cpu_bind")
     speculative_config: dict[str, Any] | None = option(

@@ -5,15 +5,10 @@ nothing carries out yet is refused here by name, so that no flag is silently ign
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from quire.config.options import option
 from quire.errors import ConfigError, NotYetSupportedError
-
-# What is carried out so far; an entry goes when all of its option's values are.
-_SERVED: dict[str, tuple[Any, ...]] = {
-    "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
-}
 
 
 @dataclass(frozen=True)
@@ -51,9 +46,13 @@ class ParallelConfig:
     )
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(
         None,
-        "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray', or 'external_launcher' "
-        "(this process and others that torchrun started); "
+        "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray' (actors on a cluster), or "
+        "'external_launcher' (this process and others that torchrun started); "
         "'uni' by default for one worker, and 'mp' for more.",
+    )
+    ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option(
+        "PACK",
+        "Nodes of a Ray cluster: one for each stage where its ranks fit ('PACK'), one for all ranks, or one for each.",
     )
     tp_collective: Literal["gather", "reduce"] = option(
         "gather",
@@ -65,10 +64,6 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, served in _SERVED.items():
-            if (value := getattr(self, name)) not in served:
-                others = " or ".join(map(repr, served))
-                raise NotYetSupportedError(f"{name}={value!r} is not supported yet; use {others}.")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
@@ -79,7 +74,8 @@ class ParallelConfig:
         if several and self.distributed_executor_backend == "external_launcher":
             remedy = "distributed_executor_backend='mp' has both"
             raise NotYetSupportedError(f"'external_launcher' has one engine, and no pipeline stages yet; {remedy}.")
-        if self.cpu_bind not in ("auto", "none") and not self.has_processes:
+        on_ray = self.distributed_executor_backend == "ray"  # which has cores of its own
+        if self.cpu_bind not in ("auto", "none") and (on_ray or not self.has_processes):
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 
     def partition(self, num_layers: int) -> tuple[int, ...]:
@@ -107,9 +103,9 @@ class ParallelConfig:
 
     @property
     def has_processes(self) -> bool:
-        """Whether workers are processes of their own, on this machine."""
+        """Whether workers are processes of their own."""
         backend = self.distributed_executor_backend
-        return backend == "mp" or (self.num_ranks > 1 and backend != "external_launcher")
+        return backend in ("mp", "ray") or (self.num_ranks > 1 and backend != "external_launcher")
 
 
 PARALLEL_OPTIONS = tuple(field.name for field in fields(ParallelConfig))

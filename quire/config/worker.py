@@ -41,7 +41,8 @@ class WorkerConfig:
         partition: layers of each stage, as `ParallelConfig.partition`; () for one of them all.
         enable_expert_parallel: ranks have whole experts of mixtures.
         tp_collective: "gather", or "reduce" where ranks sum up parts of products.
-        group: name of the memory through which they meet; None for one alone.
+        group: name of the memory, or the store in a network, through which they meet; None for one alone.
+        nodes: the machine of each rank; () for one.
     """
 
     model: ModelConfig
@@ -69,6 +70,7 @@ class WorkerConfig:
     enable_expert_parallel: bool = False
     tp_collective: str = "gather"
     group: str | None = None
+    nodes: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -79,6 +81,11 @@ class WorkerConfig:
     def tensor_size(self) -> int:
         """Ranks that share each layer of a stage."""
         return self.num_ranks // self.num_stages
+
+    @property
+    def num_sharers(self) -> int:
+        """Ranks that share the memory of its machine."""
+        return self.nodes.count(self.nodes[self.rank]) if self.nodes else self.num_ranks
 
     @property
     def reporter(self) -> int:

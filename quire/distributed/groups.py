@@ -50,6 +50,7 @@ class Group:
     Attributes:
         address: of the shared memory.
         capacity: bytes of each of its two buffers.
+        buffers: where what is gathered lies, by turns.
     """
 
     def __init__(self, path: str | None, rank: int, size: int, part: range = range(0)) -> None:
@@ -63,7 +64,7 @@ class Group:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = whole.data_ptr()
         self.capacity = (len(whole) - HEAD_BYTES) // 2
-        self._buffers = whole[HEAD_BYTES:].split(self.capacity)
+        self.buffers = whole[HEAD_BYTES:].split(self.capacity)
         words = np.frombuffer(memory, np.uint32, HEAD_BYTES // 4)
         self._aborted, self._arrivals = words[:1], words[_PLACE_WORDS::_PLACE_WORDS][:size]
         self._alone = path is None
@@ -73,6 +74,9 @@ class Group:
     def abort(self) -> None:
         """Let every rank that waits here, or ever will, raise GroupAbortedError."""
         self._aborted[0] = 1
+
+    def after(self, name: str) -> None:
+        """What the host does after a program's operation of that name: nothing, what it made is whole."""
 
     def check(self) -> None:
         """Raise GroupAbortedError where the group was aborted: what programs gathered since is void."""
@@ -161,7 +165,7 @@ class Group:
         return self._buffer().view(dtype)[: num_rows * width].view(num_rows, width)
 
     def _buffer(self) -> Tensor:
-        return self._buffers[self.turn & 1]
+        return self.buffers[self.turn & 1]
 
     def _meet(self) -> None:
         """End this rank's turn, and wait until all have."""

@@ -5,11 +5,14 @@ rows), all ranks of the other read, in the buffers that both compute in. Two tak
 while the next one computes the step before. Workers and their runners use it; it must not know models, nor plans.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quire.config.worker import WorkerConfig
 from quire.distributed.groups import HEAD_BYTES, Group, segment_bytes
+from quire.distributed.network import NetworkGroup, NetworkLink, meet
 
 _PAGE = 4096
 
@@ -41,28 +44,47 @@ class Link:
         self._group.end_turn()
 
 
+AnyLink = Link | NetworkLink
+
+
 def shared_bytes(config: WorkerConfig) -> int:
     """Size of the memory that all workers share, zeros to begin with: the tensor groups, and then the links."""
     return config.num_stages * segment_bytes(config.model.vocab_size) + (config.num_stages - 1) * _link_bytes(config)
 
 
-def tensor_group(config: WorkerConfig) -> Group:
+def tensor_group(config: WorkerConfig) -> Group | NetworkGroup:
     """Of the ranks that share the layers of the worker's stage."""
-    size = segment_bytes(config.model.vocab_size)
-    start = size * config.stage.number
-    return Group(config.group, config.rank % config.tensor_size, config.tensor_size, range(start, start + size))
+    size, stage = segment_bytes(config.model.vocab_size), config.stage.number
+    start = size * stage
+    return _open(config, _ranks(config, stage), range(start, start + size))
 
 
-def open_link(config: WorkerConfig, before: bool) -> Link | None:
+def open_link(config: WorkerConfig, before: bool) -> AnyLink | None:
     """To the stage before the worker's, or after it; None where there is none."""
-    stage, rank = config.stage, config.rank % config.tensor_size
+    stage = config.stage
     if stage.is_first if before else stage.is_last:
         return None
     size = _link_bytes(config)
     start = config.num_stages * segment_bytes(config.model.vocab_size) + (stage.number - before) * size
-    path = config.group if before or rank == 0 else None
-    group = Group(path, 1 + rank if before else 0, 1 + config.tensor_size, range(start, start + size))
-    return Link(group, config.model.hidden_size, getattr(torch, config.model.dtype))
+    readers, part = _ranks(config, stage.number + (not before)), range(start, start + size)
+    group = _open(config, [readers[0] - config.tensor_size, *readers], part)
+    rows = config.model.hidden_size, getattr(torch, config.model.dtype)
+    return Link(group, *rows) if isinstance(group, Group) else NetworkLink(group, *rows)
+
+
+def _ranks(config: WorkerConfig, stage: int) -> range:
+    """Of a stage."""
+    return range(stage * config.tensor_size, (stage + 1) * config.tensor_size)
+
+
+def _open(config: WorkerConfig, ranks: Sequence[int], part: range) -> Group | NetworkGroup:
+    """The group of these ranks, in this part of the memory where all share one; of one that meets nobody for others."""
+    if config.rank not in ranks:
+        return Group(None, 0, len(ranks), part)
+    rank = ranks.index(config.rank)
+    if config.nodes:
+        return meet(str(config.group), {other: config.nodes[other] for other in ranks}, rank, len(part))
+    return Group(config.group, rank, len(ranks), part)
 
 
 def _link_bytes(config: WorkerConfig) -> int:

@@ -33,7 +33,7 @@ T = TypeVar("T", WorkerConfig, CacheRequest)
 def worker_config(config: EngineConfig) -> WorkerConfig:
     """What a worker has to know of an engine's options."""
     parallel = config.args.parallel
-    ranks = {"rank": 0, "num_ranks": parallel.num_ranks, "group": None}
+    ranks = {"rank": 0, "num_ranks": parallel.num_ranks, "group": None, "nodes": ()}
     ranks["partition"] = parallel.partition(config.model.num_layers)
     return _options(WorkerConfig, config, swaps=config.swap_bytes > 0, **ranks)
 

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[
 from quire.config.worker import WorkerConfig
 from quire.distributed.groups import Group, segment_bytes
 from quire.errors import ConfigError
-from quire.executor.transport import make_memory
+from quire.utils.host_memory import make_memory
 
 _WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_SECONDS = 1.0  # for a rank that ended in good order: the others may be about to

@@ -17,8 +17,8 @@ from quire.config.worker import WorkerConfig
 from quire.distributed.links import shared_bytes
 from quire.executor.binding import cpus_of_ranks
 from quire.executor.orders import BEAT_SECONDS, Lines, lines_bytes
-from quire.executor.transport import make_memory
 from quire.utils.child import how_it_ended, start_child
+from quire.utils.host_memory import make_memory
 
 SILENCE_SECONDS = 5.0  # without a beat: a worker that does nothing at all any more
 
@@ -41,11 +41,8 @@ class Processes:
     def start(self, config: WorkerConfig) -> WorkerConfig:
         num_ranks = config.num_ranks
         if num_ranks > (num_cores := len(os.sched_getaffinity(0))):
-            logger.warning(
-                "%d ranks on %d cores: slower; lower tensor_ or pipeline_parallel_size",
-                num_ranks,
-                num_cores,
-            )
+            text = "%d ranks on %d cores: slower; lower tensor_ or pipeline_parallel_size"
+            logger.warning(text, num_ranks, num_cores)
         memories = [make_memory(lines_bytes(num_ranks))]
         if num_ranks > 1:
             memories.append(make_memory(shared_bytes(config)))

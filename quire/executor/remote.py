@@ -23,6 +23,7 @@ from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 
 _LOOK_SECONDS = 0.1  # between two looks at what the watch has found
+_CAUSE_SECONDS = 2.0  # until an end has been seen that others tell of
 _CLOSE_SECONDS = 10.0  # for workers to leave by themselves: blocks and weights are being written
 
 
@@ -152,8 +153,11 @@ class RemoteExecutor(Executor):
 
     def _fail(self, rank: int, kind: str, text: str) -> None:
         """End all, and raise what a worker raised: before the first step, the error that a user expects."""
+        told, end = self._told(rank, f"failed ({kind}: {text})"), time.monotonic() + _CAUSE_SECONDS
+        while (aborted := kind == "GroupAbortedError") and not self._fault and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)  # the watch finds who has really ended
         self._kill()
-        self._fault = self._told(rank, f"failed ({kind}: {text})")
+        self._fault = aborted and self._fault or told
         known = MemoryError if kind == "MemoryError" else getattr(errors, kind, None)
         if known is not None and self._name in ("load", "cache_report", "initialize_cache"):
             raise known(text)

@@ -8,6 +8,10 @@ from quire.executor.remote import RemoteExecutor
 
 def select_executor(config: WorkerConfig, parallel: ParallelConfig) -> Executor:
     """An executor that is not started yet."""
+    if parallel.distributed_executor_backend == "ray":
+        from quire.executor.ray import Actors
+
+        return RemoteExecutor(config, Actors(parallel))
     if parallel.has_processes:
         from quire.executor.processes import Processes
 

@@ -7,7 +7,6 @@ leaves whole parts behind, and what is incomplete is dropped when the next messa
 
 import ctypes
 import mmap
-import os
 import platform
 import struct
 import time
@@ -25,13 +24,6 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # the system ca
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
 _libc = ctypes.CDLL(None)
 _libc.syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long]
-
-
-def make_memory(num_bytes: int) -> int:
-    """A descriptor of shared memory, all zeros, that has no name: it is gone with the last process that holds it."""
-    descriptor = os.memfd_create("quire")
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
 
 
 class Pipe:

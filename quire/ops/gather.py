@@ -3,7 +3,7 @@
 A rank's range begins and ends where `starts` say, [ranks + 1] numbers from 0 on. Knows a group as a place to meet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ class Meeting(Protocol):
     address: int
     capacity: int
 
+    def after(self, name: str) -> Callable[[Tensor], Tensor] | None: ...
     def check(self) -> None: ...
     def gather(self, x: Tensor, starts: Sequence[int]) -> Tensor: ...
     def gather_rows(self, x: Tensor, ids: Tensor, starts: Sequence[int]) -> Tensor: ...
@@ -81,4 +82,5 @@ def _append(name: str, x: Value, group: Meeting, starts: Sequence[int], width: i
     bounds = builder.address(torch.tensor(starts, dtype=torch.int64))
     told = {"starts": bounds, "width": width, "first": starts[rank], "rank": rank, "size": group.size}
     told |= {"meeting": group.address, "capacity": group.capacity}
-    return builder.append(name, [x], width, type=x.type, needs_step=name == "gather_rows", **told)
+    after = group.after(name)
+    return builder.append(name, [x], width, type=x.type, needs_step=name == "gather_rows", after=after, **told)

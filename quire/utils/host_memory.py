@@ -1,7 +1,7 @@
-"""How much memory this process may still take: the host's word and the control group's.
+"""How much memory this process may still take, by the host's word and the control group's; memory that processes share.
 
-Called by the worker to size the KV cache on a CPU. Linux is measured exactly; elsewhere the answer
-is the system's own estimate. Must not know what the memory is for.
+Called by the worker to size the KV cache on a CPU, and by who lets processes meet. Linux is measured exactly; elsewhere
+the answer is the system's own estimate. Must not know what the memory is for.
 """
 
 import os
@@ -76,3 +76,10 @@ def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable_key
     except (OSError, ValueError):
         return None
     return limit - max(0, usage - (_entry(directory / "memory.stat", reclaimable_key) or 0))
+
+
+def make_memory(num_bytes: int) -> int:
+    """A descriptor of shared memory, all zeros, that has no name: it is gone with the last process that holds it."""
+    descriptor = os.memfd_create("quire")
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor

@@ -16,7 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from quire.attention.step import Taps
-from quire.distributed.links import Link
+from quire.distributed.links import AnyLink
 from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import (
@@ -98,8 +98,8 @@ class ModelRunner:
         self.poison = poison
         self.pace: Pace | None = None
         self.judge: Judge | None = None
-        self.before: Link | None = None
-        self.after: Link | None = None
+        self.before: AnyLink | None = None
+        self.after: AnyLink | None = None
         self._passed: deque[StepPlan] = deque()  # to be sampled by the last stage
         self._begun: _Begun | None = None
         self._masks: list[Mask] = []  # of the last guide: the next one's lie there too, as a rule

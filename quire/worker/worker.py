@@ -133,7 +133,7 @@ class Worker:
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         meter = device.meter(self._loaded(), self._layers, len(groups))
         return CacheReport(
-            available_bytes=max(0, device.available_bytes() - mapped * config.num_ranks) // config.num_ranks,
+            available_bytes=max(0, device.available_bytes() - mapped * config.num_sharers) // config.num_sharers,
             activation_bytes=meter.activation_bytes(config.max_num_batched_tokens, max_rows),
             groups=groups,
             block_bytes=block_bytes,

@@ -225,7 +225,7 @@ def main() -> int:
 def _take_share(args: EngineArgs, rank: int) -> None:
     """Of several engines, each takes its part of the cores: its number of threads, and those very cores by default."""
     size = args.data_parallel_size
-    if size == 1:
+    if size == 1 or args.distributed_executor_backend == "ray":
         return
     share = cpus_of_ranks("auto", size)[rank]
     if share and args.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):

@@ -68,6 +68,7 @@ class NativeStep:
     Attributes:
         spec: what it is told beside them.
         needs_step: it looks at the step's tokens, not just at rows of activations.
+        after: what the host then makes of its result, in place.
     """
 
     op: str
@@ -75,9 +76,14 @@ class NativeStep:
     reads: list[Value]
     writes: Value
     needs_step: bool
+    after: Callable[[Tensor], Tensor] | None = None
 
     def struct(self, number: dict[Value, int]) -> ctypes.Structure:
         return instruction(self.op, self.spec, [number[v] for v in self.reads], number[self.writes])
+
+    def call(self, number: dict[Value, int]) -> HostCall:
+        assert self.after is not None
+        return HostCall(self.after, [number[self.writes]], number[self.writes])
 
 
 @dataclass
@@ -143,6 +149,7 @@ class ProgramBuilder:
         *,
         type: Type | None = None,
         needs_step: bool = False,
+        after: Callable[[Tensor], Tensor] | None = None,
         **told: Any,
     ) -> Value:
         """Record an operation of csrc's list.
@@ -151,11 +158,12 @@ class ProgramBuilder:
             writes: the width of its result, or what is changed in place.
             type: of the result; the activations' by default.
             needs_step: it looks at the step's tokens, not just at rows of activations.
+            after: what the host then makes of the result.
             told: the fields of its struct.
         """
         if isinstance(writes, int):
             writes = Value(self, writes, self.type if type is None else type)
-        return self._record(NativeStep(op, c_struct(op)(**told), reads, writes, needs_step))
+        return self._record(NativeStep(op, c_struct(op)(**told), reads, writes, needs_step, after))
 
     def host(self, function: Callable[..., Tensor], inputs: Sequence[Value], width: int) -> Value:
         """Record a function that torch carries out: of tensors [T, width], which it must not write to, to another.
@@ -251,6 +259,7 @@ def _plan(steps: list[Step], bound: list[Value]) -> Plan:
     number = {value: i for i, value in enumerate(bound)}
     buffers = [c_struct("Buffer")(width=value.width, type=value.type, bound=True) for value in bound]
     touched = {value for step in steps if isinstance(step, HostStep) for value in _values(step)}
+    touched |= {step.writes for step in steps if isinstance(step, NativeStep) and step.after is not None}
     _assign(steps, touched - number.keys(), number, buffers, bound=True)
     num_bound = len(buffers)
     _assign(steps, {value for step in steps for value in _values(step)} - number.keys(), number, buffers, bound=False)
@@ -297,7 +306,8 @@ def _parts(steps: list[Step], number: dict[Value, int]) -> list[Part]:
     for step in steps:
         if isinstance(step, NativeStep):
             last += 1
-            continue
+            if step.after is None:
+                continue
         if last > first:
             parts.append(range(first, last))
             first = last

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.attention.step import Step
 from quire.distributed.groups import Group
+from quire.distributed.network import NetworkGroup
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target
@@ -47,7 +48,7 @@ class Device(ABC):
     """
 
     kernels: str
-    group: Group | None
+    group: Group | NetworkGroup | None
     clock: Callable[[], float]
     kernels_reason: Literal["asked", "best", "unserved"]
     backend: AttentionBackend[Any]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.executor import transport
-from quire.executor.transport import PIPE_BYTES, Pipe, make_memory
+from quire.executor.transport import PIPE_BYTES, Pipe
+from quire.utils.host_memory import make_memory
 
 
 def pipes(num_readers: int) -> list[Pipe]:

@@ -1,0 +1,43 @@
+"""Ray's workers as far as they need no Ray: where ranks go, and the extra's name where it is missing."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.config.parallel import ParallelConfig
+from quire.errors import ConfigError
+from quire.executor.ray import placed
+
+TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "expected"),
+    [
+        ([8], {TP: 2}, (4, 1)),
+        ([8, 8], {TP: 2}, (4, 1)),  # in one node, where ranks meet in its memory
+        ([8, 8], {TP: 2, "ray_placement": "STRICT_SPREAD"}, (8, 2)),
+        ([3, 1], {TP: 2, "ray_placement": "STRICT_SPREAD"}, (1, 2)),
+        ([1, 1], {TP: 2}, (1, 2)),
+        ([1, 1], {TP: 2, "ray_placement": "STRICT_PACK"}, (0, 1)),
+        ([8, 4], {TP: 2, PP: 2}, (2, 2)),  # each stage on a node of its own
+        ([8, 1], {TP: 2, PP: 2}, (2, 2)),  # both on one
+        ([3, 1], {TP: 2, PP: 2}, (1, 4)),
+        ([8, 8], {TP: 2, PP: 2, "ray_placement": "STRICT_PACK"}, (2, 1)),
+        ([8, 8], {DP: 2}, (8, 1)),
+        ([8, 8], {DP: 4, PP: 2}, (2, 2)),
+        ([1, 1], {TP: 3}, (0, 1)),
+        ([], {}, (0, 1)),
+    ],
+)
+def test_placed(nodes: list[int], options: dict[str, Any], expected: tuple[int, int]) -> None:
+    """CPUs of each rank, and bundles."""
+    assert placed(nodes, ParallelConfig(**options))[:2] == expected
+
+
+def test_a_missing_ray_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[ray\]'"):
+        LLM("demo", distributed_executor_backend="ray")
