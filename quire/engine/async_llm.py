@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,11 +119,6 @@ class AsyncLLM:
         return len(self._streams)
 
     @property
-    def num_queued(self) -> int:
-        """Requests of which nothing has been computed yet."""
-        return len(self._queued)
-
-    @property
     def errored(self) -> bool:
         """Whether the engine is dead."""
         return self._monitor.dead is not None
@@ -195,7 +189,7 @@ class AsyncLLM:
         finally:
             self._close(internal)
 
-    async def beam_search(
+    def beam_search(
         self,
         prompt: PromptType | PreparedPrompt,
         request_id: str | None,
@@ -205,9 +199,7 @@ class AsyncLLM:
         """Search for the likeliest continuations of a prompt, and yield them once, whole. Raises as `generate` does."""
         asked = params.sampling_params()
         asked.output_kind = RequestOutputKind.FINAL_ONLY
-        async with aclosing(self.generate(prompt, asked, request_id, lora_request=lora_request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self.generate(prompt, asked, request_id, lora_request=lora_request)
 
     def check_room(self, num_requests: int = 1) -> None:
         """Check that the queue can take so many more requests: `generate` does for one, who has several asks before.
