@@ -35,11 +35,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    @property
-    def num_values(self) -> int:
-        """How many values were counted."""
-        return sum(self.counts)
-
     def cumulative(self) -> list[tuple[float, int]]:
         """Each shown bound and how many values are not above it; infinity comes last."""
         result: list[tuple[float, int]] = []
@@ -49,7 +44,7 @@ class Histogram:
             below += sum(self.counts[done:end])
             done = end
             result.append((bound, below))
-        return [*result, (float("inf"), self.num_values)]
+        return [*result, (float("inf"), sum(self.counts))]
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:

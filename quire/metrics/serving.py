@@ -104,11 +104,6 @@ class ServingMetrics:
         self._max_tokens = add("request_params_max_tokens", "Requests' max_tokens.", token_counts)
         self._step_tokens = add("iteration_tokens_total", "Prompt and output tokens of an engine step.", _STEP_TOKENS)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Live requests."""
-        return len(self._requests)
-
     def on_arrival(self, request_id: str, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
         """A request was accepted."""
         self._requests[request_id] = _Request(num_prompt_tokens, max_tokens, n, now)
