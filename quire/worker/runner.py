@@ -208,9 +208,10 @@ class ModelRunner:
             table.requests[request.request_id] = request
         for fork in plan.forks:
             self._give_state(table.fork(fork))
-        if self.proposer is not None:
-            self._forget_drafts(self.proposer, plan.removed_sequence_ids)
         for sequence_id in plan.removed_sequence_ids:
+            row = table.get(sequence_id)
+            if row is not None and row.drafted is not None and self.proposer is not None:
+                self.proposer.forget(row.drafted)
             table.remove(sequence_id)
         for sequence in plan.new_sequences:
             self._give_state(row := table.add(sequence))
@@ -434,12 +435,6 @@ class ModelRunner:
                 if self.pace is not None and row.drafted is not None:
                     self.pace.observe(row.drafted, lane.max_accepted, num_accepted)
         proposer.observe(verdicts)
-
-    def _forget_drafts(self, proposer: Proposer, sequence_ids: Sequence[int]) -> None:
-        for sequence_id in sequence_ids:
-            row = self.table.get(sequence_id)
-            if row is not None and row.drafted is not None:
-                proposer.forget(row.drafted)
 
     def _prompt_logprobs(self, begun: _Begun, results: list[SequenceResult]) -> None:
         """This step's share of the prompt logprobs: token p's row predicts prompt token p + 1."""
