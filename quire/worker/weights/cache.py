@@ -111,7 +111,8 @@ def find_place(
         stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         content = content_digest(files)
         name = hashlib.sha256(f"{FORMAT}\n{layout}\n{content}".encode()).hexdigest()[:32]
-        place = StorePlace(folder / f"{name}.bin", model, weights, str(_folder_of(files)), content, stamp, limit)
+        directory = str(files[0].parent.resolve()) if files else ""
+        place = StorePlace(folder / f"{name}.bin", model, weights, directory, content, stamp, limit)
         exists = next(parent for parent in [folder, *folder.parents] if parent.exists())
         if not place.path.exists() and shutil.disk_usage(exists).free < 2 * total:
             logger.info("no room to keep packed weights on disk")
@@ -255,10 +256,6 @@ def _manifest_or_empty(path: Path) -> dict[str, Any]:
             os.close(file)
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def _folder_of(files: list[Path]) -> Path | str:
-    return files[0].parent.resolve() if files else ""
 
 
 def content_digest(files: list[Path]) -> str:
