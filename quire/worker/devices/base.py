@@ -86,11 +86,8 @@ class Device(ABC):
         """Functions of the same rows, in the model's type, as this device runs them: [R, width] -> [R, K, N]."""
 
     @abstractmethod
-    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int = 0) -> Meter:
-        """What measures steps of a model whose caches are of such layers.
-
-        `num_groups`: KV groups of a step, where they are not those of `layers`, the model's own, alone.
-        """
+    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
+        """What measures steps, of so many KV groups, of a model whose caches are of such layers."""
 
     @abstractmethod
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:

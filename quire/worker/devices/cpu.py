@@ -28,7 +28,7 @@ from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, prefault, torch_threads
-from quire.protocol.cache import LayerCache, group_layers
+from quire.protocol.cache import LayerCache
 from quire.quantization.registry import WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device
@@ -108,8 +108,8 @@ class CpuDevice(Device):
             return CompiledHeads(heads, width, self._dtype, self.target)
         return lambda hidden: torch.stack(list(heads(hidden)), 1)
 
-    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int = 0) -> Meter:
-        dtype, num_groups = self.backend.kv_cache_dtype(self._dtype), num_groups or len(group_layers(list(layers)))
+    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
+        dtype = self.backend.kv_cache_dtype(self._dtype)
         shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
         caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         return Meter(model, partial(self.upload, caches=caches), num_groups, self.computing, self.clock)
@@ -148,9 +148,8 @@ class CpuDevice(Device):
         return _COPIED_BYTES / sorted(seconds)[1]
 
     def computing(self) -> AbstractContextManager[None]:
-        if (
-            self.packs_weights or torch.get_num_threads() == self.num_threads
-        ):  # the native kernels have threads of their own
+        # The native kernels have threads of their own.
+        if self.packs_weights or torch.get_num_threads() == self.num_threads:
             return self._no_gradients
         return _computing(self.num_threads)
 

@@ -40,7 +40,7 @@ def test_small_steps_tell_what_a_large_one_takes(drive: Callable[..., Driver], k
     with torch.inference_mode():
         hidden, body = peak_bytes(lambda: runner.model(ids, step))
         _, head = peak_bytes(lambda: runner.model.compute_logits(hidden[:40]))
-    meter = device.meter(runner.model, layers)
+    meter = device.meter(runner.model, layers, 1)
     kept = meter.activation_bytes(50, 0) - meter.activation_bytes(0, 0)
     measured = meter.activation_bytes(50, 40)
     assert body + head > 0
