@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import Messages
-from quire.entrypoints.server.info_requests import TokenId
+from quire.entrypoints.server.info_requests import EITHER, TokenId, is_chat
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.replicas import ReplicaState
 from quire.entrypoints.server.state import Changeable, State
@@ -104,9 +104,7 @@ async def restart_engine(rank: int, state: Changeable) -> EngineList:
 class PinRequest(BaseModel):
     """The beginning of prompts to come: `prompt`, text or token ids, or `messages`."""
 
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
-    )
+    model_config = ConfigDict(extra="forbid", json_schema_extra=EITHER)
 
     prompt: Annotated[str, Field(strict=True)] | Annotated[list[TokenId], Field(fail_fast=True)] = ""
     messages: Messages = []
@@ -139,16 +137,14 @@ async def list_prefixes(state: State) -> PrefixList:
 @router.post("/admin/prefixes", tags=["admin"], response_model=Prefix)
 async def pin_prefix(body: PinRequest, state: Changeable) -> PinnedPrefix:
     """Compute a prompt, and keep its blocks whatever else comes. Of a conversation: up to its last message's end."""
-    if ("messages" in body.model_fields_set) == ("prompt" in body.model_fields_set):
-        raise InvalidRequestError("give either prompt or messages.", "prompt")
-    is_chat = "messages" in body.model_fields_set
+    of_chat = is_chat(body)
     prompt: dict[str, Any] = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
-    if is_chat:
+    if of_chat:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         prompt["prompt"] = await conversation_text(state, messages, chat_template=None, add_generation_prompt=False)
     else:
         prompt["prompt" if isinstance(body.prompt, str) else "prompt_token_ids"] = body.prompt
-    return await state.llm.pin_prefix(prompt, body.name, add_special_tokens=not is_chat)  # type: ignore[arg-type]
+    return await state.llm.pin_prefix(prompt, body.name, add_special_tokens=not of_chat)  # type: ignore[arg-type]
 
 
 @router.delete("/admin/prefixes/{name:path}", tags=["admin"])

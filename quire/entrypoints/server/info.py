@@ -23,6 +23,7 @@ from quire.entrypoints.server.info_requests import (
     TokenizeResponse,
     TokenizerInfo,
     Version,
+    is_chat,
 )
 from quire.entrypoints.server.prometheus import render_all
 from quire.entrypoints.server.prompts import conversation_text
@@ -55,15 +56,12 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     state.admit(body)
     tokenizer = _tokenizer(state)
-    if ("messages" in body.model_fields_set) == ("prompt" in body.model_fields_set):
-        raise InvalidRequestError("give either prompt or messages.", "prompt")
-    is_chat = "messages" in body.model_fields_set
-    text = await _render(body, state) if is_chat else body.prompt
-    special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    of_chat = is_chat(body)
+    text = await _render(body, state) if of_chat else body.prompt
+    special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
     ids = await state.llm.encode(text, special)
     strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
-    length = state.llm.config.model.max_model_len
-    answer = {"count": len(ids), "max_model_len": length}
+    answer = {"count": len(ids), "max_model_len": state.llm.config.model.max_model_len}
     response = JsonParts(await _encode_with_lists(answer, tokens=ids, token_strs=strings))
     warn_client(response, body)
     return response

@@ -2,21 +2,28 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic.config import JsonDict
 
 from quire.entrypoints.server.chat_request import Messages
 from quire.entrypoints.server.requests_common import Objects
+from quire.errors import InvalidRequestError
 
+EITHER: JsonDict = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}  # of a body's schema
 TokenId = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
+
+
+def is_chat(body: BaseModel) -> bool:
+    """Whether a body that has either prompt or messages has messages; InvalidRequestError where it has both or none."""
+    if len(given := {"prompt", "messages"} & body.model_fields_set) != 1:
+        raise InvalidRequestError("give either prompt or messages.", "prompt")
+    return "messages" in given
 
 
 class TokenizeRequest(BaseModel):
     """A text, or a conversation, to encode: `prompt` or `messages`."""
 
-    model_config = {
-        "json_schema_extra": {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
-        "extra": "allow",
-    }
+    model_config = ConfigDict(extra="allow", json_schema_extra=EITHER)
 
     model: StrictStr | None = None
     prompt: StrictStr = ""
