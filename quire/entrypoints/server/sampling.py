@@ -159,16 +159,11 @@ def _check_stream(body: GenerationRequest) -> None:
         raise InvalidRequestError("stream_options needs stream: true.", "stream_options")
     if not body.stream:
         return
-    if body.use_beam_search:
-        raise InvalidRequestError(
-            "use_beam_search can't be streamed, as what is best is known at the end only; set stream: false.",
-            "use_beam_search",
-        )
-    if body.best_of is not None and body.best_of > (body.n or 1):
-        raise InvalidRequestError(
-            f"best_of {body.best_of} can't be streamed, as what is best is known at the end only; set stream: false.",
-            "best_of",
-        )
+    draws_more = body.best_of is not None and body.best_of > (body.n or 1)
+    if body.use_beam_search or draws_more:
+        param, value = ("use_beam_search", "") if body.use_beam_search else ("best_of", f" {body.best_of}")
+        reason = "can't be streamed, as what is best is known at the end only; set stream: false."
+        raise InvalidRequestError(f"{param}{value} {reason}", param)
     if body.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs can't be streamed; set stream: false.", "prompt_logprobs")
 
