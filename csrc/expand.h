@@ -1,4 +1,4 @@
-// i8 and i4 weights as bf16, row by row of a tile, for the levels that multiply bf16.
+// i8, i4 and blocks of GGUF files as bf16, row by row of a tile, for the levels that multiply bf16.
 //
 // i8 comes without its row's scale, which waits for the end of the product; i4 rounded to bf16 with it: every level has
 // the same weights.
@@ -81,6 +81,71 @@ struct I4Shifts {
 QUIRE_INLINE __m512i expand_i4(bf16 scale, __m512i codes) {
     // A look-up of words reads five bits of its index. The values are there twice: the fifth bit may be any.
     return _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(i4_values[scale]))));
+}
+
+// What must be known of a tile beside its bytes: the scales of blocks.
+struct NoScales {
+    void read(const uint8_t*, int64_t) {}
+};
+template <Type kType, bool = is_blocks(kType)>
+struct ScalesOf {
+    using type = NoScales;
+};
+template <Type kType>
+struct ScalesOf<kType, true> {
+    using type = BlockScales<kType>;
+};
+
+QUIRE_INLINE __m512i shifted_words(__m512i words, int right) {
+    typedef uint16_t Words __attribute__((vector_size(64)));
+    return right >= 0 ? (__m512i)((Words)words >> right) : (__m512i)((Words)words << -right);
+}
+// The low `bits` of `low`, above them what `high` has there.
+QUIRE_INLINE __m512i joined(__m512i low, __m512i high, int bits) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(short((1 << bits) - 1)), low, high, 0xca);
+}
+
+// A row of a tile of blocks. Up to five bits of index are looked up among the row's own values; wider codes are converted.
+template <Type kType>
+QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>& scales, int row) {
+    constexpr BlockFormat f = block_format(kType);
+    constexpr int last = f.groups - 1;
+    const __m512 scale = _mm512_set1_ps(scales.scale[0][row]), last_scale = _mm512_set1_ps(scales.scale[last][row]);
+    const __m512 shift = _mm512_set1_ps(scales.shift[0][row]), last_shift = _mm512_set1_ps(scales.shift[last][row]);
+    auto of_integers = [&](__m512i low, __m512i high) {
+        const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale, shift);
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_cvtepi32_ps(high), last_scale, last_shift), a);
+    };
+    if constexpr (f.bits == 8) {
+        const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
+        return of_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)), _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
+    } else {
+        // A plane's words with this row's bits `at` the place where the code has them.
+        auto plane = [&](int offset, int bits, int at) {
+            const int shared = 16 / bits;
+            return shifted_words(_mm512_loadu_si512(tile + offset + row / shared * 64), row % shared * bits - at);
+        };
+        if constexpr (f.bits == 6) {
+            const __m512i codes = joined(plane(0, 4, 0), plane(f.twos(), 2, 4), 4), mask = _mm512_set1_epi32(63);
+            return of_integers(_mm512_and_si512(codes, mask), _mm512_and_si512(_mm512_srli_epi32(codes, 16), mask));
+        }
+        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 values = _mm512_fmadd_ps(steps, scale, shift);
+        if constexpr (f.bits == 4) {  // the values are there twice: the fifth bit may be any
+            const __m512i both = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(values));
+            return _mm512_permutexvar_epi16(plane(0, 4, 0), both);
+        } else if constexpr (f.bits == 5) {
+            const __m512 above = _mm512_fmadd_ps(_mm512_add_ps(steps, _mm512_set1_ps(16)), scale, shift);
+            return _mm512_permutexvar_epi16(joined(plane(0, 4, 0), plane(f.ones(), 1, 4), 4), (__m512i)_mm512_cvtne2ps_pbh(above, values));
+        } else {  // the fifth bit is the group
+            const __m512 others = _mm512_fmadd_ps(steps, last_scale, last_shift);
+            __m512i codes = plane(f.twos(), 2, 0);
+            if constexpr (f.bits == 3) codes = joined(codes, plane(f.ones(), 1, 2), 2);
+            const __m512i group = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+            codes = joined(codes, group, f.bits);
+            return _mm512_permutexvar_epi16(codes, (__m512i)_mm512_cvtne2ps_pbh(others, values));
+        }
+    }
 }
 
 }  // namespace quire::QUIRE_NS

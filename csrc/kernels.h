@@ -9,11 +9,11 @@
 #include <mutex>
 #include <vector>
 
+#include "block_format.h"
 #include "thread_pool.h"
 
 namespace quire {
 
-enum class Type : int32_t { f32 = 0, bf16 = 1, i8 = 2, i4 = 3 };
 // What follows a product. The gated ones, *_mul, halve the columns: function(first half) * second half.
 enum class Epilogue : int32_t { none = 0, silu_mul = 1, gelu = 2, gelu_tanh = 3, relu = 4, gelu_mul = 5, gelu_tanh_mul = 6, silu = 7 };
 
@@ -39,7 +39,8 @@ struct Matrix {
             case Type::f32: return 2048;
             case Type::bf16: return 1024;
             case Type::i8: return 512;
-            default: return 288;  // 16 scales in bf16, then 512 nibbles
+            case Type::i4: return 288;  // 16 scales in bf16, then 512 nibbles
+            default: return block_format(type).tile_bytes();
         }
     }
     const uint8_t* tile(int64_t block, int64_t tile) const { return data + (block * num_tiles() + tile) * tile_bytes(); }
@@ -127,10 +128,11 @@ struct MoveArgs {  // tokens' keys and values of a layer's cache to other slots 
     Type type, activations;
 };
 
-struct PackArgs {  // rows of a dense matrix into a Matrix, quantizing where its type asks for it
+// Rows of a dense matrix into a Matrix, quantizing where its type asks for it; of one in blocks, the blocks of a file.
+struct PackArgs {
     Matrix matrix;          // data and scales are written
-    const void* source;     // [num_rows, cols], f32 or bf16
-    int64_t source_stride;  // elements
+    const void* source;     // [num_rows, cols], f32 or bf16, or blocks
+    int64_t source_stride;  // elements, or bytes
     int64_t start, num_rows;  // first row of the matrix
     Type source_type;
 };

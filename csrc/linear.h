@@ -140,12 +140,16 @@ inline void linear(const LinearArgs& a, Context& context) {
     const int64_t num_blocks = gated ? w.num_blocks() / 2 : w.num_blocks();
     context.pool.run(num_blocks, [&](int64_t block, int thread) {
         float* unpacked = nullptr;
-        if (w.type == Type::i8 || w.type == Type::i4) unpacked = context.thread_scratch[thread].get<float>(2 * 512 * tiles);
+        if (w.type != Type::f32 && w.type != Type::bf16) unpacked = context.thread_scratch[thread].get<float>(2 * 512 * tiles);
         const int num_parts = gated ? 2 : 1;
         const uint8_t* weights[2];
         for (int part = 0; part < num_parts; part++) {
             weights[part] = w.tile(block + part * up_offset, 0);
-            if (unpacked) unpack_block(w, block + part * up_offset, unpacked + part * 512 * tiles);
+            if (!unpacked) continue;
+            float* values = unpacked + part * 512 * tiles;
+            unpack_block(w, block + part * up_offset, values);
+            // As the levels that multiply bf16 have them; float32 models keep what they are.
+            for (int64_t i = 0; i < 512 * tiles && is_blocks(w.type) && a.type == Type::bf16; i++) values[i] = to_float(to_bf16(values[i]));
         }
         alignas(64) float sums[2][kVectorRows * 16];
         for (int64_t m = 0; m < a.num_rows; m += kVectorRows) {

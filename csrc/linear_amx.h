@@ -1,6 +1,6 @@
 // Linear layers of bf16 activations on AMX: the weights are the A operand, as they lie in memory, and x, packed in pairs
 // of k, is B. The result is a tile [16 features][16 rows of x], so one row costs what sixteen do: the time it takes
-// to read the weights. i8 and i4 weights are expanded to bf16 tiles just ahead, by table look-up.
+// to read the weights. i8 and i4 weights are expanded to bf16 tiles just ahead, by table look-up; so are blocks.
 #pragma once
 
 #include "amx.h"
@@ -30,7 +30,7 @@ inline void expand_i4_tile(const uint8_t* tile, bf16* out) {
 constexpr int64_t kAhead = 2048;       // bytes of bf16 weights to prefetch ahead, into L2
 constexpr int64_t kCodesAhead = 2048;  // of codes, into L1: they are read by vectors, at once
 constexpr int64_t kFewRows = 32;       // up to here the weights are read once, straight through
-constexpr int64_t kChunkTiles = 8;     // k in tiles that a pair of blocks keeps in L1 when there are many rows
+constexpr int64_t kChunkTiles = 8;     // k in tiles that a pair of blocks keeps in L1 when there are many rows: a superblock
 constexpr int64_t kPanelRows = 512;    // rows of x that a task multiplies, a chunk of k at a time out of L2
 constexpr int64_t kGroupPairs = 4;     // pairs of blocks that share them
 
@@ -44,8 +44,29 @@ struct BlockPair {
     bool has_second;
 };
 
-inline void expand_tile(Type type, const uint8_t* tile, bf16* out) {
-    type == Type::i8 ? expand_i8_tile(tile, out) : expand_i4_tile(tile, out);
+// Tiles of one type after the other, from a superblock's first on, as bf16.
+template <Type kType>
+class Expander {
+public:
+    QUIRE_ALWAYS void operator()(const uint8_t* tile, int64_t t, bf16* out) {
+        if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
+        if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
+        if constexpr (is_blocks(kType)) {
+            scales_.read(tile, t);
+            for (int row = 0; row < 16; row++) _mm512_store_si512(out + row * 32, expand_blocks<kType>(tile, scales_, row));
+        }
+    }
+
+private:
+    typename ScalesOf<kType>::type scales_;
+};
+
+// Calls body with an expander's type: of i8, i4 or blocks.
+template <class Body>
+inline void with_expander(Type type, const Body& body) {
+    if (type == Type::i8) return body(Expander<Type::i8>());
+    if (type == Type::i4) return body(Expander<Type::i4>());
+    with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
 }
 inline void prefetch_codes(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
@@ -54,11 +75,13 @@ inline void prefetch_codes(const uint8_t* p, int64_t bytes) {
 // Tiles [begin, end) of a block as bf16, expanded into `scratch` where they are not.
 inline const bf16* bf16_tiles(const Matrix& w, int64_t block, int64_t begin, int64_t end, bf16* scratch) {
     if (w.type == Type::bf16) return reinterpret_cast<const bf16*>(w.tile(block, begin));
-    for (int64_t t = begin; t < end; t++) {
-        const uint8_t* tile = w.tile(block, t);
-        prefetch_codes(tile + kCodesAhead, w.tile_bytes());
-        expand_tile(w.type, tile, scratch + (t - begin) * 512);
-    }
+    with_expander(w.type, [&](auto expand) {
+        for (int64_t t = begin; t < end; t++) {
+            const uint8_t* tile = w.tile(block, t);
+            prefetch_codes(tile + kCodesAhead, w.tile_bytes());
+            expand(tile, t, scratch + (t - begin) * 512);
+        }
+    });
     return scratch;
 }
 
@@ -183,23 +206,26 @@ inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, int64_t widt
     } else {
         // Expanded one tile before they are multiplied: tiles can be loaded only once they have left the store buffer, and the
         // products run while the next tile is being expanded. Two sets of scratch, in turn.
-        auto expanded = [&](int64_t t) {
-            bf16* set = scratch + t % 2 * 1024;
-            if (t >= tiles) return set;
-            const int64_t at = t * bytes, ahead = at + kCodesAhead;
-            const bool skip = ahead >= tiles * bytes;
-            prefetch_codes(first + ahead + (skip ? first_skip : 0), bytes);
-            expand_tile(w.type, first + at, set);
-            prefetch_codes(second + ahead + (skip ? second_skip : 0), bytes);
-            expand_tile(w.type, second + at, set + 512);
-            return set;
-        };
-        const bf16* set = expanded(0);
-        for (int64_t t = 0; t < tiles; t++) {
-            const bf16* next = expanded(t + 1);
-            multiply(two, set, set + 512, x + t * 16 * width, x1 + t * 16 * width, width, 1, {nullptr, nullptr, 0});
-            set = next;
-        }
+        with_expander(w.type, [&](auto expand_first) {
+            auto expand_second = expand_first;
+            auto expanded = [&](int64_t t) {
+                bf16* set = scratch + t % 2 * 1024;
+                if (t >= tiles) return set;
+                const int64_t at = t * bytes, ahead = at + kCodesAhead;
+                const bool skip = ahead >= tiles * bytes;
+                prefetch_codes(first + ahead + (skip ? first_skip : 0), bytes);
+                expand_first(first + at, t, set);
+                prefetch_codes(second + ahead + (skip ? second_skip : 0), bytes);
+                expand_second(second + at, t, set + 512);
+                return set;
+            };
+            const bf16* set = expanded(0);
+            for (int64_t t = 0; t < tiles; t++) {
+                const bf16* next = expanded(t + 1);
+                multiply(two, set, set + 512, x + t * 16 * width, x1 + t * 16 * width, width, 1, {nullptr, nullptr, 0});
+                set = next;
+            }
+        });
     }
     if (a.num_rows == 1) {  // a row already
         _tile_stored(0, c, 4);

@@ -16,11 +16,11 @@ constexpr int kStreamRows = 6;         // up to so many rows the weights are tur
 constexpr int kPanelTileRows = 6;      // rows whose sums of a block stay in registers
 constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 512 << 10;  // of x and of weights that share L2
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
-constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time
+constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time: a superblock
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3. The pair is a constant: which bits an i4 row has follows from it.
-template <Type kType, int pair>
-QUIRE_INLINE void load_rows(const uint8_t* tile, __m512i (&even)[4], __m512i (&odd)[4]) {
+template <Type kType, int pair, class Scales>
+QUIRE_INLINE void load_rows(const uint8_t* tile, const Scales& scales, __m512i (&even)[4], __m512i (&odd)[4]) {
     if constexpr (kType == Type::bf16) {
         for (int i = 0; i < 4; i++) {
             even[i] = _mm512_loadu_si512(tile + (4 * i + 2 * pair) * 64);
@@ -28,14 +28,19 @@ QUIRE_INLINE void load_rows(const uint8_t* tile, __m512i (&even)[4], __m512i (&o
         }
     } else if constexpr (kType == Type::i8) {
         for (int i = 0; i < 4; i++) expand_i8(_mm512_loadu_si512(tile + (2 * i + pair) * 64), even[i], odd[i]);
+    } else if constexpr (is_blocks(kType)) {
+        for (int i = 0; i < 4; i++) {
+            even[i] = expand_blocks<kType>(tile, scales, 4 * i + 2 * pair);
+            odd[i] = expand_blocks<kType>(tile, scales, 4 * i + 2 * pair + 1);
+        }
     } else {
         const I4Shifts shifted;
-        bf16 scales[16];
-        std::memcpy(scales, tile, sizeof scales);
+        bf16 factors[16];
+        std::memcpy(factors, tile, sizeof factors);
         for (int i = 0; i < 4; i++) {
             const __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);
-            even[i] = expand_i4(scales[4 * i + 2 * pair], shifted(words, 2 * pair));
-            odd[i] = expand_i4(scales[4 * i + 2 * pair + 1], shifted(words, 2 * pair + 1));
+            even[i] = expand_i4(factors[4 * i + 2 * pair], shifted(words, 2 * pair));
+            odd[i] = expand_i4(factors[4 * i + 2 * pair + 1], shifted(words, 2 * pair + 1));
         }
     }
 }
@@ -72,11 +77,13 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     __m512 acc[kRows][4];
     for (auto& row : acc)
         for (__m512& sum : row) sum = _mm512_setzero_ps();
+    typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+        scales.read(tile, t);
         for_both([&](auto pair) QUIRE_ALWAYS {
             __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
-            load_rows<kType, pair>(tile, even, odd);
+            load_rows<kType, pair>(tile, scales, even, odd);
             turn(even, even_pieces);
             turn(odd, odd_pieces);
             for (int m = 0; m < kRows; m++)
@@ -90,14 +97,16 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
 }
 
-// A block of weights, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
+// Tiles of a block of weights, the first of them a superblock's first, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
 template <Type kType>
 inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
+    typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+        scales.read(tile, t);
         for_both([&](auto pair) QUIRE_ALWAYS {
             __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
-            load_rows<kType, pair>(tile, even, odd);
+            load_rows<kType, pair>(tile, scales, even, odd);
             turn(even, even_pieces);
             turn(odd, odd_pieces);
             for (int c = 0; c < 4; c++) {
@@ -107,6 +116,8 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
         });
     }
 }
+
+using TurnBlock = void (*)(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out);
 
 // Memory to fetch into L2 while something else is multiplied: `step` bytes with every tile.
 struct Fetch {
@@ -197,8 +208,7 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
 }
 
 // Some rows, block by block, a few tiles at a time, so that what is turned and what comes next stay in L1.
-template <Type kType>
-inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, int64_t begin, int64_t end, Scratch& scratch) {
+inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, int64_t begin, int64_t end, TurnBlock turn_block, Scratch& scratch) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), passes = divide_up(a.num_rows, kPanelTileRows);
     const int64_t step = round_up(divide_up(bytes, passes), 64);
@@ -210,7 +220,7 @@ inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, int64_t b
             for (int64_t t = 0; t < tiles; t += kPieceTiles) {
                 const int64_t count = tiles - t < kPieceTiles ? tiles - t : kPieceTiles;
                 const uint8_t* weights = blocks.weights(block, part) + t * bytes;
-                turn_block<kType>(weights, count, bytes, turned);
+                turn_block(weights, count, bytes, turned);
                 Fetch fetch{weights + count * bytes, step};
                 for (int64_t row = 0; row < a.num_rows; row += kPanelTileRows) {
                     const Carry carry{carried + row * 64, t == 0, t + count == tiles};
@@ -229,14 +239,13 @@ struct BlockRange {
     int64_t begin, end, next;
 };
 
-template <Type kType>
-inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, uint8_t* turned) {
+inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles(), turned_bytes = tiles * 1024;
     auto place = [&](int64_t block, int part) { return turned + ((block - range.begin) * blocks.parts + part) * turned_bytes; };
     for (int64_t block = range.begin; block < range.end; block++)
         for (int part = 0; part < blocks.parts; part++)
-            turn_block<kType>(blocks.weights(block, part), tiles, a.weight.tile_bytes(), place(block, part));
+            turn_block(blocks.weights(block, part), tiles, a.weight.tile_bytes(), place(block, part));
     // As many rows as stay in L2 with the blocks.
     int64_t panel = kRowsBytes / (rows.stride * 2) / kPanelTileRows * kPanelTileRows;
     panel = panel < kPanelTileRows ? kPanelTileRows : panel > kMostRows ? kMostRows : panel;
@@ -273,7 +282,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
         context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
             const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
-            multiply_few<kType>(blocks, rows, begin, end, context.thread_scratch[thread]);
+            multiply_few(blocks, rows, begin, end, turn_block<kType>, context.thread_scratch[thread]);
         });
         return;
     }
@@ -284,13 +293,14 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
         const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
         uint8_t* turned = context.thread_scratch[thread].get<uint8_t>(group * turned_bytes);
-        multiply_blocks<kType>(blocks, rows, {begin, end, begin + threads * group}, turned);
+        multiply_blocks(blocks, rows, {begin, end, begin + threads * group}, turn_block<kType>, turned);
     });
 }
 
 inline void linear_dot(const LinearArgs& a, Context& context) {
     if (a.type != Type::bf16 || a.weight.type == Type::f32) return linear(a, context);
     if (a.num_rows == 0) return;
+    if (is_blocks(a.weight.type)) return with_blocks(a.weight.type, [&](auto type) { linear_dot_of<type>(a, context); });
     switch (a.weight.type) {
         case Type::i8: return linear_dot_of<Type::i8>(a, context);
         case Type::i4: fill_i4_values(); return linear_dot_of<Type::i4>(a, context);

@@ -6,6 +6,8 @@ them to a recorded program. What is in a tile is written in csrc/pack.h.
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,31 @@ from quire.ops.native.structs import TYPE_OF, Type, c_struct
 BLOCK_ROWS = 16
 TILE_COLS = 32
 _TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288}
+
+
+class BlockFormat(NamedTuple):
+    """Of a type that weights have in GGUF files: how many values a block has there, its bytes, and those of a tile."""
+
+    values: int
+    num_bytes: int
+    tile_bytes: int
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of a row of so many weights, as a file has it.
+
+        Raises:
+            ValueError: they are no whole number of blocks.
+        """
+        if cols % self.values:
+            raise ValueError(f"rows of {cols} weights aren't whole blocks of {self.values}")
+        return cols // self.values * self.num_bytes
+
+
+@cache
+def block_format(type: Type) -> BlockFormat | None:
+    """None where the type is none of blocks."""
+    sizes = (ctypes.c_int64 * 3)()
+    return BlockFormat(*sizes) if loaded_library().quire_block_format(type, ctypes.addressof(sizes)) else None
 
 
 @dataclass(frozen=True)
@@ -36,7 +63,9 @@ class PackedMatrix:
     @staticmethod
     def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
         """Shape of `data`."""
-        return -(-rows // BLOCK_ROWS), -(-cols // TILE_COLS), _TILE_BYTES[type]
+        blocks = block_format(type)
+        tile_bytes = _TILE_BYTES[type] if blocks is None else blocks.tile_bytes
+        return -(-rows // BLOCK_ROWS), -(-cols // TILE_COLS), tile_bytes
 
     def __post_init__(self) -> None:
         expected = self.data_shape(self.rows, self.cols, self.type)
@@ -59,11 +88,16 @@ class PackedMatrix:
     def pack(self, source: Tensor, start: int, target: Target | None = None) -> None:
         """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type.
 
+        Where that is of blocks: uint8 [n, bytes of a row], as a GGUF file has them, kept as they are.
         The bytes are the same whatever the `target` (default: `default_target`).
         """
-        if source.dim() != 2 or source.shape[1] != self.cols or start < 0 or start + source.shape[0] > self.rows:
+        blocks = block_format(self.type)
+        width = self.cols if blocks is None else blocks.row_bytes(self.cols)
+        if source.dim() != 2 or source.shape[1] != width or start < 0 or start + source.shape[0] > self.rows:
             raise ValueError(f"rows {start}.. of [{self.rows}, {self.cols}] can't be filled from {tuple(source.shape)}")
-        if source.dtype not in (torch.float32, torch.bfloat16):
+        if (source.dtype == torch.uint8) != (blocks is not None):
+            raise ValueError(f"{self.type.name} can't be made from {source.dtype}")
+        if blocks is None and source.dtype not in (torch.float32, torch.bfloat16):
             source = source.float()
         if source.stride(1) != 1:
             source = source.contiguous()
@@ -73,7 +107,7 @@ class PackedMatrix:
             source_stride=source.stride(0),
             start=start,
             num_rows=source.shape[0],
-            source_type=TYPE_OF[source.dtype],
+            source_type=self.type if blocks else TYPE_OF[source.dtype],
         )
         target = target or default_target()
         loaded_library().quire_pack(target.kernels, target.num_threads, ctypes.addressof(arguments))

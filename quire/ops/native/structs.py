@@ -16,12 +16,24 @@ from quire.ops.native.library import loaded_library, operation_names
 
 
 class Type(IntEnum):
-    """Element types; of a weight matrix also its format."""
+    """Element types; of a weight matrix also its format. From `Q4_0` on blocks of GGUF files, by their names there."""
 
     F32 = 0
     BF16 = 1
     I8 = 2
     I4 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q2_K = 9
+    Q3_K = 10
+    Q4_K = 11
+    Q5_K = 12
+    Q6_K = 13
+    IQ4_NL = 14
+    IQ4_XS = 15
 
 
 class Epilogue(IntEnum):

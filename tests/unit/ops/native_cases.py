@@ -21,6 +21,7 @@ from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
 
 DTYPES = [torch.float32, torch.bfloat16]
+DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4]  # what a dense matrix is packed as
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of one rounding
 MAX_ROWS = 300
 ROWS = [*range(1, 71), 129, 255, 256, 257, MAX_ROWS]

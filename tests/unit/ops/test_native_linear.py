@@ -3,6 +3,7 @@
 import pytest
 import torch
 from native_cases import (
+    DENSE,
     DTYPES,
     EPSILON,
     FUNCTIONS,
@@ -26,7 +27,7 @@ from quire.ops.native.structs import GATED, Epilogue, Type
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_fp64_and_no_row_depends_on_another(
     level: str, dtype: torch.dtype, type: Type, shape: tuple[int, int]
@@ -50,7 +51,7 @@ FUNCTION_SIZES = [(f, n) for f in Epilogue for n in ((32, 96, 40, 14) if f in GA
 
 
 @pytest.mark.parametrize(("function", "features"), FUNCTION_SIZES)
-@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_activation_and_residual(
     level: str, dtype: torch.dtype, type: Type, function: Epilogue, features: int
@@ -103,7 +104,7 @@ def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
     assert torch.equal(residual, expected)
 
 
-@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 16, 40])
 def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, type: Type, rows: int) -> None:
@@ -120,7 +121,7 @@ def test_nan_and_infinity_stay_in_their_rows(level: str, dtype: torch.dtype, typ
     assert torch.equal(found[2].isinf() * found[2].sign(), expected.isinf() * expected.sign())
 
 
-@pytest.mark.parametrize("type", Type)
+@pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(level: str, dtype: torch.dtype, type: Type) -> None:
     assert Product(packed(draw(5, 8), type), dtype)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)

@@ -1,0 +1,61 @@
+// The block formats of GGUF files as this library keeps them: the one list of them.
+//
+// A value is code * scale + shift, where the codes and scales are the file's own: nothing is quantized anew. Of a block of
+// 32 columns, scale and min are two f16. A superblock of 256 columns has two f16 for all, times a few bits for each group of
+// 16 or 32: those f16 are striped over its eight tiles (tile i holds the ones of rows 2i and 2i + 1), so that tiles are alike.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace quire {
+
+enum class Type : int32_t {
+    f32, bf16, i8, i4,
+    q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
+};
+constexpr bool is_blocks(Type type) { return type >= Type::q4_0; }
+constexpr int kNumBlockTypes = 12;
+
+struct BlockFormat {
+    const char* name;
+    int values, bytes;  // of a block in the file
+    int bits;           // of a code: planes of 4, 2 and 1 bits, or signed bytes
+    int groups;         // of a tile's 32 columns, each with a scale of its own
+    bool has_min;       // the shift is a min, else -zero * scale
+    int zero;           // the code that means 0
+    bool curved;        // the code is a place in kCurve
+
+    constexpr bool is_super() const { return values == 256; }
+    constexpr bool nibble_scales() const { return bits == 2; }  // scale and min in a byte
+    // Of a tile: the planes of codes, then the rows' scales, then their mins, then the stripe.
+    constexpr int twos() const { return bits >= 4 ? 256 : 0; }
+    constexpr int ones() const { return twos() + (bits == 2 || bits == 3 || bits == 6 ? 128 : 0); }
+    constexpr int scales() const { return bits * 64; }
+    constexpr int mins() const { return scales() + (is_super() ? 16 * groups : 32); }
+    constexpr int stripe() const { return has_min && !nibble_scales() ? 2 * mins() - scales() : mins(); }
+    constexpr int tile_bytes() const { return stripe() + (is_super() ? has_min ? 8 : 4 : 0); }
+};
+
+constexpr BlockFormat kBlockFormats[kNumBlockTypes] = {
+    {"Q4_0", 32, 18, 4, 1, false, 8, false},   {"Q4_1", 32, 20, 4, 1, true, 0, false},
+    {"Q5_0", 32, 22, 5, 1, false, 16, false},  {"Q5_1", 32, 24, 5, 1, true, 0, false},
+    {"Q8_0", 32, 34, 8, 1, false, 0, false},   {"Q2_K", 256, 84, 2, 2, true, 0, false},
+    {"Q3_K", 256, 110, 3, 2, false, 4, false}, {"Q4_K", 256, 144, 4, 1, true, 0, false},
+    {"Q5_K", 256, 176, 5, 1, true, 0, false},  {"Q6_K", 256, 210, 6, 2, false, 32, false},
+    {"IQ4_NL", 32, 18, 4, 1, false, 0, true},  {"IQ4_XS", 256, 136, 4, 1, false, 0, true},
+};
+constexpr const BlockFormat& block_format(Type type) { return kBlockFormats[int(type) - int(Type::q4_0)]; }
+
+constexpr float kCurve[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// Calls body with the type, one of blocks, as a constant.
+template <int kFirst = int(Type::q4_0), class Body>
+inline void with_blocks(Type type, const Body& body) {
+    if constexpr (kFirst < int(Type::q4_0) + kNumBlockTypes) {
+        if (int(type) != kFirst) return with_blocks<kFirst + 1>(type, body);
+        body(std::integral_constant<Type, Type(kFirst)>());
+    }
+}
+
+}  // namespace quire

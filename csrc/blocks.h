@@ -1,0 +1,197 @@
+// Blocks of GGUF files: read, put into tiles, and expanded, for any level. What the formats are is in block_format.h.
+//
+// A tile's codes lie in planes of words, one for each column. Bits 4j of word c in group i of the plane of nibbles are row
+// 4i + j's; likewise eight rows share a word of two bits each, sixteen one of bits. Columns c and c + 16 are neighbours in
+// formats of six bits, whose halves are scaled apart as integers. Products of a code and a scale have 24 bits or less and
+// are exact in float32, so a value is rounded once, however a level computes it.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace quire::QUIRE_NS {
+
+inline uint16_t half_at(const uint8_t* p) { return uint16_t(p[0] | p[1] << 8); }
+
+inline float half_to_float(uint16_t half) {
+    const uint32_t magnitude = half & 0x7fffu;
+    if (magnitude < 0x400) return (half & 0x8000 ? -1.0f : 1.0f) * 0x1p-24f * float(int32_t(magnitude));
+    const uint32_t bits = uint32_t(half & 0x8000) << 16 | ((magnitude << 13) + (magnitude >= 0x7c00 ? 224u << 23 : 112u << 23));
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// 32 columns of a row.
+struct BlockPiece {
+    uint8_t codes[32];
+    uint8_t scales[2], mins[2];  // of groups, in superblocks
+    uint16_t d, m;               // f16: what scales and mins are counted in, or are
+};
+
+// Columns 32i .. of a block. The layouts are those of ggml-common.h.
+template <Type kType>
+inline void read_piece(const uint8_t* b, int i, BlockPiece& p) {
+    constexpr BlockFormat f = block_format(kType);
+    p.d = half_at(b), p.m = f.has_min ? half_at(b + 2) : 0;
+    if constexpr (kType == Type::q8_0) {
+        std::memcpy(p.codes, b + 2, 32);
+    } else if constexpr (!f.is_super() || f.curved) {  // nibbles of columns c and c + 16
+        const uint8_t* codes = b + f.bytes - (f.is_super() ? 128 : 16) + 16 * i;
+        for (int c = 0; c < 16; c++) p.codes[c] = codes[c] & 15, p.codes[c + 16] = codes[c] >> 4;
+        for (int c = 0; c < 32 && f.bits == 5; c++) p.codes[c] |= uint8_t((codes[c / 8 - 4] >> c % 8 & 1) << 4);
+        if (f.curved && f.is_super()) p.scales[0] = uint8_t(((b[4 + i / 2] >> i % 2 * 4 & 15) | (half_at(b + 2) >> 2 * i & 3) << 4) - 32);
+    } else if constexpr (kType == Type::q4_k || kType == Type::q5_k) {
+        const uint8_t *s = b + 4 + i % 4, *codes = b + f.bytes - 128 + i / 2 * 32;
+        p.scales[0] = uint8_t(i < 4 ? s[0] & 63 : (s[8] & 15) | (s[0] >> 2 & 48));
+        p.mins[0] = uint8_t(i < 4 ? s[4] & 63 : (s[8] >> 4) | (s[4] >> 2 & 48));
+        for (int c = 0; c < 32; c++) p.codes[c] = codes[c] >> i % 2 * 4 & 15;
+        for (int c = 0; c < 32 && f.bits == 5; c++) p.codes[c] |= uint8_t((b[16 + c] >> i & 1) << 4);
+    } else if constexpr (kType == Type::q6_k) {
+        const uint8_t *low = b + i / 4 * 64 + i % 2 * 32, *high = b + 128 + i / 4 * 32;
+        for (int c = 0; c < 32; c++) p.codes[c] = uint8_t((low[c] >> i % 4 / 2 * 4 & 15) | (high[c] >> i % 4 * 2 & 3) << 4);
+        std::memcpy(p.scales, b + 192 + 2 * i, 2);
+        p.d = half_at(b + 208);
+    } else {
+        const uint8_t* codes = b + (kType == Type::q3_k ? 32 : 16) + i / 4 * 32;
+        for (int c = 0; c < 32; c++) p.codes[c] = codes[c] >> i % 4 * 2 & 3;
+        if constexpr (kType == Type::q2_k) {
+            std::memcpy(p.scales, b + 2 * i, 2);
+            p.d = half_at(b + 80), p.m = half_at(b + 82);
+        } else {
+            for (int c = 0; c < 32; c++) p.codes[c] |= uint8_t((b[c] >> i & 1) << 2);
+            for (int g = 0; g < 2; g++) {
+                const int s = 2 * i + g, low = b[96 + s % 8] >> s / 8 * 4 & 15, high = b[104 + s % 4] >> s / 4 * 2 & 3;
+                p.scales[g] = uint8_t((low | high << 4) - 32);
+            }
+            p.d = half_at(b + 108);
+        }
+    }
+}
+
+constexpr int word_of(const BlockFormat& f, int column) { return f.bits == 6 ? column % 16 * 2 + column / 16 : column; }
+
+// `bits` of each code, from `first` on, into a plane in which so many rows share a word.
+inline void put_plane(uint8_t* plane, const BlockFormat& f, int row, const BlockPiece& p, int first, int bits) {
+    const int shared = 16 / bits, shift = row % shared * bits, mask = (1 << bits) - 1;
+    uint16_t* words = reinterpret_cast<uint16_t*>(plane) + row / shared * 32;
+    for (int c = 0; c < 32; c++) {
+        uint16_t& word = words[word_of(f, c)];
+        word = uint16_t((word & ~(mask << shift)) | (p.codes[c] >> first & mask) << shift);
+    }
+}
+
+// Row `row` of tile `t` of a block; `tile` is where that tile lies.
+template <Type kType>
+inline void put_piece(uint8_t* tile, int64_t t, int row, const BlockPiece& p) {
+    constexpr BlockFormat f = block_format(kType);
+    constexpr int low = f.bits >= 4 ? 4 : 0;
+    if (f.bits == 8) std::memcpy(tile + row * 32, p.codes, 32);
+    if (f.bits < 8 && low) put_plane(tile, f, row, p, 0, 4);
+    if (f.ones() > f.twos()) put_plane(tile + f.twos(), f, row, p, low, 2);
+    if (f.bits == 3 || f.bits == 5) put_plane(tile + f.ones(), f, row, p, f.bits - 1, 1);
+    if (!f.is_super()) {
+        std::memcpy(tile + f.scales() + 2 * row, &p.d, 2);
+        if (f.has_min) std::memcpy(tile + f.mins() + 2 * row, &p.m, 2);
+        return;
+    }
+    for (int g = 0; g < f.groups; g++) {
+        tile[f.scales() + 16 * g + row] = p.scales[g];
+        if (f.has_min && !f.nibble_scales()) tile[f.mins() + 16 * g + row] = p.mins[g];
+    }
+    if (t % 8 != row / 2) return;
+    std::memcpy(tile + f.stripe() + row % 2 * 2, &p.d, 2);
+    if (f.has_min) std::memcpy(tile + f.stripe() + 4 + row % 2 * 2, &p.m, 2);
+}
+
+inline void pack_blocks_row(const Matrix& m, int64_t row, const uint8_t* source) {
+    uint8_t* tile = const_cast<uint8_t*>(m.tile(row / 16, 0));
+    with_blocks(m.type, [&](auto type) {
+        constexpr BlockFormat f = block_format(type);
+        constexpr int pieces = f.values / 32;
+        BlockPiece piece{};
+        for (int64_t t = 0; t < m.num_tiles(); t++, tile += f.tile_bytes()) {
+            read_piece<type>(source + t / pieces * f.bytes, int(t % pieces), piece);
+            put_piece<type>(tile, t, int(row % 16), piece);
+        }
+    });
+}
+
+// What the codes of a tile's rows are multiplied with, and what is added. Tiles are read one after the other, a superblock's
+// from its first on.
+template <Type kType>
+struct BlockScales {
+    static constexpr BlockFormat f = block_format(kType);
+    alignas(64) float scale[f.groups][16], shift[f.groups][16];
+    alignas(64) float d[16], m[16];  // of a superblock
+
+    QUIRE_ALWAYS void read(const uint8_t* tile, int64_t t) {
+        if constexpr (!f.is_super()) {
+            to_floats(tile + f.scales(), scale[0]);
+            if (f.has_min) to_floats(tile + f.mins(), shift[0]);
+        } else {
+            if (t % 8 == 0) {
+                alignas(64) uint8_t halves[2][32];
+                for (int i = 0; i < 8; i++) {
+                    std::memcpy(halves[0] + 4 * i, tile + i * f.tile_bytes() + f.stripe(), 4);
+                    if (f.has_min) std::memcpy(halves[1] + 4 * i, tile + i * f.tile_bytes() + f.stripe() + 4, 4);
+                }
+                to_floats(halves[0], d);
+                if (f.has_min) to_floats(halves[1], m);
+            }
+            const int8_t* scales = reinterpret_cast<const int8_t*>(tile) + f.scales();
+            const int8_t* mins = reinterpret_cast<const int8_t*>(tile) + f.mins();
+            for (int g = 0; g < f.groups; g++)
+                for (int r = 0; r < 16; r++) {
+                    const int count = scales[16 * g + r];
+                    scale[g][r] = d[r] * float(f.nibble_scales() ? count & 15 : count);
+                    if (f.has_min) shift[g][r] = -m[r] * float(f.nibble_scales() ? count >> 4 & 15 : mins[16 * g + r]);
+                }
+        }
+        for (int g = 0; g < f.groups && !f.has_min; g++)
+            for (int r = 0; r < 16; r++) shift[g][r] = f.zero ? scale[g][r] * float(-f.zero) : 0.0f;
+    }
+
+private:
+    QUIRE_ALWAYS static void to_floats(const uint8_t* halves, float* out) {
+#if defined(__AVX512F__)
+        _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
+#else
+        for (int r = 0; r < 16; r++) out[r] = half_to_float(half_at(halves + 2 * r));
+#endif
+    }
+};
+
+// A row of a tile as float32, whose scales have been read.
+template <Type kType>
+inline void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType>& scales, int row, float* out) {
+    constexpr BlockFormat f = block_format(kType);
+    constexpr int low = f.bits >= 4 ? 4 : 0;
+    int32_t codes[32] = {};
+    auto plane = [&](const uint8_t* p, int first, int bits) {
+        const int shared = 16 / bits, shift = row % shared * bits, mask = (1 << bits) - 1;
+        const uint16_t* words = reinterpret_cast<const uint16_t*>(p) + row / shared * 32;
+        for (int c = 0; c < 32; c++) codes[c] |= (words[word_of(f, c)] >> shift & mask) << first;
+    };
+    for (int c = 0; c < 32 && f.bits == 8; c++) codes[c] = int8_t(tile[row * 32 + c]);
+    if (f.bits < 8 && low) plane(tile, 0, 4);
+    if (f.ones() > f.twos()) plane(tile + f.twos(), low, 2);
+    if (f.bits == 3 || f.bits == 5) plane(tile + f.ones(), f.bits - 1, 1);
+    for (int c = 0; c < 32; c++) {
+        const int g = c * f.groups / 32;
+        out[c] = (f.curved ? kCurve[codes[c] & 15] : float(codes[c])) * scales.scale[g][row] + scales.shift[g][row];
+    }
+}
+
+// Rows [first, first + count) of a block of 16, [tile][row] of 32 floats.
+inline void unpack_blocks(const Matrix& m, int64_t block, int first, int count, float* out) {
+    with_blocks(m.type, [&](auto type) {
+        BlockScales<type> scales;
+        for (int64_t t = 0; t < m.num_tiles(); t++) {
+            scales.read(m.tile(block, t), t);
+            for (int row = first; row < first + count; row++, out += 32) unpack_blocks_row<type>(m.tile(block, t), scales, row, out);
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,117 @@
+"""Weights in the blocks of GGUF files: they are the `gguf` package's values, and products are those of these values."""
+
+import pytest
+import torch
+from native_cases import DTYPES, MAX_ROWS, ROWS, Product, Threads, assert_near, at_page_end, draw, packed, product_error
+from torch import Tensor
+from unpacking import unpacked
+
+from quire.ops.native.library import Target
+from quire.ops.native.matrix import PackedMatrix, block_format
+from quire.ops.native.structs import Type
+
+gguf = pytest.importorskip("gguf")
+np = pytest.importorskip("numpy")
+
+BLOCKS = [type for type in Type if type >= Type.Q4_0]
+SHAPES = [(1, 256), (40, 512), (33, 768)]
+
+
+def blocks_of(type: Type, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Any bits for codes and scales, but numbers for the f16 that they are counted in. uint8 [rows, bytes of a row]."""
+    shape = block_format(type)
+    assert shape is not None
+    generator = np.random.default_rng(seed)
+    found = generator.integers(0, 256, (rows, cols // shape.values, shape.num_bytes), dtype=np.uint8)
+    places = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q6_K: (208,)}.get(type, (0,))
+    if type in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K):
+        places = (0, 2)
+    for place in places:
+        halves = (generator.standard_normal(found.shape[:2]) * 0.02).astype(np.float16)
+        halves[generator.random(halves.shape) < 0.1] *= np.float16(2.0**-12)  # some are subnormal
+        found[:, :, place : place + 2] = halves[:, :, None].view(np.uint8)
+    return torch.from_numpy(found.reshape(rows, -1))
+
+
+def reference(source: Tensor, type: Type) -> Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(source.numpy(), gguf.GGMLQuantizationType[type.name]))
+
+
+def matrix_of(source: Tensor, type: Type, cols: int) -> PackedMatrix:
+    data = torch.zeros(PackedMatrix.data_shape(source.shape[0], cols, type), dtype=torch.uint8)
+    matrix = PackedMatrix(at_page_end(data), None, source.shape[0], cols, type)
+    matrix.pack(at_page_end(source), 0)
+    return matrix
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("type", BLOCKS)
+def test_values_are_those_of_the_package(level: str, type: Type, shape: tuple[int, int]) -> None:
+    """Bit for bit in float32; of the formats of 32 values also rows that are no superblocks."""
+    sizes = block_format(type)
+    assert sizes is not None
+    assert (sizes.values, sizes.num_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type.name]]
+    rows, cols = shape
+    cols -= 96 if sizes.values == 32 else 0
+    source = blocks_of(type, rows, cols)
+    assert torch.equal(unpacked(matrix_of(source, type, cols)), reference(source, type))
+
+
+@pytest.mark.parametrize("type", BLOCKS)
+def test_what_is_quantized_comes_out_near(level: str, type: Type) -> None:
+    """Of the package's own quantizer, where it has one."""
+    dense = draw(20, 512)
+    try:
+        source = gguf.quants.quantize(dense.numpy(), gguf.GGMLQuantizationType[type.name])
+    except NotImplementedError:
+        pytest.skip("the package only reads it")
+    error = (unpacked(matrix_of(torch.from_numpy(source), type, 512)) - dense).square().mean().sqrt()
+    assert error < 0.12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type", BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_those_of_the_values(level: str, dtype: torch.dtype, type: Type) -> None:
+    """With bf16 activations bit for bit those with a matrix of bf16; float32 ones meet the values unrounded.
+
+    A row is the same whatever the number of rows and of threads.
+    """
+    source = blocks_of(type, 72, 768)
+    matrix, x = matrix_of(source, type, 768), draw(MAX_ROWS, 768, dtype=dtype)
+    product = Product(matrix, dtype)
+    whole = product(x)
+    dense = reference(source, type).to(dtype)
+    assert_near(whole, x.double() @ dense.double().t(), product_error(x, dense))
+    assert torch.equal(whole, Product(packed(dense, Type.BF16 if dtype == torch.bfloat16 else Type.F32), dtype)(x))
+    for rows in ROWS if dtype == torch.bfloat16 else (1, 17, 64):
+        start = (rows * 13) % (MAX_ROWS - rows + 1)
+        assert torch.equal(product(x[start : start + rows]), whole[start : start + rows]), rows
+    with Threads(2):
+        for rows in (1, 17, 33, MAX_ROWS):
+            assert torch.equal(product(x[:rows]), whole[:rows]), rows
+
+
+@pytest.mark.parametrize("type", BLOCKS)
+def test_parts_in_any_order(level: str, type: Type) -> None:
+    """Rows of a merged layer begin within blocks of 16; every level makes the same bytes of them."""
+    source = blocks_of(type, 50, 512)
+    whole = matrix_of(source, type, 512)
+    parts = PackedMatrix(torch.zeros_like(whole.data), None, 50, 512, type)
+    for start, stop in ((21, 50), (0, 3), (3, 21)):
+        parts.pack(source[start:stop], start, Target("portable", 2))
+    assert torch.equal(parts.data, whole.data)
+
+
+def test_misfits_are_refused(level: str) -> None:
+    matrix = PackedMatrix(
+        torch.zeros(PackedMatrix.data_shape(4, 256, Type.Q4_K), dtype=torch.uint8), None, 4, 256, Type.Q4_K
+    )
+    with pytest.raises(ValueError, match=r"can't be filled from \(1, 143\)"):
+        matrix.pack(torch.zeros(1, 143, dtype=torch.uint8), 0)
+    with pytest.raises(ValueError, match=r"Q4_K can't be made from torch.float32"):
+        matrix.pack(torch.zeros(1, 144), 0)
+    sizes = block_format(Type.Q4_K)
+    assert sizes is not None
+    with pytest.raises(ValueError, match="rows of 320 weights aren't whole blocks of 256"):
+        sizes.row_bytes(320)
