@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.matrix import PackedMatrix, block_format
 from quire.ops.native.structs import TYPE_OF, Type
-from quire.quantization.base import MatrixShape, QuantizationMethod
+from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
@@ -26,10 +26,20 @@ class Packed(QuantizationMethod):
         dtype: the model's, float32 or bfloat16.
         allocate: where weights live.
         filled: what `allocate` returns holds the packed weights already.
+        blocks: the type of a GGUF file's blocks, which are kept as they are, whatever `bits`: the checkpoint's `weight`
+            is uint8 [out, bytes of a row].
     """
 
-    def __init__(self, bits: int | None, dtype: torch.dtype, allocate: Allocate, filled: bool = False) -> None:
-        self.type = {None: TYPE_OF[dtype], 8: Type.I8, 4: Type.I4}[bits]
+    def __init__(
+        self,
+        bits: int | None,
+        dtype: torch.dtype,
+        allocate: Allocate,
+        filled: bool = False,
+        *,
+        blocks: Type | None = None,
+    ) -> None:
+        self.type = {None: TYPE_OF[dtype], 8: Type.I8, 4: Type.I4}[bits] if blocks is None else blocks
         self._allocate = allocate
         self.filled = frozenset({"weight"}) if filled else frozenset()
 
@@ -41,6 +51,12 @@ class Packed(QuantizationMethod):
         if shape.bias:
             weights["bias"] = torch.empty(shape.out_features, dtype=dtype)
         return weights
+
+    def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
+        forms, blocks = super().checkpoint_tensors(shape), block_format(self.type)
+        if blocks is not None:
+            forms["weight"] = TensorForm((shape.out_features, blocks.row_bytes(shape.in_features)), (torch.uint8,))
+        return forms
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         if name == "bias":

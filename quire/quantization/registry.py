@@ -1,11 +1,12 @@
 """Chooses the weight formats of a model. The worker asks once at start-up; a new format is one line here."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from quire.errors import ModelLoadError
+from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
 from quire.quantization.packed import Allocate, Packed
 from quire.quantization.unquantized import Unquantized
@@ -16,6 +17,9 @@ from quire.quantization.weight_only import WeightOnly
 _BITS: dict[str | None, tuple[int | None, int | None]] = {None: (None, None), "int8": (8, 8), "int4": (4, 8)}
 
 
+BLOCK_TYPES = frozenset(type.name for type in Type if type >= Type.Q4_0)
+
+
 @dataclass(frozen=True)
 class WeightFormats:
     """The formats of a model's matrices.
@@ -24,12 +28,16 @@ class WeightFormats:
         linear: of linear layers.
         table: of embeddings and the output head.
         ignored: names of linear layers that a checkpoint keeps as `plain`, and of modules whose layers all are.
+        blocks: of a checkpoint whose tensors are in blocks, each in a type of its own: the formats of layers, and of
+            the parts of merged ones, by their names. Whatever is not among them is `plain`, and so is a merged layer
+            whose parts are of several types: one product has one type, and blocks are not changed into others.
     """
 
     linear: QuantizationMethod
     table: QuantizationMethod
     plain: QuantizationMethod
     ignored: tuple[str, ...] = ()
+    blocks: Mapping[str, QuantizationMethod] = field(default_factory=dict)
 
     def method_for(
         self, name: str, shape: MatrixShape, *, parts: Collection[str] = (), table: bool = False
@@ -45,7 +53,11 @@ class WeightFormats:
             ModelLoadError: parts of a merged layer are to be kept in different formats.
         """
         owner = name.rpartition(".")[0]
-        ignored = {self._is_ignored(f"{owner}.{part}" if part else name) for part in parts or ("",)}
+        names = [f"{owner}.{part}" if part else name for part in parts or ("",)]
+        if self.blocks:
+            kept = {self.blocks.get(part, self.plain) for part in names}
+            return kept.pop() if len(kept) == 1 else self.plain
+        ignored = {self._is_ignored(part) for part in names}
         if len(ignored) > 1:
             raise ModelLoadError(
                 f"the parts {', '.join(parts)} of {owner!r} are computed as one matrix, but the checkpoint keeps only "
@@ -65,9 +77,18 @@ def uniform(method: QuantizationMethod) -> WeightFormats:
 
 
 def select_formats(
-    name: str | None, dtype: torch.dtype, allocate: Allocate | None, filled: bool = False
+    name: str | None,
+    dtype: torch.dtype,
+    allocate: Allocate | None,
+    filled: bool = False,
+    blocks: Mapping[str, str] | None = None,
 ) -> WeightFormats:
-    """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch."""
+    """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
+
+    Args:
+        blocks: GGUF's names of the types that the checkpoint's matrices have, by layer or part of one. What the kernels
+            have no such type for is kept plain, as is everything without kernels: its loader makes numbers of it.
+    """
 
     def method(bits: int | None) -> QuantizationMethod:
         if allocate is not None:
@@ -75,4 +96,12 @@ def select_formats(
         return Unquantized() if bits is None else WeightOnly(bits)
 
     linear, table = _BITS[name]
-    return WeightFormats(method(linear), method(table), method(None))
+    plain = method(None)
+    if not blocks:
+        return WeightFormats(method(linear), method(table), plain)
+    kept: dict[str, QuantizationMethod] = {}
+    if allocate is not None:
+        types = BLOCK_TYPES.intersection(blocks.values())
+        kept = {kind: Packed(None, dtype, allocate, filled, blocks=Type[kind]) for kind in types}
+    formats = {layer: kept.get(kind, plain) for layer, kind in blocks.items()}
+    return WeightFormats(plain, plain, plain, blocks=formats)

@@ -13,7 +13,7 @@ from quire.layers.linear import Linear, Matrix, Place
 from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
-from quire.quantization.base import MatrixShape, QuantizationMethod
+from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 from quire.quantization.packed import Packed
 from quire.quantization.registry import WeightFormats, select_formats
 from quire.quantization.unquantized import Unquantized
@@ -134,6 +134,40 @@ def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> N
     assert (step.spec.offset, step.spec.by_position) == (2, 1)
     rows = unpacked(packed(native))
     assert torch.equal(plain(torch.arange(9)), rows[2:])
+
+
+def test_a_layer_in_blocks_is_kept_as_the_file_has_it(level: str) -> None:
+    """Its parts are loaded as bytes, and it computes what a matrix of their values does."""
+    gguf = pytest.importorskip("gguf")
+    parts = {"q_proj": 21, "k_proj": 5, "v_proj": 38}
+    layer = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros, blocks=Type.Q4_0), BF16), 96, parts)
+    plain = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros), BF16), 96, parts)
+    slots = {slot.name: slot for slot in plain.checkpoint_slots("attn.qkv_proj")}
+    for slot in reversed(list(layer.checkpoint_slots("attn.qkv_proj"))):
+        rows = slot.form.shape[0]
+        assert slot.form == TensorForm((rows, 54), (torch.uint8,))
+        blocks = gguf.quants.quantize(draw(rows, 96, seed=rows).numpy(), gguf.GGMLQuantizationType.Q4_0)
+        slot.load(torch.from_numpy(blocks))
+        slots[slot.name].load(torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_0)))
+    x = draw(9, 96, dtype=BF16)
+    assert torch.equal(*(recorded(one, x, width=64, dtype=BF16) for one in (layer, plain)))
+
+
+def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
+    kinds = {"attn.q": "Q4_K", "attn.k": "Q4_K", "attn.v": "Q6_K", "mlp.gate": "Q4_K", "mlp.up": "Q4_K", "norm": "F32"}
+    formats = select_formats(None, BF16, zeros, blocks=kinds | {"embed": "Q6_K", "odd": "TQ1_0"})
+
+    def type_of(name: str, *parts: str, table: bool = False) -> Type:
+        method = formats.method_for(name, MatrixShape(256, 8), parts=parts, table=table)
+        assert isinstance(method, Packed)
+        return method.type
+
+    assert type_of("attn.qkv", "q", "k", "v") is Type.BF16, "parts of two types are one matrix of numbers"
+    assert type_of("mlp.gate_up", "gate", "up") is Type.Q4_K
+    assert type_of("attn.v") is type_of("embed", table=True) is Type.Q6_K
+    assert type_of("odd") is type_of("norm") is type_of("not in the file") is Type.BF16
+    without = select_formats(None, BF16, None, blocks=kinds)
+    assert isinstance(without.method_for("attn.v", MatrixShape(256, 8)), Unquantized)
 
 
 def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
