@@ -14,41 +14,10 @@ import torch
 
 from quire.ops.native.library import loaded_library, operation_names
 
-
-class Type(IntEnum):
-    """Element types; of a weight matrix also its format. From `Q4_0` on blocks of GGUF files, by their names there."""
-
-    F32 = 0
-    BF16 = 1
-    I8 = 2
-    I4 = 3
-    Q4_0 = 4
-    Q4_1 = 5
-    Q5_0 = 6
-    Q5_1 = 7
-    Q8_0 = 8
-    Q2_K = 9
-    Q3_K = 10
-    Q4_K = 11
-    Q5_K = 12
-    Q6_K = 13
-    IQ4_NL = 14
-    IQ4_XS = 15
-
-
-class Epilogue(IntEnum):
-    """What follows a product before it is stored."""
-
-    NONE = 0
-    SILU_MUL = 1
-    GELU = 2
-    GELU_TANH = 3
-    RELU = 4
-    GELU_MUL = 5
-    GELU_TANH_MUL = 6
-    SILU = 7
-
-
+# Element types; of a weight matrix also its format. From `Q4_0` on blocks of GGUF files, by their names there.
+Type = IntEnum("Type", "F32 BF16 I8 I4 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS", start=0)
+# What follows a product before it is stored.
+Epilogue = IntEnum("Epilogue", "NONE SILU_MUL GELU GELU_TANH RELU GELU_MUL GELU_TANH_MUL SILU", start=0)
 GATED = frozenset({Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.GELU_TANH_MUL})  # function(first half) * second half
 
 
