@@ -18,7 +18,7 @@ from quire.speculative.drawing import Order
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
-from quire.worker.gather import StepBatch, gather_tokens
+from quire.worker.gather import gather_tokens
 from quire.worker.rows import RowTable
 from quire.worker.weights.build import build_packed
 from quire.worker.weights.load import load_model_weights
@@ -84,8 +84,7 @@ class RowDraftRunner(DraftRunner):
     def _draw(
         self, orders: list[Order], starts: list[int], counts: list[int], _: list[int] | None, num_drawn: int
     ) -> list[int | None]:
-        batch, hidden = self._compute([order.row for order in orders], starts, counts)
-        logits = self._model.compute_logits(self._device.take_rows(hidden, [end - 1 for end in batch.ends]))
+        logits = self._model.compute_logits(self._compute([order.row for order in orders], starts, counts))
         states = [order.state for order in orders]
         if not self.draws_apart:
             return self._device.draw_ahead(logits, states, num_drawn)
@@ -94,8 +93,8 @@ class RowDraftRunner(DraftRunner):
             order.probs += [drawn_from] if drawn_from is not None else []
         return drawn
 
-    def _compute(
-        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]
-    ) -> tuple[StepBatch, Tensor]:
+    def _compute(self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The hidden state of the last token of each, [R, H]."""
         batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
-        return batch, self._model(*self._device.upload(batch.arrays, self._caches))
+        hidden = self._model(*self._device.upload(batch.arrays, self._caches))
+        return self._device.take_rows(hidden, [end - 1 for end in batch.ends])

@@ -55,8 +55,6 @@ def fill_heads(
     """Fill `heads`, whose weights are of `dtype`: as `quire.models.heads.fill`, or without tensors at random."""
     if checkpoint.source is None:
         shapes = slot_shapes(heads)
-        checkpoint, names = (
-            replace(checkpoint, source=DummySource(shapes, dtype, seed)),
-            {name: name for name in shapes},
-        )
+        checkpoint = replace(checkpoint, source=DummySource(shapes, dtype, seed))
+        names = {name: name for name in shapes}
     fill(heads, checkpoint, names)
