@@ -9,19 +9,13 @@ from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": ops.relu,
-    "gelu": ops.gelu,
-    "gelu_new": ops.gelu_tanh,
-    "gelu_fast": ops.gelu_tanh,
-    "gelu_pytorch_tanh": ops.gelu_tanh,
-}
-GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": ops.silu_and_mul,
-    "gelu": ops.gelu_and_mul,
-    "gelu_new": ops.gelu_tanh_and_mul,
-    "gelu_fast": ops.gelu_tanh_and_mul,
-    "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
+Activation = Callable[[Tensor], Tensor]
+# By name: plain, and as the gate of a gated MLP; None where no model has it so.
+ACTIVATIONS: dict[str, tuple[Activation | None, Activation | None]] = {
+    "relu": (ops.relu, None),
+    "silu": (None, ops.silu_and_mul),
+    "gelu": (ops.gelu, ops.gelu_and_mul),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), (ops.gelu_tanh, ops.gelu_tanh_and_mul)),
 }
 
 
@@ -34,7 +28,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
         super().__init__()
-        self.activation = _known(activation, GATED_ACTIVATIONS, " in a gated MLP")
+        self.activation = _known(activation, gated=True)
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
@@ -47,7 +41,7 @@ class MLP(nn.Module):
 
     def __init__(self, fc1: Linear, fc2: Linear, activation: str) -> None:
         super().__init__()
-        self.activation = _known(activation, ACTIVATIONS)
+        self.activation = _known(activation, gated=False)
         self.fc1 = fc1
         self.fc2 = fc2
 
@@ -55,7 +49,9 @@ class MLP(nn.Module):
         return self.fc2(self.activation(self.fc1(x, step)), step)
 
 
-def _known(name: str, table: dict[str, Callable[[Tensor], Tensor]], where: str = "") -> Callable[[Tensor], Tensor]:
-    if name not in table:
-        raise ModelLoadError(f"activation function {name!r} is not supported{where}; supported are {', '.join(table)}.")
-    return table[name]
+def _known(name: str, *, gated: bool) -> Activation:
+    known = {each: forms[gated] for each, forms in ACTIVATIONS.items()}
+    if (found := known.get(name)) is None:
+        where, names = " in a gated MLP" * gated, ", ".join(each for each, form in known.items() if form is not None)
+        raise ModelLoadError(f"activation function {name!r} is not supported{where}; supported are {names}.")
+    return found
