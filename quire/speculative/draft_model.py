@@ -136,6 +136,5 @@ class DraftModelProposer(Proposer):
         return row.tokens.num - (reader.num_read if reader is not None else 0)
 
     def _open(self, row: DraftedSequence) -> Reader:
-        assert row.state is not None, "nothing says how it is drawn for"
-        reader = row.memory = Reader(drafting_state(row.state, math.inf if self._is_greedy else 1.0))
+        reader = row.memory = Reader(drafting_state(row, math.inf if self._is_greedy else 1.0))
         return reader

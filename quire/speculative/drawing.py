@@ -32,11 +32,12 @@ class Order:
     probs: list[Probs] = field(default_factory=list)
 
 
-def drafting_state(state: SamplingState, sharpness: float = 1.0) -> SamplingState:
-    """What draws for a sequence as `state` does, but for what looks back at tokens or reports: that is left out.
+def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingState:
+    """What draws for a sequence as its state does, but for what looks back at tokens or reports: that is left out.
 
     sharpness: its temperature is divided by this; `math.inf` takes what is likeliest.
     """
+    assert (state := row.state) is not None, "nothing says how it is drawn for"
     temperature = state.params.temperature / sharpness
     plain = msgspec.structs.replace(
         state.params,

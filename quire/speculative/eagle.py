@@ -140,6 +140,5 @@ class EagleProposer(Proposer):
         self._runner.read(rows, starts, counts, hidden)
 
     def _open(self, row: DraftedSequence) -> _Reading:
-        assert row.state is not None, "nothing says how it is drawn for"
-        found = row.memory = _Reading(drafting_state(row.state))
+        found = row.memory = _Reading(drafting_state(row))
         return found

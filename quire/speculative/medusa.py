@@ -53,8 +53,7 @@ class MedusaProposer(Proposer):
         num_drafts = 0
         for row in rows:
             if row.memory is None:
-                assert row.state is not None, "nothing says how it is drawn for"
-                row.memory = drafting_state(row.state, self._sharpness)
+                row.memory = drafting_state(row, self._sharpness)
             states.append(row.memory)
             num_drafts = max(num_drafts, row.max_drafts)
         if self._tree is not None:
