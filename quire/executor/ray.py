@@ -210,6 +210,6 @@ def _connected(address: str | None) -> Any:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where, why = os.environ.get("RAY_ADDRESS", "on this machine"), str(error).splitlines()[0]
         raise ConfigError(f"no Ray cluster {where} ({why}): 'ray start --head' there, or set RAY_ADDRESS.") from error
-    with contextlib.suppress(ValueError):  # in the main thread Ray has put its own there
+    with contextlib.suppress(ValueError, TypeError):  # in the main thread Ray has put its own there
         signal.signal(signal.SIGTERM, handler)
     return ray

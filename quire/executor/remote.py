@@ -23,7 +23,7 @@ from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 
 _LOOK_SECONDS = 0.1  # between two looks at what the watch has found
-_CAUSE_SECONDS = 2.0  # until an end has been seen that others tell of
+_CAUSE_SECONDS = 6.0  # until an end has been seen that others tell of
 _CLOSE_SECONDS = 10.0  # for workers to leave by themselves: blocks and weights are being written
 
 
