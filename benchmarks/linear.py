@@ -1,4 +1,4 @@
-"""Speed of the linear kernel against what this machine can do: python benchmarks/linear.py [N K] [--threads T] [--busy]
+"""Speed of linear against what this machine can do: python benchmarks/linear.py [N K] [--busy] [--types T ...]
 
 For each number of rows and each weight format: milliseconds, GB/s of weights and TFLOP/s, best of several passes over
 different copies of the weights (more than any cache holds). The machine's own limits are measured in the same minutes:
@@ -18,7 +18,7 @@ import torch
 from quire import ops
 from quire.ops.native import builder
 from quire.ops.native.library import Target, default_target
-from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.matrix import PackedMatrix, block_format
 from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
@@ -59,7 +59,11 @@ def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
     shape = PackedMatrix.data_shape(rows, cols, type)
     scales = torch.zeros(rows) if type is Type.I8 else None
     first = PackedMatrix(huge_pages(shape, torch.uint8), scales, rows, cols, type)
-    first.pack(torch.randn(rows, cols) * 0.02, 0)
+    blocks = block_format(type)
+    if blocks is None:
+        first.pack(torch.randn(rows, cols) * 0.02, 0)
+    else:  # bytes below that of the first f16 that is no number
+        first.pack(torch.randint(0, 0x70, (rows, blocks.row_bytes(cols)), dtype=torch.uint8), 0)
     copies = [first]
     for _ in range(TOTAL_BYTES // first.data.numel() - 1):
         data = huge_pages(shape, torch.uint8)
@@ -81,6 +85,8 @@ def main() -> None:
     parser.add_argument("shape", nargs="*", type=int, default=[8192, 2048], help="output and input features")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--busy", action="store_true", help="one thread's processor time, where others use the machine")
+    parser.add_argument("--types", nargs="*", default=["BF16", "I8", "I4"], choices=[type.name for type in Type][1:])
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     args = parser.parse_args()
     rows, cols = args.shape
     if args.busy:
@@ -89,16 +95,16 @@ def main() -> None:
     target = Target(default_target().level, args.threads)
     torch.manual_seed(0)
     print(f"[{rows} x {cols}], {args.threads} threads, level {target.level}")
-    for type in (Type.BF16, Type.I8, Type.I4):
+    for type in (Type[name] for name in args.types):
         copies = packed_copies(rows, cols, type)
         num_bytes = copies[0].data.numel()
         start = time.perf_counter()
         for copy in copies:
-            copy.data.view(torch.int64).sum()
+            copy.data.view(-1).view(torch.int64).sum()
         read = num_bytes * len(copies) / (time.perf_counter() - start) / 1e9
         programs = [recorded(copy, target) for copy in copies]
         print(f"{type.name}: {num_bytes / 1e6:.1f} MB; torch sums the same memory at {read:.1f} GB/s")
-        for m in ROWS:
+        for m in args.rows:
             x, out = torch.randn(m, cols).bfloat16(), torch.zeros(m, rows, dtype=torch.bfloat16)
             few = programs if m <= 64 else programs[: max(2, len(programs) * 64 // m)]
             seconds = best_seconds([partial(program.run, [x, out]) for program in few], args.busy)
