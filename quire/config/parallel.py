@@ -70,6 +70,8 @@ class ParallelConfig:
             )
         if self.tp_collective == "reduce" and self.tensor_parallel_size == 1:
             raise ConfigError("tp_collective='reduce' sums up parts of ranks: raise tensor_parallel_size above 1.")
+        if self.tp_collective == "reduce" and self.distributed_executor_backend == "ray":
+            raise NotYetSupportedError("tp_collective='reduce' is not there on Ray yet; use 'gather', or 'mp'.")
         several = max(self.pipeline_parallel_size, self.data_parallel_size) > 1
         if several and self.distributed_executor_backend == "external_launcher":
             remedy = "distributed_executor_backend='mp' has both"
