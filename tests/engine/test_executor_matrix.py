@@ -127,9 +127,11 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
             return
         leave()
         cpus = 2 // num_nodes
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
-        for _ in range(num_nodes - 1):
-            cluster.add_node(num_cpus=cpus)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("QUIRE_TEST_MARK", raising=False)  # the cluster is to outlive one test
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False})
+            for _ in range(num_nodes - 1):
+                cluster.add_node(num_cpus=cpus)
         running[num_nodes] = cluster
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
 
