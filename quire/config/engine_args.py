@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.config.families import drafting_method
+from quire.config.gguf import check_quantization
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import not_yet
@@ -209,6 +210,7 @@ class EngineArgs:
             load_format=self.load_format,
             download_dir=self.download_dir,
         )
+        check_quantization(self.quantization, model.hf_config, model.model)
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
@@ -244,7 +246,8 @@ class EngineArgs:
             return None
         if (name := (read := SpeculativeConfig.read(given)).model) is None:
             return read
-        config = read_json(self._heads(read, ("config.json",)), "config.json", name)
+        path = self._heads(read, ("config.json",))
+        config = {} if path.is_file() else read_json(path, "config.json", name)  # a .gguf file holds a model
         return SpeculativeConfig.read({**given, "method": drafting_method(given.get("method"), config, name)})
 
     def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
@@ -258,6 +261,7 @@ class EngineArgs:
             load_format=self.load_format,
             download_dir=self.download_dir,
         )
+        check_quantization(speculative.quantization, draft.hf_config, draft.model)
         check_draft_model(draft, model)
         return draft
 

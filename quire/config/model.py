@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
+from quire.config.gguf import gguf_config, read_gguf
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
@@ -38,7 +39,7 @@ class ModelConfig:
     """A model's facts, resolved and checked; make one with `from_pretrained`."""
 
     model: str  # as the user gave it: a path, a hub id, "demo"
-    path: Path  # the resolved local directory
+    path: Path  # the resolved local directory, or .gguf file
     architecture: str  # e.g. "LlamaForCausalLM"
     model_type: str  # e.g. "llama"; "" where config.json names none
     hf_config: dict[str, Any]  # parsed config.json with overrides (text part of a multi-modal one); never changed
@@ -81,7 +82,7 @@ class ModelConfig:
         """Resolve `model` to a directory (downloading a hub id if need be) and read its configuration.
 
         Args:
-            model: a local directory, a hub id, "demo" or "demo-draft".
+            model: a local directory or .gguf file, a hub id, a hub id:file.gguf, "demo" or "demo-draft".
             dtype: "auto" takes the checkpoint's own dtype (float32 where it names none) and never narrows it; a
                 float32 checkpoint runs in half the memory with "bfloat16" or "half".
             max_model_len: tokens of prompt + output; at most, and by default, what the position encoding supports.
@@ -98,11 +99,14 @@ class ModelConfig:
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
-        stated = read_json(path, "config.json", name)
+        if path.is_file():
+            stated, generation = gguf_config(read_gguf(path), name)
+        else:
+            stated = read_json(path, "config.json", name)
+            has_generation = (path / "generation_config.json").is_file()
+            generation = read_json(path, "generation_config.json", name) if has_generation else {}
         config = _text_part(stated | (hf_overrides or {}))
         _refuse_lost_theta(_text_part(stated), config)
-        has_generation = (path / "generation_config.json").is_file()
-        generation = read_json(path, "generation_config.json", name) if has_generation else {}
         if "auto_map" in config:
             logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
         _refuse_quantized(config, name)
@@ -338,7 +342,7 @@ def _refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
 
 def _refuse_quantized(config: dict[str, Any], model: str) -> None:
     quantization = config.get("quantization_config")
-    if quantization:
+    if quantization and not (isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise NotYetSupportedError(
             f"Model {model!r} is quantized with {method!r}, which is not supported yet: use an unquantized checkpoint."

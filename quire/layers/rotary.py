@@ -70,7 +70,9 @@ def _inverse_frequencies(size: int, base: float) -> Tensor:
 
 
 def _default(rope: RopeParameters) -> tuple[Tensor, float]:
-    return _inverse_frequencies(rope.size, rope.number("rope_theta")), 1.0
+    """Each frequency may be divided by a factor of its own, as GGUF files have Llama 3.1's scaling."""
+    divisors = torch.tensor(rope.values.get("factors", 1.0))
+    return _inverse_frequencies(rope.size, rope.number("rope_theta")) / divisors, 1.0
 
 
 def _linear(rope: RopeParameters) -> tuple[Tensor, float]:

@@ -49,6 +49,7 @@ class CausalLM(nn.Module):
     Attributes:
         cache_layers: what each attention layer keeps of a token; with the backend's shapes, this sizes the KV cache.
         dtype: of parameters, hidden states, KV cache and logits.
+        form: how its checkpoints name things.
         filled_weights: checkpoint names that `load_weights` need not be given: an earlier start packed them.
         missing_weights: checkpoint names that `load_weights` has not met yet.
         num_incoming: features of what its stage of the model is given in place of token ids; 0 for the first one.
@@ -82,7 +83,7 @@ class CausalLM(nn.Module):
                 setattr(backbone, name, None)
         builder.context.assign_groups()
         self._context = builder.context
-        self._form = form
+        self.form = form
         self._logit_softcap = logit_softcap
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
@@ -121,7 +122,7 @@ class CausalLM(nn.Module):
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""
-        return {name: slot.form.shape for name, slot in weight_slots(self, self._form).items()}
+        return {name: slot.form.shape for name, slot in weight_slots(self, self.form).items()}
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -133,11 +134,11 @@ class CausalLM(nn.Module):
         Raises:
             ModelLoadError: a tensor that this architecture has no place for, or one of the wrong shape or type.
         """
-        slots = weight_slots(self, self._form)
+        slots = weight_slots(self, self.form)
         for name, tensor in weights:
-            if name.endswith(self._form.ignored) or (self.tied and name == "lm_head.weight"):
+            if name.endswith(self.form.ignored) or (self.tied and name == "lm_head.weight"):
                 continue
-            if (canonical := self._form.canonical(name)) in self._elsewhere:
+            if (canonical := self.form.canonical(name)) in self._elsewhere:
                 continue
             slot = slots.get(canonical)
             if slot is None:

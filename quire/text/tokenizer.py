@@ -13,18 +13,16 @@ from typing import Any, overload
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from quire.config.gguf import read_gguf
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
 from quire.text.backend import FastBackend, load_sentencepiece
 from quire.text.conversation import Conversation
 from quire.text.files import TokenizerConfig, read_tokenizer_config
+from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
 from quire.text.renderer import Renderer
 from quire.text.streams import Backend, StreamFactory, TextStream, clean_up_spaces
 
 logger = logging.getLogger("quire")
-
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class Tokenizer:
@@ -218,7 +216,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
-    """Load the tokenizer of a model directory.
+    """Load the tokenizer of a model directory, or the one in a .gguf file.
 
     Args:
         mode: "auto" takes tokenizer.json, else vocab.json with merges.txt, else tokenizer.model; "slow" takes
@@ -232,6 +230,9 @@ def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
     directory = Path(path)
     if mode not in ("auto", "slow", "mistral"):
         raise ConfigError(f"tokenizer_mode={mode!r} is unknown; use 'auto', 'slow' or 'mistral'.")
+    if directory.is_file():
+        fast, config = read_gguf_tokenizer(read_gguf(directory))
+        return Tokenizer(_add_ends(_finish(fast, config), config, fast), config, str(path))
     has_json = (directory / "tokenizer.json").is_file()
     if mode == "mistral":
         if not has_json:
@@ -275,11 +276,14 @@ def _load_vocab_and_merges(directory: Path, config: TokenizerConfig) -> FastBack
     except Exception as error:
         raise ModelLoadError(f"vocab.json or merges.txt can't be read ({error}); download them again.") from None
     fast = tokenizers.Tokenizer(model)
-    settings = config.settings
     name = config.tokenizer_class or "GPT2Tokenizer"
     _rebuild(fast, config, name)
-    backend = _finish(fast, config)
-    named = config.named_tokens
+    return _add_ends(_finish(fast, config), config, fast)
+
+
+def _add_ends(backend: FastBackend, config: TokenizerConfig, fast: tokenizers.Tokenizer) -> FastBackend:
+    """Let the tokens that the configuration names for it begin and end every text."""
+    settings, named = config.settings, config.named_tokens
     bos = [named["bos_token"].content] if settings.get("add_bos_token") and "bos_token" in named else []
     eos = [named["eos_token"].content] if settings.get("add_eos_token") and "eos_token" in named else []
     if bos or eos:
@@ -329,6 +333,6 @@ def _rebuild(fast: tokenizers.Tokenizer, config: TokenizerConfig, name: str | No
         decoder = decoders.ByteLevel()
         if name == "Qwen2Tokenizer":
             normalizer = normalizers.NFC()
-            split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), behavior="isolated")
+            split = pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), behavior="isolated")
             pre = pre_tokenizers.Sequence([split, pre])
     fast.normalizer, fast.pre_tokenizer, fast.decoder = normalizer, pre, decoder

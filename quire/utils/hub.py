@@ -6,8 +6,10 @@ says what to do. Must not know what the files hold; huggingface_hub is imported 
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
+from quire.config.gguf import gguf_of_hub, local_gguf
 from quire.errors import ModelLoadError
 from quire.utils.suggest import nearest
 
@@ -29,7 +31,7 @@ _BUNDLED = {"demo": Path("demo"), "demo-draft": Path("demo", "draft"), "demo-med
 _BUNDLED |= {"demo-eagle": Path("demo", "eagle"), "demo-eagle3": Path("demo", "eagle3")}
 # Names of files that are not read -> what to say of them.
 _UNREAD = {
-    r"\.gguf$": "It holds GGUF files, which are not supported: use the model's safetensors checkpoint.",
+    r"\.gguf$": "It holds GGUF files: give one of them.",
     r"\.(bin|pt|pth|ckpt)$": "It holds pickle files (.bin, .pt, .pth), which can run code and are refused: convert "
     "them to safetensors, for example with transformers' save_pretrained.",
     r"^consolidated": "It holds Mistral's consolidated layout only: use the Hugging Face layout (model*.safetensors).",
@@ -48,7 +50,7 @@ def resolve_model_path(
     cache_dir: str | Path | None = None,
     allow_patterns: tuple[str, ...] = CONFIG_PATTERNS + WEIGHT_PATTERNS,
 ) -> Path:
-    """The local directory of `model`; a hub id is downloaded (only `allow_patterns`) unless it is cached.
+    """The local directory or .gguf file of `model`; a hub id is downloaded (only `allow_patterns`) unless it is cached.
 
     "demo" and "demo-draft" are the bundled models ("./demo" is a directory of that name). With HF_HUB_OFFLINE set
     only the cache is looked at. `revision` (branch, tag or commit) and `cache_dir` matter for hub ids only.
@@ -60,8 +62,11 @@ def resolve_model_path(
     if name in _BUNDLED:
         return _bundled(name)
     path = Path(name).expanduser()
-    if name and path.is_dir():
-        return path
+    if name and (path.is_dir() or local_gguf(path)):
+        return local_gguf(path) or path
+    repository, _, file = name.partition(":")
+    if file and _HUB_ID.fullmatch(repository) and not set(file) & set("/\\*?["):  # a file, or owner/name:Q4_K_M
+        return gguf_of_hub(file, name, partial(_download, repository, revision, cache_dir))
     if complaint := _complaint(name, path):
         raise ModelLoadError(f"Model {complaint}")
     return _download(name, revision, cache_dir, allow_patterns)
@@ -70,7 +75,7 @@ def resolve_model_path(
 def _complaint(name: str, path: Path) -> str | None:
     """What is wrong with a name that is no directory's, where it can't be a hub id either."""
     if name.lower().endswith(".gguf"):
-        return f"{name!r} is a GGUF file, which is not supported yet: use the model's safetensors checkpoint."
+        return f"file {name!r} does not exist; check the path, or give owner/name:file.gguf for one of the hub."
     if address := _ADDRESS.fullmatch(name):
         return f"{name!r} is a page's address; give the hub id: {address[1]}."
     if "://" in name:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import quire
+from quire.config.gguf import weight_files
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
 from quire.ops.native.library import TORCH, library_path
@@ -48,7 +49,7 @@ def kv_fingerprint(config: WorkerConfig, kernels: str, layers: Iterable[LayerCac
 def _facts(model: ModelConfig, has_weights: bool) -> list[str]:
     """A model's own configuration, and its files."""
     names = [field.name for field in dataclasses.fields(model) if field.name not in _INDIFFERENT]
-    files = sorted(model.path.glob("*.safetensors")) if has_weights else []
+    files = weight_files(model.path) if has_weights else []
     return [
         repr([(name, getattr(model, name)) for name in sorted(names)]),
         repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.engine_args import EngineArgs
+from quire.config.gguf import weight_files
 from quire.entrypoints.server.loading import Limits
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.room import Room, read_room
@@ -106,10 +107,10 @@ def _folders(directory: str) -> list[tuple[str, str]]:
     path = Path(directory).expanduser()
     if not path.is_dir():
         raise ConfigError(f"models_dir {directory!r} is no folder; give one whose sub-folders are models.")
-    found = sorted(entry for entry in path.iterdir() if (entry / "config.json").is_file())
+    found = sorted(entry for entry in path.iterdir() if (entry / "config.json").is_file() or any(entry.glob("*.gguf")))
     if not found:
         hint = " It is a model itself: give it as MODEL." if (path / "config.json").is_file() else ""
-        raise ConfigError(f"models_dir {directory!r} has no model: no sub-folder has a config.json.{hint}")
+        raise ConfigError(f"models_dir {directory!r} has no model: no sub-folder has a config.json or *.gguf.{hint}")
     return [(entry.name, str(entry)) for entry in found]
 
 
@@ -126,5 +127,5 @@ def _check_once(models: Sequence[tuple[str, str]]) -> None:
 
 def _read(name: str, args: EngineArgs, free: int) -> Listed:
     config, room = read_room(args, free)
-    size = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weight_files(config.model.path))
     return Listed(name, args, size, config.model.max_model_len, room)

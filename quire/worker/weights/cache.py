@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.config.gguf import weight_files
 from quire.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def place_of(
     shapes = [getattr(config, name) for name in names]
     layout = json.dumps([config.architecture, config.dtype, quantization, shapes, config.tie_word_embeddings, *part])
     weights = config.dtype if quantization is None else f"{quantization} ({config.dtype})"
-    return find_place(config.path.glob("*.safetensors"), config.model, weights, layout, limit)
+    return find_place(weight_files(config.path), config.model, weights, layout, limit)
 
 
 def find_place(

@@ -16,6 +16,8 @@ from torch import nn
 
 from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.causal_lm import CausalLM
+from quire.models.gguf import GGUFSource
 from quire.models.weights import TensorSource
 from quire.worker.weights.dummy import DummySource
 from quire.worker.weights.safetensors import SafetensorsSource, first_names
@@ -85,6 +87,8 @@ def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> Tens
     if load_format == "dummy":
         shaped = cast(_HasShapes, model)
         return DummySource(shaped.checkpoint_shapes(), shaped.dtype, config.seed)
+    if config.path.is_file():
+        return GGUFSource(config, cast(CausalLM, model).form, cast(CausalLM, model).dtype)
     return SafetensorsSource(config.path, config.model)
 
 

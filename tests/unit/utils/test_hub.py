@@ -75,7 +75,7 @@ def test_an_address_of_the_hub(address: str) -> None:
 def test_other_addresses_and_formats(tmp_path: Path) -> None:
     assert "is an address; give a directory, or a hub id (owner/name)" in refused("https://example.org/model")
     for name in ("x.gguf", str(tmp_path / "model-Q4.GGUF")):
-        assert "is a GGUF file, which is not supported yet" in refused(name)
+        assert "does not exist; check the path, or give owner/name:file.gguf" in refused(name)
 
 
 def test_a_name_without_an_owner_gets_a_hint(offline: None, tmp_path: Path) -> None:

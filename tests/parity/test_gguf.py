@@ -1,0 +1,56 @@
+"""GGUF files of tiny models of every family compute what the checkpoints that they were converted from do."""
+
+import importlib
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.model import ModelConfig
+from quire.models.registry import build_model
+from quire.quantization.registry import uniform
+from quire.quantization.unquantized import Unquantized
+from quire.worker.weights.load import load_model_weights
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+tiny: Any = importlib.import_module("tiny_models")
+gguf_files: Any = importlib.import_module("gguf_files")
+
+
+NAMES = (
+    "llama", "llama-tied-mha", "llama-linear", "llama-yarn", "llama-llama3", "mistral", "mistral-full",
+    "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen2-moe", "qwen3-moe", "gemma", "gpt2",
+)  # fmt: skip
+
+
+def build(path: Path) -> Any:
+    config = ModelConfig.from_pretrained(str(path), max_model_len=256)
+    backend = tiny.select_backend("reference")
+    model = build_model(config, backend, uniform(Unquantized()))
+    load_model_weights(model, config, progress=False)
+    return tiny.Ours(model, model, backend)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_float32_file_computes_the_same(tmp_path: Path, name: str) -> None:
+    directory = tiny.save(tiny.build_theirs(name), tmp_path / "model")
+    rng = random.Random(0)
+    prompt = [rng.randrange(3, 97) for _ in range(110)]
+    expected = tiny.Paged(build(directory)).prefill(0, prompt)
+    found = tiny.Paged(build(gguf_files.convert(directory, tmp_path / "model.gguf"))).prefill(0, prompt)
+    # What is not the same bit for bit: epsilon and theta in float32, norms with one added, factors of Llama 3's.
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("Gemma2", 3), ("Gemma3", 7)])
+def test_later_gemmas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_layers: int) -> None:
+    """llama.cpp's code has their pattern of windows and their scale of scores, so the cases are of their own."""
+    of_text = "Text" if name == "Gemma3" else ""
+    arguments = tiny.GEMMA | {"sliding_window": 24, "num_hidden_layers": num_layers, "query_pre_attn_scalar": 16}
+    monkeypatch.setitem(tiny.CASES, name, (f"{name}{of_text}Config", f"{name}ForCausalLM", arguments))
+    test_a_float32_file_computes_the_same(tmp_path, name)
