@@ -246,8 +246,7 @@ class EngineArgs:
             return None
         if (name := (read := SpeculativeConfig.read(given)).model) is None:
             return read
-        path = self._heads(read, ("config.json",))
-        config = {} if path.is_file() else read_json(path, "config.json", name)  # a .gguf file holds a model
+        config = {} if (path := self._heads(read, ("config.json",))).is_file() else read_json(path, "config.json", name)
         return SpeculativeConfig.read({**given, "method": drafting_method(given.get("method"), config, name)})
 
     def _draft_model(self, speculative: SpeculativeConfig, model: ModelConfig) -> ModelConfig:
@@ -261,7 +260,6 @@ class EngineArgs:
             load_format=self.load_format,
             download_dir=self.download_dir,
         )
-        check_quantization(speculative.quantization, draft.hf_config, draft.model)
         check_draft_model(draft, model)
         return draft
 

@@ -159,7 +159,13 @@ def local_gguf(path: Path) -> Path | None:
     """The GGUF model that `path` is, or that a directory holds in place of one in Hugging Face layout."""
     if path.is_dir():
         return None if (path / "config.json").is_file() else gguf_in(path)
-    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
+    if path.suffix.lower() != ".gguf" or ":" in path.name:
+        return None
+    if not path.is_file():
+        raise ModelLoadError(
+            f"Model file {str(path)!r} does not exist; check the path, or give owner/name:file.gguf for one of the hub."
+        )
+    return path
 
 
 def gguf_of_hub(file: str, name: str, download: Callable[[tuple[str, ...]], Path]) -> Path:
@@ -291,12 +297,15 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 _WHOLE_HEADS = {"gemma2": 46, "gemma3": 62}  # of 27B: layers of those whose scores are scaled by hidden size / heads
 
 
-def gguf_config(file: GGUFFile, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metadata as config.json and generation_config.json say it.
+def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The metadata of a .gguf file as config.json and generation_config.json say it; None for a directory.
 
     Raises:
         ModelLoadError: an architecture that is not there, or sizes that its own tensors contradict.
     """
+    if not path.is_file():
+        return None
+    file = read_gguf(path)
     metadata, tensors = file.metadata, file.tensors
     arch = metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
-from quire.config.gguf import gguf_config, read_gguf
+from quire.config.gguf import gguf_config
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
@@ -99,12 +99,11 @@ class ModelConfig:
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
-        if path.is_file():
-            stated, generation = gguf_config(read_gguf(path), name)
-        else:
-            stated = read_json(path, "config.json", name)
-            has_generation = (path / "generation_config.json").is_file()
-            generation = read_json(path, "generation_config.json", name) if has_generation else {}
+        has_generation = (path / "generation_config.json").is_file()
+        stated, generation = gguf_config(path, name) or (
+            read_json(path, "config.json", name),
+            read_json(path, "generation_config.json", name) if has_generation else {},
+        )
         config = _text_part(stated | (hf_overrides or {}))
         _refuse_lost_theta(_text_part(stated), config)
         if "auto_map" in config:

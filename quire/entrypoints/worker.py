@@ -27,6 +27,7 @@ def main() -> int:
     faulthandler.enable(sys.stderr)
     configure_logging(level, f"(rank {rank}) ")
     lines = Lines.of(descriptor, num_ranks, rank)
+    lines.beats[rank] += 1  # however long it took to come here, it lives: the model may be loaded before the next beat
     threading.Thread(target=_beat, args=(lines.beats, rank), daemon=True).start()
     served = Rank(rank)
     while True:

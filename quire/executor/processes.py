@@ -17,7 +17,7 @@ from quire.config.worker import WorkerConfig
 from quire.distributed.links import shared_bytes
 from quire.executor.binding import cpus_of_ranks
 from quire.executor.orders import BEAT_SECONDS, Lines, lines_bytes
-from quire.utils.child import how_it_ended, start_child
+from quire.utils.child import how_it_ended, is_stopped, start_child
 from quire.utils.host_memory import make_memory
 
 SILENCE_SECONDS = 5.0  # without a beat: a worker that does nothing at all any more
@@ -73,9 +73,7 @@ class Processes:
             if (code := process.poll()) is not None:
                 return rank, f"ended unexpectedly ({how_it_ended(code)})"
             # While libraries are loaded there may be no beat for long, unless it was stopped.
-            if self._silent[rank] * BEAT_SECONDS >= SILENCE_SECONDS and (
-                ready or os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-            ):
+            if self._silent[rank] * BEAT_SECONDS >= SILENCE_SECONDS and (ready or is_stopped(process)):
                 return rank, f"has given no sign of life for {SILENCE_SECONDS:.0f} s"
         return None
 

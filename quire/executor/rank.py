@@ -43,8 +43,10 @@ class Rank:
         except Exception as error:
             if name != "load" or not isinstance(error, QuireError):
                 logger.critical("the worker failed in %s", order.doing, exc_info=True)
-            kind = "MemoryError" if isinstance(error, MemoryError | OSError) else type(error).__name__
-            self.fault = encoded((kind, str(error)))
+            kind, text = type(error).__name__, str(error)
+            if isinstance(error, MemoryError | OSError) or "allocate memory" in text:  # as torch says it
+                kind, text = "MemoryError", f"{text or 'there is no more'}; `quire plan` says what each rank needs"
+            self.fault = encoded((kind, text))
             return FAULT, self.fault
         answers = order.answers == "all" or (order.answers == "one" and self.rank == self._reporter)
         return (number, encoded(value)) if answers else None

@@ -158,7 +158,9 @@ class RemoteExecutor(Executor):
             time.sleep(_LOOK_SECONDS)  # the watch finds who has really ended
         self._kill()
         self._fault = aborted and self._fault or told
-        known = MemoryError if kind == "MemoryError" else getattr(errors, kind, None)
+        known = getattr(errors, kind, None)
+        if kind == "MemoryError" and self._name == "initialize_cache":
+            raise MemoryError(text)
         if known is not None and self._name in ("load", "cache_report", "initialize_cache"):
             raise known(text)
         raise EngineDeadError(self._fault)

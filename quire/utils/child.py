@@ -52,4 +52,9 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-    return f"{name}; out of memory, perhaps" if name == "SIGKILL" else name
+    return f"{name}; out of memory, perhaps" if name in ("SIGKILL", "SIGABRT") else name
+
+
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a child that has not been seen to end was stopped (SIGSTOP), and not let go on yet."""
+    return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

@@ -74,8 +74,6 @@ def resolve_model_path(
 
 def _complaint(name: str, path: Path) -> str | None:
     """What is wrong with a name that is no directory's, where it can't be a hub id either."""
-    if name.lower().endswith(".gguf"):
-        return f"file {name!r} does not exist; check the path, or give owner/name:file.gguf for one of the hub."
     if address := _ADDRESS.fullmatch(name):
         return f"{name!r} is a page's address; give the hub id: {address[1]}."
     if "://" in name:

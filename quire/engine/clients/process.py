@@ -30,10 +30,11 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.binding import cpus_of_ranks
 from quire.protocol.core import Beat, Command, Dead, Event, Failed, Fault, Ready, Stop
-from quire.utils.child import how_it_ended, start_child
+from quire.utils.child import how_it_ended, is_stopped, start_child
 from quire.utils.logs import configure_logging
 
 BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 7.0  # without a beat: the engine has stopped
 CLOSE_SECONDS = 2.5  # for the child to leave by itself
 _EXIT_ORPHANED = 3
 
@@ -56,9 +57,8 @@ def _address(directory: str, name: str) -> str:
 class ProcessClient:
     """Starts the child (a `CoreClient`)."""
 
-    def __init__(self, args: EngineArgs, log_level: str, rank: int = 0, most_silent: float = math.inf) -> None:
-        """`rank`: the engine's, where there are several; `most_silent`: seconds after which it counts as stuck."""
-        self._most_silent = most_silent
+    def __init__(self, args: EngineArgs, log_level: str, rank: int = 0) -> None:
+        """`rank`: the engine's, where there are several."""
         self._process = start_child("quire.engine.clients.process")
         self.pid = self._process.pid
         # The child is told of it before it is there: whenever a signal cuts this short, somebody can remove it.
@@ -79,10 +79,16 @@ class ProcessClient:
 
     def wait_ready(self) -> Ready:
         event: Event = Beat(0.0)
+        num_stopped = 0  # looks in succession: after a Ctrl-Z of all, this process may be the first to go on
         while isinstance(event, Beat):  # which another socket sends, so it may overtake
             while not self._events.poll(200):
                 if (code := self._process.poll()) is not None and not self._events.poll(0):
                     raise EngineDeadError(f"the engine's process ended while loading ({how_it_ended(code)}).")
+                num_stopped = num_stopped + 1 if code is None and is_stopped(self._process) else 0
+                if num_stopped > 5 * SILENCE_SECONDS:
+                    raise EngineDeadError(
+                        "the engine's process was stopped while loading (SIGSTOP), and did not go on."
+                    )
             event = self._decode(self._events.recv())
         if isinstance(event, Failed):
             raise event.fault.error()
@@ -123,7 +129,7 @@ class ProcessClient:
 
     def seconds_stuck(self) -> float:
         silence = time.monotonic() - self._last_beat
-        if silence > self._most_silent:
+        if silence > SILENCE_SECONDS:
             return math.inf
         return max(0.0, self._in_step + silence - BEAT_SECONDS)  # at least: the next beat is not due before that
 

@@ -33,7 +33,6 @@ from quire.protocol.stats import EngineStats
 from quire.sampling_params import SamplingParams
 from quire.scheduler.live_limits import limits_of
 
-_SILENCE_SECONDS = 7.0  # without a beat, which comes every second: the engine has stopped
 _STEADY_SECONDS = 60.0  # an engine that lived so long is started again at once
 _LONGEST_WAIT = 30.0  # seconds before an engine that keeps dying is tried again
 _MOST_HASHED = 512  # blocks of a prompt that are looked at: what is beyond makes no difference
@@ -201,7 +200,7 @@ class ReplicasClient:
             replica.client.close()
 
     def _make(self, rank: int) -> ProcessClient:
-        return ProcessClient(self._args, self._options.log_level, rank, _SILENCE_SECONDS)
+        return ProcessClient(self._args, self._options.log_level, rank)
 
     # Requests.
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.causal_lm import CausalLM
 from quire.models.gguf import GGUFSource
 from quire.models.weights import TensorSource
 from quire.worker.weights.dummy import DummySource
@@ -88,7 +87,7 @@ def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> Tens
         shaped = cast(_HasShapes, model)
         return DummySource(shaped.checkpoint_shapes(), shaped.dtype, config.seed)
     if config.path.is_file():
-        return GGUFSource(config, cast(CausalLM, model).form, cast(CausalLM, model).dtype)
+        return GGUFSource(config, cast(Any, model).form, cast(_HasShapes, model).dtype)
     return SafetensorsSource(config.path, config.model)
 
 

@@ -1,9 +1,10 @@
 """Processes that Quire starts of itself: what they inherit."""
 
 import signal
+import time
 from pathlib import Path
 
-from quire.utils.child import start_child
+from quire.utils.child import is_stopped, start_child
 
 
 def test_no_interrupt_ends_a_child_while_it_imports() -> None:
@@ -15,6 +16,20 @@ def test_no_interrupt_ends_a_child_while_it_imports() -> None:
         [blocked] = [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk")]
         assert blocked >> (signal.SIGINT - 1) & 1
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_child_that_was_stopped_is_known_until_it_goes_on() -> None:
+    child = start_child("quire.text.render_child", "1", "64", answers=True)
+    try:
+        for number, stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+            child.send_signal(number)
+            end = time.monotonic() + 60
+            while is_stopped(child) != stopped and time.monotonic() < end:
+                time.sleep(0.01)
+            assert is_stopped(child) == stopped
     finally:
         child.kill()
         child.communicate()

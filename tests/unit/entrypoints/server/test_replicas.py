@@ -29,7 +29,7 @@ class FakeEngine:
     born: list["FakeEngine"] = []
     refuses_to_start = 0
 
-    def __init__(self, args: EngineArgs, log_level: str, rank: int, most_silent: float) -> None:
+    def __init__(self, args: EngineArgs, log_level: str, rank: int) -> None:
         self.args, self.rank, self.sent, self.closed = args, rank, [], False
         self.say: Callable[[Event], None] = lambda event: None
         self.stuck = 0.0

@@ -1,0 +1,60 @@
+"""A rank that has no more memory: one error that says which rank, what, and what to do.
+
+The fault is put into the one rank by a `sitecustomize`, which Python imports at the start of its process: a limit of
+its address space, which the next large allocation meets.
+"""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_processes import nothing_left
+
+from quire import LLM, SamplingParams
+from quire.errors import EngineDeadError
+
+__all__ = ["nothing_left"]  # a fixture of all tests here
+pytestmark = pytest.mark.nightly
+
+SIZES: dict[str, dict[str, Any]] = {"TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}}
+NO_MEMORY = """
+import resource
+from pathlib import Path
+from quire.worker.runner import ModelRunner
+from quire.worker.worker import Worker
+owner, name = {"loading": (Worker, "load"), "a step": (ModelRunner, "begin")}[os.environ["QUIRE_TEST_STAGE"]]
+real = getattr(owner, name)
+def limited(*given):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+    return real(*given)
+setattr(owner, name, limited)
+"""
+
+
+def in_rank_1(home: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """The process that is rank 1's runs this first."""
+    head = 'if sys.orig_argv[-3] == "1" and "quire.entrypoints.worker" in sys.orig_argv:'
+    body = f"import os, sys\n{head}\n{textwrap.indent(text, '    ')}"
+    (home / "sitecustomize.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(home))
+
+
+@pytest.mark.parametrize("stage", ["loading", "a step"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_has_no_memory(size: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_rank_1(tmp_path, monkeypatch, NO_MEMORY)
+    monkeypatch.setenv("QUIRE_TEST_STAGE", stage)
+    failed = r"failed \(MemoryError: .*; `quire plan` says what each rank needs\)"
+    aborted = r"ended unexpectedly \(SIGABRT; out of memory, perhaps\)"  # where a thread's memory is not there
+    doing = {"loading": "loading the model", "a step": "computing a step"}[stage]
+    told = f"rank 1 of 2 .* ({failed}|{aborted}); last it was {doing}"
+
+    def generate() -> None:
+        llm = LLM("demo", num_kv_blocks=512, weight_cache=False, **SIZES[size])
+        params = SamplingParams(max_tokens=2, prompt_logprobs=3)  # 400 rows of logits: too large for the heap
+        llm.generate([{"prompt_token_ids": [5] * 400}] * 2, params, use_tqdm=False)
+
+    with pytest.raises(EngineDeadError, match=told):
+        generate()
