@@ -70,23 +70,17 @@ class ParallelConfig:
             )
         if self.tp_collective == "reduce" and self.tensor_parallel_size == 1:
             raise ConfigError("tp_collective='reduce' sums up parts of ranks: raise tensor_parallel_size above 1.")
-        if self.tp_collective == "reduce" and self.distributed_executor_backend == "ray":
-            raise NotYetSupportedError("tp_collective='reduce' is not there on Ray yet; use 'gather', or 'mp'.")
-        several = max(self.pipeline_parallel_size, self.data_parallel_size) > 1
-        if several and self.distributed_executor_backend == "external_launcher":
-            remedy = "distributed_executor_backend='mp' has both"
-            raise NotYetSupportedError(f"'external_launcher' has one engine, and no pipeline stages yet; {remedy}.")
-        on_ray = self.distributed_executor_backend == "ray"  # which has cores of its own
-        if self.cpu_bind not in ("auto", "none") and (on_ray or not self.has_processes):
+        backend = self.distributed_executor_backend
+        if backend == "external_launcher" and max(self.pipeline_parallel_size, self.data_parallel_size) > 1:
+            raise NotYetSupportedError("'external_launcher' has one engine, and no stages yet; use 'mp' for these.")
+        if self.cpu_bind not in ("auto", "none") and (backend == "ray" or not self.has_processes):
             raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 
     def partition(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each stage of a model with so many (ConfigError where they can't be shared so)."""
         stages = self.pipeline_parallel_size
         if stages > num_layers:
-            raise ConfigError(
-                f"pipeline_parallel_size={stages} is more than the model's {num_layers} layers; lower it."
-            )
+            raise ConfigError(f"pipeline_parallel_size={stages} exceeds the model's {num_layers} layers; lower it.")
         if self.pp_partition is None:
             return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
         parts = self.pp_partition.split(",")

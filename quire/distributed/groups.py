@@ -5,6 +5,7 @@ it. Natively a meeting is a part of a program (csrc/meeting.h has the same layou
 done here, in plain Python. It must not know models, nor who started the ranks: executors make the memory, all zeros.
 """
 
+import functools
 import itertools
 import mmap
 import time
@@ -131,10 +132,7 @@ class Group:
             addends = self.rows(self.size * len(part), x.shape[1], x.dtype).view(self.size, *part.shape)
             addends[self.rank].copy_(part)
             self._meet()
-            total = addends[0].float()
-            for addend in addends[1:]:
-                total = total + addend
-            whole.copy_(total)
+            whole.copy_(functools.reduce(torch.add, addends.float()))
         return out
 
     @property

@@ -161,8 +161,8 @@ def test_exactness_with_drafts_and_grammars(num_ranks: int) -> None:
     assert answers(speculative_config=drafts, tensor_parallel_size=num_ranks, **MP) == answers()
 
 
-@pytest.mark.slow
-def test_ranks_that_reduce_answer_alike_alone_and_in_batches() -> None:
+def check_reducing(**options: Any) -> None:
+    """Two ranks that add up their parts answer alike alone and in batches, and not as one process does."""
     prompts = [f"Number {i} said" for i in range(6)]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, logprobs=1) for i in range(6)]
 
@@ -171,12 +171,17 @@ def test_ranks_that_reduce_answer_alike_alone_and_in_batches() -> None:
         outputs = [out for part in parts for out in llm.generate(prompts[part], params[part], use_tqdm=False)]
         return [[(c.token_ids, c.logprobs) for c in output.outputs] for output in outputs]
 
-    llm = LLM(model="demo", tensor_parallel_size=2, tp_collective="reduce", num_kv_blocks=512)
+    llm = LLM(model="demo", tensor_parallel_size=2, tp_collective="reduce", num_kv_blocks=512, **options)
     together = answers(llm, 6)
     assert llm.reset_prefix_cache()
     assert answers(llm, 1) == together
     llm.llm_engine.shutdown()
     assert together != answers(LLM(model="demo", num_kv_blocks=512), 6), "as it is said of it"
+
+
+@pytest.mark.slow
+def test_ranks_that_reduce_answer_alike_alone_and_in_batches() -> None:
+    check_reducing()
 
 
 @pytest.mark.slow

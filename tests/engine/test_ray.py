@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from test_exactness import VARIANTS, changes_of, engine, requests, run
-from test_processes import marked
+from test_processes import check_reducing, marked
 
 from quire import LLM, SamplingParams
 from quire.engine.llm_engine import LLMEngine
@@ -145,6 +145,10 @@ def test_exactness(cluster: Any, model_options: Any, size: dict[str, Any], chang
 @pytest.mark.parametrize("size", [TP2, PP2], ids=["TP 2", "PP 2"])
 def test_every_family_on_two_nodes(cluster: Any, model_options: Any, family: str, size: dict[str, Any]) -> None:
     check_exactness(model_options(family), **size)
+
+
+def test_ranks_that_reduce_answer_alike_alone_and_in_batches(cluster: Any) -> None:
+    check_reducing(**RAY)
 
 
 @pytest.mark.parametrize("nodes", [[2, 2]], indirect=True)

@@ -142,7 +142,7 @@ def test_a_stage_dies(stage: int, number: signal.Signals, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel_size": 6}, "pipeline_parallel_size=6 is more than the model's 5 layers; lower it"),
+        ({"pipeline_parallel_size": 6}, "pipeline_parallel_size=6 exceeds the model's 5 layers; lower it"),
         ({"pipeline_parallel_size": 2, "pp_partition": "1,3"}, "pp_partition='1,3' must be 2 numbers .* sum to .* 5"),
         ({"pipeline_parallel_size": 2, "pp_partition": "5,0"}, "pp_partition='5,0' must be 2 numbers above 0"),
         ({"pipeline_parallel_size": 2, "pp_partition": "x"}, "pp_partition='x' must be 2 numbers"),
