@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from quire import __version__
 from quire.config.worker import WorkerConfig
 from quire.distributed.groups import Group, segment_bytes
 from quire.errors import ConfigError
@@ -28,7 +29,8 @@ def launched(config: WorkerConfig) -> WorkerConfig:
     """The configuration of this process's rank, once all ranks are there.
 
     Raises:
-        ConfigError: this process was not started with others, or with another number of them.
+        ConfigError: this process was not started with others, or with another number of them, or they run another
+            version, model or options.
     """
     given, size = [os.environ.get(word, "") for word in _WORDS], config.num_ranks
     if not all(given):
@@ -47,6 +49,13 @@ def launched(config: WorkerConfig) -> WorkerConfig:
     places = [store.get(f"place{i}").decode().partition(" ") for i in range(size)]
     if len({machine for _, _, machine in places}) > 1:
         raise ConfigError(f"the {size} processes of 'external_launcher' must be on one machine; start them there.")
+    own = [f"Quire {__version__}", *(f"{name}={value!r}" for name, value in vars(config).items())]
+    store.set(f"runs{rank}", "\n".join(own))
+    runs = [store.get(f"runs{i}").decode().split("\n") for i in range(size)]
+    for i, run in enumerate(runs):
+        pairs = zip(run, runs[0], strict=False)
+        if differs := [f"{here[:99]} (rank 0: {first[:99]})" for here, first in pairs if here != first]:
+            raise ConfigError(f"rank {i} runs something else than rank 0: {'; '.join(differs)}. Start all ranks alike.")
     if rank == 0:
         store.set("group", f"/proc/{os.getpid()}/fd/{make_memory(segment_bytes(config.model.vocab_size))}")
     where = store.get("group").decode()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import quire
 from quire import LLM, AsyncLLM, EngineArgs
 from quire.errors import ConfigError
 
@@ -47,11 +50,13 @@ with open(sys.argv[2] + rank, "w") as file:
 """
 
 
-def launch(home: Path, options: dict[str, Any], *words: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    (home / "script.py").write_text(SCRIPT)
+def launch(
+    home: Path, options: dict[str, Any], *words: str, num_ranks: int = 2, script: str = SCRIPT
+) -> subprocess.CompletedProcess[str]:
+    (home / "script.py").write_text(script)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    script = [str(home / "script.py"), json.dumps(options), str(home / "found"), *words]
-    command = [sys.executable, *(launcher if num_ranks else []), *script]
+    program = [str(home / "script.py"), json.dumps(options), str(home / "found"), *words]
+    command = [sys.executable, *(launcher if num_ranks else []), *program]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
 
@@ -79,6 +84,25 @@ def test_ranks_that_ask_for_other_things_are_told(tmp_path: Path) -> None:
     ended = launch(tmp_path, {"tensor_parallel_size": 2} | LAUNCHER, "differs")
     assert ended.returncode != 0
     assert "rank 1 of 2 planned another step than rank 0; all ranks must run the same program" in ended.stderr
+
+
+OTHERWISE = {  # what rank 1 does -> what both are told
+    "quire.executor.external.__version__ = '0.0.7'": r"Quire 0\.0\.7 \(rank 0: Quire \d",
+    "options['quantization'] = 'int8'": r"quantization='int8' \(rank 0: quantization=None\)",
+    "model = sys.argv[3]": r"model=ModelConfig\(model='/.* \(rank 0: model=ModelConfig\(model='demo'",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("change", OTHERWISE)
+def test_ranks_that_run_something_else_are_told(tmp_path: Path, change: str) -> None:
+    other = shutil.copytree(Path(quire.__file__).parent / "demo", tmp_path / "oth")
+    first = f"import quire.executor.external\nmodel = 'demo'\nif rank == '1': {change}\n"
+    script = SCRIPT.replace("def engine():", first + "def engine():").replace('LLM("demo"', "LLM(model")
+    ended = launch(tmp_path, {"tensor_parallel_size": 2} | LAUNCHER, str(other), script=script)
+    assert ended.returncode != 0
+    assert re.search(f"rank 1 runs something else than rank 0: .*{OTHERWISE[change]}", ended.stderr), ended.stderr
+    assert "Start all ranks alike." in ended.stderr
 
 
 @pytest.mark.nightly
