@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import quire
 from quire.config.not_yet import not_yet
-from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, run_batch, serve
+from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
 from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
@@ -46,6 +46,8 @@ def build_parser() -> Parser:
     )
     plan_help = "say what a model would take, before loading it"
     _add_leaf(commands, "plan", plan_help, plan.add_flags, plan.run)
+    quantize_help = "write a checkpoint in fewer bits"
+    _add_leaf(commands, "quantize", quantize_help, quantize.add_flags, quantize.run)
     bench_help = "measure latency, throughput or what drafts gain"
     measures = commands.add_parser("bench", help=bench_help).add_subparsers(metavar="WHAT", required=True)
     latency_help, throughput_help = "time one batch of prompts, run again and again", "time many requests given at once"

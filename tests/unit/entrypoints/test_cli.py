@@ -40,7 +40,7 @@ def test_help_lists_what_there_is_and_imports_nothing_heavy() -> None:
     assert heavy == "[]"
     listed = {line.split()[0] for line in help_text if line.startswith("    ")}
     work = {"serve", "generate", "chat", "complete", "run-batch", "bench"}
-    assert listed == work | {"plan", "cache", "collect-env", "version"}
+    assert listed == work | {"plan", "quantize", "cache", "collect-env", "version"}
 
 
 @pytest.mark.parametrize("command", [["generate"], ["chat"], ["bench", "latency"], ["bench", "throughput"]])

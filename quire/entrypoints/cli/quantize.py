@@ -1,0 +1,53 @@
+"""`quire quantize`: writes a checkpoint in fewer bits, which Quire, vLLM and transformers load.
+
+Knows the flags alone; `quire.entrypoints.cli.quantize_model` does the work, and brings torch.
+"""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Literal
+
+from quire.entrypoints.cli.flags import add_typed_flag, positive_int
+from quire.errors import ConfigError
+
+METHODS = {
+    "gptq": "4 bits (or 8) in GPTQ's layout: the error of each column is made good by the others",
+    "awq": "4 bits in AWQ's: columns that matter are scaled up before",
+    "int4": "4 bits to the nearest, in compressed-tensors'",
+    "int8": "8 bits to the nearest, a scale for each row, in compressed-tensors'",
+    "fp8": "8-bit floats, a scale for each row, for activations of 8 bits, in compressed-tensors'",
+}
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of `quire quantize`."""
+    parser.usage = "%(prog)s MODEL OUT --method METHOD [options]"
+    parser.add_argument("model", metavar="MODEL", help="model directory or hub id, not quantized")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which is new or empty")
+    parser.add_argument("--method", required=True, choices=[*METHODS], help="; ".join(map(": ".join, METHODS.items())))
+    add = parser.add_argument
+    add("--calibration", metavar="FILE", type=Path, help="UTF-8 text like the model's own (default: one of stories)")
+    add("--num-samples", type=positive_int, metavar="N", default=128, help="sequences of it, an eighth held out (128)")
+    add("--length", type=positive_int, metavar="N", default=512, help="tokens of each, at most (default: 512)")
+    add_typed_flag(parser, "bits", Literal[4, 8], None, "Of gptq's codes (default: 4).")
+    size_help = "columns that share a scale, -1 for rows (default: 128, or less as sizes demand; int8, fp8: rows)"
+    add("--group-size", type=int, metavar="N", help=size_help)
+    add("--desc-act", action="store_true", help="gptq: the most active columns first; better, and slower to run")
+    add("--damp", type=float, metavar="X", default=0.01, help="gptq: added to the Hessian's diagonal (default: 0.01)")
+    add("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+
+
+def run(namespace: Namespace) -> None:
+    """Quantize, and say what it cost."""
+    out, method = namespace.out.expanduser(), namespace.method
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: name a new folder, or remove what is there.")
+    if method != "gptq" and (hasattr(namespace, "bits") or namespace.desc_act):
+        raise ConfigError(f"--bits and --desc-act are gptq's; {method} has neither.")
+    if method in ("int8", "fp8") and namespace.group_size not in (None, -1):
+        raise ConfigError(f"--group-size {namespace.group_size}: {method} has one scale for each row; leave it out.")
+    if not 0 < namespace.damp < 1:
+        raise ConfigError(f"--damp is a part of the diagonal's mean, between 0 and 1; got {namespace.damp}.")
+    from quire.entrypoints.cli.quantize_model import quantize_checkpoint  # with torch: --help is quick without
+
+    print(quantize_checkpoint(namespace, out))
