@@ -1,4 +1,4 @@
-// Blocks of GGUF files: read, put into tiles, and expanded, for any level. What the formats are is in block_format.h.
+// Blocks, of GGUF files and our own: read, put into tiles, and expanded, for any level. What the formats are is in block_format.h.
 //
 // A tile's codes lie in planes of words, one for each column. Bits 4j of word c in group i of the plane of nibbles are row
 // 4i + j's; likewise eight rows share a word of two bits each, sixteen one of bits. Columns c and c + 16 are neighbours in
@@ -27,12 +27,20 @@ struct BlockPiece {
     uint8_t codes[32];
     uint8_t scales[2], mins[2];  // of groups, in superblocks
     uint16_t d, m;               // f16: what scales and mins are counted in, or are
+    float scale;                 // of our own formats, as the next
+    int8_t zero;
 };
 
 // Columns 32i .. of a block. The layouts are those of ggml-common.h.
 template <Type kType>
 inline void read_piece(const uint8_t* b, int i, BlockPiece& p) {
     constexpr BlockFormat f = block_format(kType);
+    if constexpr (f.is_own()) {
+        std::memcpy(p.codes, b, 32);
+        std::memcpy(&p.scale, b + 32, 4);
+        std::memcpy(&p.zero, b + 36, 1);
+        return;
+    }
     p.d = half_at(b), p.m = f.has_min ? half_at(b + 2) : 0;
     if constexpr (kType == Type::q8_0) {
         std::memcpy(p.codes, b + 2, 32);
@@ -90,6 +98,12 @@ inline void put_piece(uint8_t* tile, int64_t t, int row, const BlockPiece& p) {
     if (f.bits < 8 && low) put_plane(tile, f, row, p, 0, 4);
     if (f.ones() > f.twos()) put_plane(tile + f.twos(), f, row, p, low, 2);
     if (f.bits == 3 || f.bits == 5) put_plane(tile + f.ones(), f, row, p, f.bits - 1, 1);
+    if constexpr (f.is_own()) {
+        if (t % f.span != row / f.striped()) return;
+        std::memcpy(tile + f.scales() + row % f.striped() * 4, &p.scale, 4);
+        std::memcpy(tile + f.scales() + f.striped() * 4 + row % f.striped(), &p.zero, 1);
+        return;
+    }
     if (!f.is_super()) {
         std::memcpy(tile + f.scales() + 2 * row, &p.d, 2);
         if (f.has_min) std::memcpy(tile + f.mins() + 2 * row, &p.m, 2);
@@ -111,10 +125,15 @@ inline void pack_blocks_row(const Matrix& m, int64_t row, const uint8_t* source)
         constexpr int pieces = f.values / 32;
         BlockPiece piece{};
         for (int64_t t = 0; t < m.num_tiles(); t++, tile += f.tile_bytes()) {
-            read_piece<type>(source + t / pieces * f.bytes, int(t % pieces), piece);
+            if (t * 32 < m.cols) read_piece<type>(source + t / pieces * f.bytes, int(t % pieces), piece);
+            else std::memset(piece.codes, 0, 32);  // where scales are striped
             put_piece<type>(tile, t, int(row % 16), piece);
         }
     });
+}
+
+inline float tiny_float(uint8_t code) {  // its bits as an f16, whose exponent is counted from elsewhere
+    return half_to_float(uint16_t((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
 }
 
 // What the codes of a tile's rows are multiplied with, and what is added. Tiles are read one after the other, a superblock's
@@ -126,6 +145,17 @@ struct BlockScales {
     alignas(64) float d[16], m[16];  // of a superblock
 
     QUIRE_ALWAYS void read(const uint8_t* tile, int64_t t) {
+        if constexpr (f.is_own()) {  // the shift is the zero
+            if (t % f.span) return;
+            alignas(16) int8_t zeros[16];
+            for (int i = 0; i < f.span; i++) {
+                const uint8_t* from = tile + i * f.tile_bytes() + f.scales();
+                std::memcpy(scale[0] + i * f.striped(), from, f.striped() * 4);
+                std::memcpy(zeros + i * f.striped(), from + f.striped() * 4, f.striped());
+            }
+            for (int r = 0; r < 16; r++) shift[0][r] = float(zeros[r]);
+            return;
+        }
         if constexpr (!f.is_super()) {
             to_floats(tile + f.scales(), scale[0]);
             if (f.has_min) to_floats(tile + f.mins(), shift[0]);
@@ -179,15 +209,20 @@ inline void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType>& sca
     if (f.bits == 3 || f.bits == 5) plane(tile + f.ones(), f.bits - 1, 1);
     for (int c = 0; c < 32; c++) {
         const int g = c * f.groups / 32;
+        if constexpr (f.is_own()) {
+            const float zero = scales.shift[0][row], code = float(codes[c]);
+            out[c] = (f.curved ? kCurves[int(zero)][codes[c] & 15] : f.tiny ? tiny_float(uint8_t(codes[c])) : code - zero) * scales.scale[0][row];
+            continue;
+        }
         out[c] = (f.curved ? kCurve[codes[c] & 15] : float(codes[c])) * scales.scale[g][row] + scales.shift[g][row];
     }
 }
 
 // Rows [first, first + count) of a block of 16, [tile][row] of 32 floats.
-inline void unpack_blocks(const Matrix& m, int64_t block, int first, int count, float* out) {
+inline void unpack_blocks(const Matrix& m, int64_t block, int64_t num_tiles, int first, int count, float* out) {
     with_blocks(m.type, [&](auto type) {
         BlockScales<type> scales;
-        for (int64_t t = 0; t < m.num_tiles(); t++) {
+        for (int64_t t = 0; t < num_tiles; t++) {
             scales.read(m.tile(block, t), t);
             for (int row = first; row < first + count; row++, out += 32) unpack_blocks_row<type>(m.tile(block, t), scales, row, out);
         }

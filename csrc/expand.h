@@ -1,4 +1,4 @@
-// i8, i4 and blocks of GGUF files as bf16, row by row of a tile, for the levels that multiply bf16.
+// i8, i4 and blocks as bf16, row by row of a tile, for the levels that multiply bf16.
 //
 // i8 comes without its row's scale, which waits for the end of the product; i4 rounded to bf16 with it: every level has
 // the same weights.
@@ -116,20 +116,37 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
         const __m512 a = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale, shift);
         return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_cvtepi32_ps(high), last_scale, last_shift), a);
     };
-    if constexpr (f.bits == 8) {
+    // A plane's words with this row's bits `at` the place where the code has them.
+    auto plane = [&](int offset, int bits, int at) {
+        const int shared = 16 / bits;
+        return shifted_words(_mm512_loadu_si512(tile + offset + row / shared * 64), row % shared * bits - at);
+    };
+    const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if constexpr (f.is_own()) {
+        if constexpr (f.bits == 4) {
+            const __m512 numbers = f.curved ? _mm512_loadu_ps(kCurves[int(scales.shift[0][row])]) : _mm512_sub_ps(steps, shift);
+            return _mm512_permutexvar_epi16(plane(0, 4, 0), _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(numbers, scale))));
+        } else {
+            const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
+            auto value = [&](__m128i c) {
+                if constexpr (f.tiny) {
+                    const __m256i words = _mm256_cvtepi8_epi16(c);
+                    const __m256i sign = _mm256_and_si256(words, _mm256_set1_epi16(short(0x8000)));
+                    const __m256i rest = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(0x3f80));
+                    return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256)), scale);
+                }
+                return _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(c)), shift), scale);
+            };
+            return (__m512i)_mm512_cvtne2ps_pbh(value(_mm_loadu_si128(codes + 1)), value(_mm_loadu_si128(codes)));
+        }
+    } else if constexpr (f.bits == 8) {
         const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
         return of_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)), _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
     } else {
-        // A plane's words with this row's bits `at` the place where the code has them.
-        auto plane = [&](int offset, int bits, int at) {
-            const int shared = 16 / bits;
-            return shifted_words(_mm512_loadu_si512(tile + offset + row / shared * 64), row % shared * bits - at);
-        };
         if constexpr (f.bits == 6) {
             const __m512i codes = joined(plane(0, 4, 0), plane(f.twos(), 2, 4), 4), mask = _mm512_set1_epi32(63);
             return of_integers(_mm512_and_si512(codes, mask), _mm512_and_si512(_mm512_srli_epi32(codes, 16), mask));
         }
-        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512 values = _mm512_fmadd_ps(steps, scale, shift);
         if constexpr (f.bits == 4) {  // the values are there twice: the fifth bit may be any
             const __m512i both = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(values));

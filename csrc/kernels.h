@@ -33,7 +33,9 @@ struct Matrix {
 
     static constexpr int64_t kRows = 16, kCols = 32;
     int64_t num_blocks() const { return divide_up(rows, kRows); }
-    int64_t num_tiles() const { return divide_up(cols, kCols); }  // of a block
+    int64_t num_tiles() const {  // of a block
+        return round_up(divide_up(cols, kCols), is_blocks(type) && block_format(type).span ? block_format(type).span : 1);
+    }
     int64_t tile_bytes() const {
         switch (type) {
             case Type::f32: return 2048;

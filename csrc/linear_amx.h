@@ -292,8 +292,10 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     uint32_t* x = context.shared.get<uint32_t>(row_blocks * tiles * 16 * width);
     context.pool.run(row_blocks, [&](int64_t i, int) {
         int64_t rows = a.num_rows - i * 16 < 16 ? a.num_rows - i * 16 : 16;
-        pack_columns(static_cast<const bf16*>(a.x) + i * 16 * a.x_stride, a.x_stride, rows, w.cols, x + i * tiles * 16 * width,
-                     width);
+        uint32_t* out = x + i * tiles * 16 * width;
+        pack_columns(static_cast<const bf16*>(a.x) + i * 16 * a.x_stride, a.x_stride, rows, w.cols, out, width);
+        const int64_t there = divide_up(w.cols, 32);  // of tiles; where scales are striped there may be more
+        std::memset(out + there * 16 * width, 0, (tiles - there) * 64 * width);
     });
     const bool gated = is_gated(a.epilogue);
     const int64_t num_blocks = w.num_blocks(), num_pairs = gated ? num_blocks / 2 : divide_up(num_blocks, 2);

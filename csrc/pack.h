@@ -5,7 +5,7 @@
 //              turn: row 2i columns 0..7, row 2i+1 columns 0..7, row 2i columns 8..15, ...
 //   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
-//   q4_0 ...   blocks of GGUF files (blocks.h).
+//   q4_0 ...   blocks (blocks.h).
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
 #pragma once
 
@@ -43,7 +43,7 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
 
 // A whole block of 16 rows as f32 tiles of 16 x 32, without i8's scales.
 inline void unpack_block(const Matrix& m, int64_t block, float* out) {
-    if (is_blocks(m.type)) return unpack_blocks(m, block, 0, 16, out);
+    if (is_blocks(m.type)) return unpack_blocks(m, block, m.num_tiles(), 0, 16, out);
     for (int64_t t = 0; t < m.num_tiles(); t++)
         for (int64_t row = 0; row < 16; row++) unpack_tile_row(m, m.tile(block, t), row, out + t * 512 + row * 32);
 }
@@ -51,7 +51,7 @@ inline void unpack_block(const Matrix& m, int64_t block, float* out) {
 inline void unpack_row(const Matrix& m, int64_t row, float* out) {
     float values[32];
     float scale = m.type == Type::i8 ? m.scales[row] : 1.0f;
-    if (is_blocks(m.type)) return unpack_blocks(m, row / 16, int(row % 16), 1, out);  // which have whole tiles
+    if (is_blocks(m.type)) return unpack_blocks(m, row / 16, m.cols / 32, int(row % 16), 1, out);  // which have whole tiles
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         unpack_tile_row(m, m.tile(row / 16, t), row % 16, values);
         int64_t count = m.cols - t * 32 < 32 ? m.cols - t * 32 : 32;

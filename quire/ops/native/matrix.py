@@ -21,11 +21,13 @@ _TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288}
 
 
 class BlockFormat(NamedTuple):
-    """Of a type that weights have in GGUF files: how many values a block has there, its bytes, and those of a tile."""
+    """Of a type that weights have in blocks: values of a block in a file, its bytes, those of a tile, and of how many
+    tiles a row has whole multiples."""
 
     values: int
     num_bytes: int
     tile_bytes: int
+    span: int
 
     def row_bytes(self, cols: int) -> int:
         """Bytes of a row of so many weights, as a file has it.
@@ -41,7 +43,7 @@ class BlockFormat(NamedTuple):
 @cache
 def block_format(type: Type) -> BlockFormat | None:
     """None where the type is none of blocks."""
-    sizes = (ctypes.c_int64 * 3)()
+    sizes = (ctypes.c_int64 * 4)()
     return BlockFormat(*sizes) if loaded_library().quire_block_format(type, ctypes.addressof(sizes)) else None
 
 
@@ -64,8 +66,8 @@ class PackedMatrix:
     def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
         """Shape of `data`."""
         blocks = block_format(type)
-        tile_bytes = _TILE_BYTES[type] if blocks is None else blocks.tile_bytes
-        return -(-rows // BLOCK_ROWS), -(-cols // TILE_COLS), tile_bytes
+        tile_bytes, span = (_TILE_BYTES[type], 1) if blocks is None else (blocks.tile_bytes, blocks.span)
+        return -(-rows // BLOCK_ROWS), -(-cols // (span * TILE_COLS)) * span, tile_bytes
 
     def __post_init__(self) -> None:
         expected = self.data_shape(self.rows, self.cols, self.type)

@@ -1,4 +1,7 @@
-"""Weights in the blocks of GGUF files: they are the `gguf` package's values, and products are those of these values."""
+"""Weights in blocks: of GGUF files they are the `gguf` package's values, our own are those of a formula each.
+
+Products are those of these values.
+"""
 
 import pytest
 import torch
@@ -13,12 +16,53 @@ from quire.ops.native.structs import Type
 gguf = pytest.importorskip("gguf")
 np = pytest.importorskip("numpy")
 
-BLOCKS = [type for type in Type if type >= Type.Q4_0]
+OWN = [type for type in Type if type >= Type.U4_32]
+BLOCKS = [type for type in Type if Type.Q4_0 <= type < Type.U4_32]
 SHAPES = [(1, 256), (40, 512), (33, 768)]
+
+
+CURVES = (  # NF4 (QLoRA, arXiv:2305.14314), FP4 as bitsandbytes has it, and e2m1
+    "-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334 "
+    "-0.09105003625154495 0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 "
+    "0.44070982933044434 0.5626170039176941 0.7229568362236023 1",
+    "0 0.0052083333 0.66666667 1 0.33333333 0.5 0.16666667 0.25 -0 -0.0052083333 -0.66666667 -1 -0.33333333 -0.5 "
+    "-0.16666667 -0.25",
+    "0 0.5 1 1.5 2 3 4 6 -0 -0.5 -1 -1.5 -2 -3 -4 -6",
+)
+
+
+def own_blocks(type: Type, rows: int, cols: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Any codes, zeros and scales: uint8 [rows, bytes of a row], and the values, float32 [rows, cols]."""
+    generator = torch.Generator().manual_seed(seed)
+    span = 4 if type.name.endswith("_128") else 1
+    codes = torch.randint(0, 16 if type.name[1] == "4" else 256, (rows, cols), generator=generator)
+    groups = -(-cols // (32 * span))
+    scales = torch.randn(rows, groups, generator=generator) * 0.01
+    zeros = torch.randint(0, 3, (rows, groups), generator=generator)
+    if type.name[0] == "U":
+        zeros = zeros - 129 if type.name[1] == "8" else zeros * 8
+        zeros = zeros.clamp(-128, 127)
+    wide = [part.repeat_interleave(32 * span, 1)[:, :cols] for part in (scales, zeros)]
+    if type.name[0] == "C":
+        curves = torch.tensor([[float(number) for number in curve.split()] for curve in CURVES])
+        numbers = curves[wide[1], codes]
+    elif type.name[0] == "F":
+        codes[codes % 128 == 127] = 0  # not a number
+        numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        signed = codes.to(torch.uint8).view(torch.int8).long() if type.name[1] == "8" else codes
+        numbers = (signed - wide[1]).float()
+    row = torch.zeros(rows, cols // 32, 40, dtype=torch.uint8)
+    row[:, :, :32] = codes.to(torch.uint8).view(rows, -1, 32)
+    row[:, :, 32:36] = wide[0][:, ::32].clone(memory_format=torch.contiguous_format).view(torch.uint8).view(rows, -1, 4)
+    row[:, :, 36] = wide[1][:, ::32].to(torch.int8).view(torch.uint8)
+    return row.flatten(1), numbers * wide[0]
 
 
 def blocks_of(type: Type, rows: int, cols: int, seed: int = 0) -> Tensor:
     """Any bits for codes and scales, but numbers for the f16 that they are counted in. uint8 [rows, bytes of a row]."""
+    if type in OWN:
+        return own_blocks(type, rows, cols)[0]
     shape = block_format(type)
     assert shape is not None
     generator = np.random.default_rng(seed)
@@ -34,6 +78,8 @@ def blocks_of(type: Type, rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def reference(source: Tensor, type: Type) -> Tensor:
+    if type in OWN:
+        return own_blocks(type, source.shape[0], source.shape[1] // 40 * 32)[1]
     return torch.from_numpy(gguf.quants.dequantize(source.numpy(), gguf.GGMLQuantizationType[type.name]))
 
 
@@ -57,6 +103,14 @@ def test_values_are_those_of_the_package(level: str, type: Type, shape: tuple[in
     assert torch.equal(unpacked(matrix_of(source, type, cols)), reference(source, type))
 
 
+@pytest.mark.parametrize("shape", [(1, 32), (40, 512), (33, 704)], ids=str)
+@pytest.mark.parametrize("type", OWN)
+def test_values_of_our_own_formats(level: str, type: Type, shape: tuple[int, int]) -> None:
+    """Bit for bit in float32, also of rows that have scales of their last columns only."""
+    source, values = own_blocks(type, *shape)
+    assert torch.equal(unpacked(matrix_of(source, type, shape[1])), values)
+
+
 @pytest.mark.parametrize("type", BLOCKS)
 def test_what_is_quantized_comes_out_near(level: str, type: Type) -> None:
     """Of the package's own quantizer, where it has one."""
@@ -70,15 +124,16 @@ def test_what_is_quantized_comes_out_near(level: str, type: Type) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("type", BLOCKS)
+@pytest.mark.parametrize("type", BLOCKS + OWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_those_of_the_values(level: str, dtype: torch.dtype, type: Type) -> None:
     """With bf16 activations bit for bit those with a matrix of bf16; float32 ones meet the values unrounded.
 
     A row is the same whatever the number of rows and of threads.
     """
-    source = blocks_of(type, 72, 768)
-    matrix, x = matrix_of(source, type, 768), draw(MAX_ROWS, 768, dtype=dtype)
+    cols = 704 if type in OWN else 768  # no whole number of the columns that share scales
+    source = blocks_of(type, 72, cols)
+    matrix, x = matrix_of(source, type, cols), draw(MAX_ROWS, cols, dtype=dtype)
     product = Product(matrix, dtype)
     whole = product(x)
     dense = reference(source, type).to(dtype)
@@ -92,7 +147,7 @@ def test_products_are_those_of_the_values(level: str, dtype: torch.dtype, type: 
             assert torch.equal(product(x[:rows]), whole[:rows]), rows
 
 
-@pytest.mark.parametrize("type", BLOCKS)
+@pytest.mark.parametrize("type", BLOCKS + OWN)
 def test_parts_in_any_order(level: str, type: Type) -> None:
     """Rows of a merged layer begin within blocks of 16; every level makes the same bytes of them."""
     source = blocks_of(type, 50, 512)
