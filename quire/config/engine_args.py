@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.config.families import drafting_method
-from quire.config.gguf import check_quantization
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of, read_options
 from quire.config.parallel import PARALLEL_OPTIONS, ParallelConfig
+from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, NotYetSupportedError
@@ -47,9 +47,12 @@ class EngineArgs:
     skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
     trust_remote_code: bool = option(False, "Accepted and without effect: code shipped with a model is never run.")
     dtype: str = option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
-    quantization: Literal["int8", "int4"] | None = option(
+    quantization: (
+        Literal["int8", "int4", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"] | None
+    ) = option(
         None,
-        "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row).",
+        "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row). A "
+        "quantized checkpoint's own is recognized; naming it asserts that it is so.",
         short="-q",
     )
     kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"] = option(
@@ -210,7 +213,7 @@ class EngineArgs:
             load_format=self.load_format,
             download_dir=self.download_dir,
         )
-        check_quantization(self.quantization, model.hf_config, model.model)
+        quantization = check_method(self.quantization, model.hf_config, model.model)
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
@@ -222,6 +225,7 @@ class EngineArgs:
         return EngineConfig(
             args=self,
             model=model,
+            quantization=quantization,
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,
                 max_num_seqs=self.max_num_seqs,
@@ -288,6 +292,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     draft: ModelConfig | None = None
     heads: Path | None = None
+    quantization: str | None = None  # a checkpoint's own method, too
 
     @property
     def kv_events(self) -> KVEventsConfig:

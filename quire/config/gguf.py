@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ModelLoadError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -346,16 +346,6 @@ def gguf_config(path: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]
     _add_rope(config, file, arch)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return config, {"eos_token_id": [token for token in ends if token is not None]}
-
-
-def check_quantization(requested: str | None, config: Mapping[str, Any], model: str) -> None:
-    """Refuse to quantize weights that are quantized already (ConfigError)."""
-    found = config.get("quantization_config")
-    if requested is not None and found:
-        raise ConfigError(
-            f"quantization={requested!r} contradicts model {model!r}, whose weights are quantized already "
-            f"({found['quant_method']}: {', '.join(found['types'])}): leave it out, or use a plain checkpoint."
-        )
 
 
 def _dtype(file: GGUFFile) -> str:

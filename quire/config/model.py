@@ -17,6 +17,7 @@ import msgspec
 
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
 from quire.config.gguf import gguf_config
+from quire.config.quantized import read_quantization
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS
 from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
@@ -93,7 +94,7 @@ class ModelConfig:
 
         Raises:
             ConfigError: an argument is wrong. ModelLoadError: a file is missing, broken or contradictory.
-            NotYetSupportedError: the checkpoint is quantized.
+            NotYetSupportedError: the checkpoint is quantized in a way that is not read.
         """
         _check_overrides(hf_overrides)
         name = os.fspath(model)
@@ -108,7 +109,8 @@ class ModelConfig:
         _refuse_lost_theta(_text_part(stated), config)
         if "auto_map" in config:
             logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
-        _refuse_quantized(config, name)
+        if (quantization := read_quantization(config, path, name, read_json)) is not None:
+            config["quantization_config"] = quantization
         reader = _Reader(config, name)
         shapes = reader.shapes()
         rope, window_rope = reader.rope_parameters()
@@ -339,15 +341,6 @@ def _refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
         )
 
 
-def _refuse_quantized(config: dict[str, Any], model: str) -> None:
-    quantization = config.get("quantization_config")
-    if quantization and not (isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"):
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise NotYetSupportedError(
-            f"Model {model!r} is quantized with {method!r}, which is not supported yet: use an unquantized checkpoint."
-        )
-
-
 def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
     """The dtype to run in: the user's, or for "auto" the checkpoint's."""
     if requested != "auto":
@@ -358,6 +351,9 @@ def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
     resolved = _DTYPES.get(str(named).removeprefix("torch."))
     if resolved is None:
         raise ConfigError(f"The checkpoint's dtype {named!r} is not supported: choose one with dtype, e.g. 'bfloat16'.")
+    if resolved == "float16" and config.get("quantization_config"):
+        logger.info("quantized weights named float16 run in bfloat16, for which there are kernels; see dtype")
+        return "bfloat16"
     return resolved
 
 

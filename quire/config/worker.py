@@ -26,7 +26,7 @@ class WorkerConfig:
         speculative: how they are drafted, where they are.
         draft: the model that drafts them, where one does.
         heads: the folder of heads that draft them, where some do.
-        quantization: weight format made at load time, None for the checkpoint's own.
+        quantization: weight format made at load time, or the method of a checkpoint that has one; else None.
         kv_cache_dtype: "auto" for the model's, or the name of a cache format.
         kernels: level of compiled kernels, "auto" or "torch".
         load_format: "auto", "safetensors" or "dummy"; "none", to plan: weights are zeros that take no memory.

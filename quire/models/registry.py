@@ -15,6 +15,7 @@ from quire.layers.moe import MixtureOfExperts
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM
 from quire.models.sharding import Sharding
+from quire.models.weights import CheckpointFormat
 from quire.quantization.registry import WeightFormats, uniform
 from quire.quantization.unquantized import Unquantized
 
@@ -31,6 +32,13 @@ def check_architecture(config: ModelConfig) -> None:
             f"architecture {config.architecture!r} of model {config.model!r} is not supported; supported are "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}."
         )
+
+
+def checkpoint_format(config: ModelConfig) -> CheckpointFormat:
+    """How checkpoints of the model's family name things (ModelLoadError: an architecture that is not supported)."""
+    check_architecture(config)
+    module = importlib.import_module(BY_ARCHITECTURE[config.architecture].build.partition(":")[0])
+    return getattr(module, "FORMAT", CheckpointFormat())
 
 
 def build_model(

@@ -15,7 +15,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     kernels_reason: Literal["asked", "best", "unserved"]  # "unserved": compiled ones don't serve this model here
     num_threads: int
     is_small_model: bool  # so small that one thread is used although there are more
-    quantization: str | None  # weight format made at load time
+    quantization: str | None  # weight format made at load time, or the checkpoint's
     kv_cache_dtype: str  # "auto" or a format's name
     num_parameters: int
     num_files: int

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,12 @@ _BITS: dict[str | None, tuple[int | None, int | None]] = {None: (None, None), "i
 BLOCK_TYPES = frozenset(type.name for type in Type if type >= Type.Q4_0)
 
 
+class TypesByLayer(Protocol):
+    """Names of the types that a checkpoint's matrices have, by layer or part of one."""
+
+    def get(self, layer: str, default: str, /) -> str: ...
+
+
 @dataclass(frozen=True)
 class WeightFormats:
     """The formats of a model's matrices.
@@ -28,16 +35,18 @@ class WeightFormats:
         linear: of linear layers.
         table: of embeddings and the output head.
         ignored: names of linear layers that a checkpoint keeps as `plain`, and of modules whose layers all are.
-        blocks: of a checkpoint whose tensors are in blocks, each in a type of its own: the formats of layers, and of
+        blocks: of a checkpoint whose tensors are in blocks, each in a type of its own: the types of layers, and of
             the parts of merged ones, by their names. Whatever is not among them is `plain`, and so is a merged layer
             whose parts are of several types: one product has one type, and blocks are not changed into others.
+        kept: the formats of those types that the kernels have.
     """
 
     linear: QuantizationMethod
     table: QuantizationMethod
     plain: QuantizationMethod
     ignored: tuple[str, ...] = ()
-    blocks: Mapping[str, QuantizationMethod] = field(default_factory=dict)
+    blocks: TypesByLayer | None = None
+    kept: Mapping[str, QuantizationMethod] = field(default_factory=dict)
 
     def method_for(
         self, name: str, shape: MatrixShape, *, parts: Collection[str] = (), table: bool = False
@@ -54,9 +63,9 @@ class WeightFormats:
         """
         owner = name.rpartition(".")[0]
         names = [f"{owner}.{part}" if part else name for part in parts or ("",)]
-        if self.blocks:
-            kept = {self.blocks.get(part, self.plain) for part in names}
-            return kept.pop() if len(kept) == 1 else self.plain
+        if self.blocks is not None:
+            kept = {self.blocks.get(part, "") for part in names}
+            return self.kept.get(kept.pop(), self.plain) if len(kept) == 1 else self.plain
         ignored = {self._is_ignored(part) for part in names}
         if len(ignored) > 1:
             raise ModelLoadError(
@@ -81,13 +90,13 @@ def select_formats(
     dtype: torch.dtype,
     allocate: Allocate | None,
     filled: bool = False,
-    blocks: Mapping[str, str] | None = None,
+    blocks: TypesByLayer | None = None,
 ) -> WeightFormats:
     """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
 
     Args:
-        blocks: GGUF's names of the types that the checkpoint's matrices have, by layer or part of one. What the kernels
-            have no such type for is kept plain, as is everything without kernels: its loader makes numbers of it.
+        blocks: of a checkpoint whose matrices are in blocks. What the kernels have no such type for is
+            kept plain, as is everything without kernels: its loader makes numbers of it.
     """
 
     def method(bits: int | None) -> QuantizationMethod:
@@ -95,13 +104,11 @@ def select_formats(
             return Packed(bits, dtype, allocate, filled)
         return Unquantized() if bits is None else WeightOnly(bits)
 
-    linear, table = _BITS[name]
+    linear, table = _BITS.get(name, _BITS[None])
     plain = method(None)
     if not blocks:
         return WeightFormats(method(linear), method(table), plain)
     kept: dict[str, QuantizationMethod] = {}
     if allocate is not None:
-        types = BLOCK_TYPES.intersection(blocks.values())
-        kept = {kind: Packed(None, dtype, allocate, filled, blocks=Type[kind]) for kind in types}
-    formats = {layer: kept.get(kind, plain) for layer, kind in blocks.items()}
-    return WeightFormats(plain, plain, plain, blocks=formats)
+        kept = {kind: Packed(None, dtype, allocate, filled, blocks=Type[kind]) for kind in BLOCK_TYPES}
+    return WeightFormats(plain, plain, plain, blocks=blocks, kept=kept)

@@ -112,8 +112,8 @@ def test_quantized_text_is_text(native: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int3"}, r"quantization must be one of None, 'int8', 'int4', got 'int3'"),
-        ({"quantization": "awq"}, "quantization must be one of"),
+        ({"quantization": "int3"}, r"quantization must be one of None, 'int8', 'int4', 'gptq', .* got 'int3'"),
+        ({"quantization": "awq"}, "quantization='awq' contradicts model 'demo', .* not quantized"),
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype must be one of 'auto', 'int8', got 'fp8'"),
         ({"kernels": "cuda"}, "kernels must be one of 'auto', .* got 'cuda'"),
         ({"kv_cache_dtype": "int8", "kernels": TORCH}, "kv_cache_dtype='int8' needs the compiled kernels"),

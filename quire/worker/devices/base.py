@@ -21,7 +21,7 @@ from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
 from quire.protocol.step import Failure, TokenLogprobs
-from quire.quantization.registry import WeightFormats
+from quire.quantization.registry import TypesByLayer, WeightFormats
 from quire.sampling import Draw, prompt_logprobs, rank
 from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
 from quire.sampling.lanes import Lane
@@ -58,8 +58,13 @@ class Device(ABC):
     target: Target | None
 
     @abstractmethod
-    def weight_formats(self, quantization: str | None, store: WeightStore) -> WeightFormats:
-        """The formats that its kernels multiply, for a model about to be built; packed weights go to `store`."""
+    def weight_formats(
+        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
+    ) -> WeightFormats:
+        """The formats that its kernels multiply, for a model about to be built; packed weights go to `store`.
+
+        `blocks`: the types of a checkpoint's matrices that are kept as they are, by layer or part of one.
+        """
 
     @abstractmethod
     def adopt(self, num_parameters: int) -> None:

@@ -29,7 +29,7 @@ from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, prefault, torch_threads
 from quire.protocol.cache import LayerCache
-from quire.quantization.registry import WeightFormats, select_formats
+from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device
 from quire.worker.devices.meter import BLOCK_SIZE, Meter
@@ -75,8 +75,11 @@ class CpuDevice(Device):
         self._no_gradients = torch.inference_mode()
         keep_freed_memory()
 
-    def weight_formats(self, quantization: str | None, store: WeightStore) -> WeightFormats:
-        return select_formats(quantization, self._dtype, store.allocate if self.packs_weights else None, store.filled)
+    def weight_formats(
+        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
+    ) -> WeightFormats:
+        allocate = store.allocate if self.packs_weights else None
+        return select_formats(quantization, self._dtype, allocate, store.filled, blocks)
 
     def adopt(self, num_parameters: int) -> None:
         if num_parameters < SMALL_MODEL:

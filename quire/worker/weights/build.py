@@ -3,14 +3,21 @@
 The worker builds its model so, and a draft model beside it. Loads nothing; knows no caches and no steps.
 """
 
+import json
+import logging
+
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
-from quire.models.registry import CausalLM, build_model
+from quire.models.quantized import BlockTypes, find_matrices
+from quire.models.registry import CausalLM, build_model, checkpoint_format
 from quire.models.sharding import Sharding
 from quire.worker.devices.base import Device
 from quire.worker.pages import huge_pages, zero_pages
 from quire.worker.weights.cache import place_of
+from quire.worker.weights.safetensors import SafetensorsSource
 from quire.worker.weights.store import StaleStoreError, WeightStore
+
+logger = logging.getLogger(__name__)
 
 
 def build_packed(
@@ -21,21 +28,34 @@ def build_packed(
     `shared`: among the ranks of the device's group.
     `keep`: as far as the configuration allows that, map what an earlier start has packed, or leave it to a later one.
     """
-    place = None
+    place, blocks = None, _block_types(model, config.load_format)
     group, stage = (device.group, config.stage) if shared else (None, None)
     part = () if group is None else (group.rank, group.size)
     sharding = Sharding(group, config.enable_expert_parallel and shared, config.tp_collective == "reduce")
+    if blocks and sharding.reduces:
+        logger.info("ranks that add up partial sums have parts of rows: quantized matrices are dequantized for them")
+        blocks = None
     if sharding.whole_experts:
         part = (*part, "whole experts")
     if group is not None and sharding.reduces:
         part = (*part, "columns")
     if stage is not None and config.num_stages > 1:
         part = (*part, "layers", stage.layers.start, stage.layers.stop)
+    if blocks:
+        part = (*part, json.dumps(model.hf_config["quantization_config"], sort_keys=True), *blocks.kinds)
     if device.packs_weights and keep and config.weight_cache and config.load_format not in ("dummy", "none"):
         place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
     store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
-        formats = device.weight_formats(quantization, store)
+        formats = device.weight_formats(quantization, store, blocks)
         return build_model(model, device.backend, formats, sharding, stage), store
     except StaleStoreError:  # removed, or where that is not allowed done without
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())
+
+
+def _block_types(model: ModelConfig, load_format: str) -> BlockTypes | None:
+    """The types in which the matrices of a quantized checkpoint are kept; None where there are none."""
+    stated = model.hf_config.get("quantization_config")
+    if not stated or load_format == "dummy" or not model.path.is_dir():
+        return None
+    return BlockTypes(find_matrices(SafetensorsSource(model.path, model.model), stated), checkpoint_format(model))

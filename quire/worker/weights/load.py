@@ -17,7 +17,8 @@ from torch import nn
 from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.gguf import GGUFSource
-from quire.models.weights import TensorSource
+from quire.models.quantized import QuantizedSource, find_matrices
+from quire.models.weights import TensorSource, weight_slots
 from quire.worker.weights.dummy import DummySource
 from quire.worker.weights.safetensors import SafetensorsSource, first_names
 
@@ -88,7 +89,12 @@ def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> Tens
         return DummySource(shaped.checkpoint_shapes(), shaped.dtype, config.seed)
     if config.path.is_file():
         return GGUFSource(config, cast(Any, model).form, cast(_HasShapes, model).dtype)
-    return SafetensorsSource(config.path, config.model)
+    source, stated = SafetensorsSource(config.path, config.model), config.hf_config.get("quantization_config")
+    if not stated:
+        return source
+    form = cast(Any, model).form
+    matrices = find_matrices(source, stated)
+    return QuantizedSource(source, matrices, weight_slots(model, form), form, cast(_HasShapes, model).dtype)
 
 
 def _stream(model: nn.Module, source: TensorSource, progress: bool) -> set[str]:

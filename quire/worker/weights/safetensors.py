@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.config.model import parse_json
 from quire.errors import ModelLoadError
+from quire.models.quantized import split_name
 from quire.models.weights import TensorSpec
 from quire.utils.hub import describe_unsupported_files
 
@@ -27,7 +28,7 @@ _DTYPE_BYTES = {
 
 
 class SafetensorsSource:
-    """The tensors of a directory's *.safetensors, in file order.
+    """The tensors of a directory's *.safetensors, in file order, but each module's together.
 
     Args:
         directory: the checkpoint's.
@@ -79,6 +80,14 @@ def read_header(path: Path) -> list[TensorSpec]:
     return specs
 
 
+def _by_module(specs: list[TensorSpec]) -> list[TensorSpec]:
+    """Files are ordered by type: a matrix's scales may be far from its codes, which should not wait for them."""
+    modules: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        modules.setdefault(split_name(spec.name)[0], []).append(spec)
+    return [spec for module in modules.values() for spec in module]
+
+
 def _checked_files(directory: Path, model: str) -> dict[Path, list[TensorSpec]]:
     """The safetensors files to read, each with its tensors in file order; every promise of theirs is checked."""
     index = _read_index(directory, model)
@@ -90,7 +99,7 @@ def _checked_files(directory: Path, model: str) -> dict[Path, list[TensorSpec]]:
             raise ModelLoadError(f"Model {model!r} has no *.safetensors weights. {hint}")
     else:
         paths = sorted({directory / file for file in index.values()})
-    files = {path: read_header(path) for path in paths}
+    files = {path: _by_module(read_header(path)) for path in paths}
     home: dict[str, str] = {}
     for path, specs in files.items():
         for spec in specs:

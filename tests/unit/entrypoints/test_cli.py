@@ -111,7 +111,7 @@ def test_both_ways_to_name_the_model() -> None:
         (["generate", "--hf-overrides", "{"], "not valid JSON"),
         (["generate", "--hf-overrides", "[1]"], "must be a JSON object"),
         (["generate", "--scheduling-policy", "lifo"], "invalid choice"),
-        (["generate", "--quantization", "awq"], "invalid choice: 'awq' (choose from"),
+        (["generate", "--quantization", "int3"], "invalid choice: 'int3' (choose from"),
         (["bench", "latency", "--batch-size", "0"], "must be at least 1"),
         (["serv"], "invalid choice: 'serv'"),
         (["srve"], "COMMAND: invalid choice: 'srve'. Did you mean serve?"),

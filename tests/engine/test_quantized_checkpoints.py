@@ -1,0 +1,90 @@
+"""The demo in the formats of quantized checkpoints: what it answers is what the dequantized demo answers."""
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.errors import ModelLoadError
+from quire.ops.native.library import TORCH
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+files: Any = importlib.import_module("quantized_files")
+PROMPTS = ["Once upon a time", "The 3 dogs, 1234 of them", "A", "It was late when she came"]
+SOME = ["gptq-3", "gptq-4", "awq-gemm", "fp8-block", "ct-w4-zeros", "bnb-nested"]
+
+
+def answers(model: Path, prompts: Any = PROMPTS, **options: Any) -> list[Any]:
+    """Tokens and logprobs."""
+    llm = LLM(str(model), max_model_len=128, **({"weight_cache": False} | options))
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(list(out.outputs[0].token_ids), out.outputs[0].logprobs) for out in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SOME)
+def test_answers_are_those_of_the_dequantized_model(tmp_path: Path, case: str, native: str) -> None:
+    values = files.write(tmp_path / "quantized", *files.CASES[case])
+    files.write_values(tmp_path / "plain", values, torch.bfloat16)
+    found = answers(tmp_path / "quantized")
+    assert found == answers(tmp_path / "plain"), "values are rounded once, to the model's type"
+    assert [answers(tmp_path / "quantized", [prompt])[0] for prompt in PROMPTS[:2]] == found[:2], (
+        "whoever shares a batch"
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", ["auto", TORCH])
+@pytest.mark.parametrize("case", files.CASES)
+def test_every_format_in_every_type(tmp_path: Path, case: str, kernels: str, dtype: str) -> None:
+    values = files.write(tmp_path / "quantized", *files.CASES[case])
+    files.write_values(tmp_path / "plain", values, getattr(torch, dtype))
+    options = {"kernels": kernels, "dtype": dtype}
+    assert answers(tmp_path / "quantized", **options) == answers(tmp_path / "plain", **options)
+
+
+def test_layers_that_are_left_alone_and_parts_of_several_types(tmp_path: Path, native: str) -> None:
+    """Queries stay plain, so that the three are one matrix of numbers; the last layer is plain whole."""
+    stated, quantize = files.CASES["ct-w4"]
+    values = files.write(tmp_path / "quantized", stated, quantize, ("q_proj", "layers.4."))
+    files.write_values(tmp_path / "plain", values, torch.bfloat16)
+    assert answers(tmp_path / "quantized") == answers(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path, native: str, caplog: pytest.LogCaptureFixture) -> None:
+    files.write(tmp_path, *files.CASES["awq-gemm"])
+    assert answers(tmp_path, tensor_parallel_size=2) == answers(tmp_path)
+
+
+def test_packed_weights_are_kept(tmp_path: Path, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the settings that they were made by: zeros of the second version are others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("quire.worker.weights.cache.MIN_BYTES", 0)
+    stated, quantize = files.CASES["gptq-4"]
+    files.write(tmp_path / "model", stated, quantize)
+    first = answers(tmp_path / "model", weight_cache=True)
+    assert answers(tmp_path / "model", weight_cache=True) == first
+    files.write(tmp_path / "model", stated | {"checkpoint_format": "gptq_v2"}, quantize)
+    assert answers(tmp_path / "model", weight_cache=True) != first
+
+
+def test_what_has_no_form_in_blocks_is_said(tmp_path: Path, native: str, caplog: pytest.LogCaptureFixture) -> None:
+    files.write(tmp_path, *files.CASES["gptq-4-order"])
+    with caplog.at_level(logging.INFO):
+        LLM(str(tmp_path), max_model_len=64, weight_cache=False)
+    assert "35 matrices have no form in blocks and are dequantized (model.layers." in caplog.text
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    files.write(tmp_path, *files.CASES["gptq-4"], only="layers.0.self_attn.q_proj")
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit.bin")
+    with pytest.raises(ModelLoadError, match="pickle files"):
+        LLM(str(tmp_path))

@@ -1,0 +1,106 @@
+"""What a checkpoint says of its quantization is recognized, checked, and held against what is asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import EngineArgs
+from quire.config.model import ModelConfig
+from quire.errors import ConfigError, QuireError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "torch_dtype": "float16",
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+WEIGHTS = {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}
+PACKED = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}}}
+
+
+def write(path: Path, stated: dict[str, Any] | None, file: str = "") -> str:
+    config = LLAMA | ({"quantization_config": stated} if stated and not file else {})
+    (path / "config.json").write_text(json.dumps(config))
+    if file:
+        (path / file).write_text(json.dumps(stated))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "file", "method"),
+    [
+        (GPTQ, "", "gptq"),
+        ({"bits": 8, "group_size": -1, "desc_act": True, "sym": True}, "quantize_config.json", "gptq"),
+        (AWQ, "", "awq"),
+        ({"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMV"}, "quant_config.json", "awq"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "", "fp8"),
+        ({"quant_method": "fbgemm_fp8"}, "", "fp8"),
+        ({"quant_method": "compressed-tensors"} | PACKED, "", "compressed-tensors"),
+        ({"load_in_4bit": True}, "", "bitsandbytes"),
+        ({"quant_method": "mxfp4"}, "", "mxfp4"),
+        (None, "", None),
+    ],
+)
+def test_methods_are_recognized(tmp_path: Path, stated: dict[str, Any] | None, file: str, method: str | None) -> None:
+    path = write(tmp_path, stated, file)
+    config = EngineArgs(path).resolve()
+    assert config.quantization == method
+    assert config.model.dtype == ("float16" if method is None else "bfloat16")
+    assert ModelConfig.from_pretrained(path, dtype="float16").dtype == "float16"
+    if method is not None:
+        assert EngineArgs(path, quantization=method).resolve().quantization == method  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("stated", "asked", "message"),
+    [
+        (GPTQ, "int8", r"quantization='int8' contradicts model .* quantized already \(gptq\)"),
+        (GPTQ, "awq", r"quantization='awq' contradicts model .* quantized already \(gptq\)"),
+        (None, "awq", "quantization='awq' contradicts model .* not quantized: leave it out, or choose 'int8'"),
+    ],
+)
+def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None, asked: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(write(tmp_path, stated), quantization=asked).resolve()
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ("gptq", "quantization_config = 'gptq'; it must be an object"),
+        ({"quant_method": "aqlm"}, "quantized with 'aqlm', which is not supported: .* gptq, awq, fp8"),
+        (GPTQ | {"bits": 5}, "with gptq to 5 bits; supported are 2, 3, 4, 8"),
+        (GPTQ | {"bits": "4"}, "with gptq to '4' bits"),
+        (GPTQ | {"group_size": 0}, "group_size = 0; it must be a whole number over 0, or -1"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "gptq weights in the layout 'marlin', .* supported are 'gptq'"),
+        (AWQ | {"bits": 8}, "with awq to 8 bits; supported are 4"),
+        (AWQ | {"version": "gemv_fast"}, "awq weights in the layout 'gemv_fast', .* supported are 'gemm', 'gemv'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "a format 'marlin-24' of compressed-tensors"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}} | PACKED,
+            "sparse weights .'sparse-24-bitmask'. of compressed-tensors, which is not supported",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 3}}},
+            },
+            "weights of 3 bits in its config_groups",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": WEIGHTS}}},
+            "without a list of targets",
+        ),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path: Path, stated: Any, message: str) -> None:
+    with pytest.raises(QuireError, match=message):
+        EngineArgs(write(tmp_path, stated)).resolve()
