@@ -143,6 +143,10 @@ struct BlockScales {
     static constexpr BlockFormat f = block_format(kType);
     alignas(64) float scale[f.groups][16], shift[f.groups][16];
     alignas(64) float d[16], m[16];  // of a superblock
+#if defined(__AVX512BF16__)
+    static constexpr bool kTables = f.is_own() && f.bits == 4;
+    alignas(64) bf16 values[kTables ? 16 : 1][16];  // of a row's codes, made once for all tiles that share its scale
+#endif
 
     QUIRE_ALWAYS void read(const uint8_t* tile, int64_t t) {
         if constexpr (f.is_own()) {  // the shift is the zero
@@ -154,6 +158,14 @@ struct BlockScales {
                 std::memcpy(zeros + i * f.striped(), from + f.striped() * 4, f.striped());
             }
             for (int r = 0; r < 16; r++) shift[0][r] = float(zeros[r]);
+#if defined(__AVX512BF16__)
+            const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            for (int r = 0; r < 16 && kTables; r++) {
+                const __m512 numbers = f.curved ? _mm512_loadu_ps(kCurves[zeros[r]]) : _mm512_sub_ps(steps, _mm512_set1_ps(shift[0][r]));
+                const __m512 scaled = _mm512_mul_ps(numbers, _mm512_set1_ps(scale[0][r]));
+                _mm256_store_si256(reinterpret_cast<__m256i*>(values[r]), (__m256i)_mm512_cvtneps_pbh(scaled));
+            }
+#endif
             return;
         }
         if constexpr (!f.is_super()) {

@@ -124,8 +124,8 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
     const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if constexpr (f.is_own()) {
         if constexpr (f.bits == 4) {
-            const __m512 numbers = f.curved ? _mm512_loadu_ps(kCurves[int(scales.shift[0][row])]) : _mm512_sub_ps(steps, shift);
-            return _mm512_permutexvar_epi16(plane(0, 4, 0), _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(numbers, scale))));
+            const __m256i values = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales.values[row]));
+            return _mm512_permutexvar_epi16(plane(0, 4, 0), _mm512_broadcast_i64x4(values));
         } else {
             const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
             auto value = [&](__m128i c) {

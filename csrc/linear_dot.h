@@ -77,8 +77,9 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     __m512 acc[kRows][4];
     for (auto& row : acc)
         for (__m512& sum : row) sum = _mm512_setzero_ps();
-    const NoScales scales;
+    typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
+        scales.read(tile, t);
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         for_both([&](auto pair) QUIRE_ALWAYS {
             __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
@@ -276,8 +277,9 @@ template <Type kType>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
-    // Blocks are turned first for few rows, too: six more copies of what expands each of their types take minutes to build.
-    if constexpr (!is_blocks(kType))
+    // Other blocks are turned first for few rows, too: six more copies of what expands each of their types take minutes to build.
+    constexpr bool kStreamed = !is_blocks(kType) || kType == Type::u4_32 || kType == Type::u4_128;
+    if constexpr (kStreamed)
         if (a.num_rows <= kStreamRows) return stream_rows<kType>(blocks, rows, context);
     if (a.num_rows <= kMostRows) {
         const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
