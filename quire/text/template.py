@@ -13,7 +13,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 
 from quire.errors import InvalidRequestError
 from quire.text.conversation import to_plain
@@ -74,8 +73,8 @@ class ChatTemplate:
                 "continue_final_message",
             )
         text = self._text
-        template, takes_parts = _compile(text)
-        conversation = _read_messages(messages, takes_parts)
+        template = _compile(text)
+        conversation = _read_messages(messages, template)
         if "developer" not in text:
             for message in conversation:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
@@ -99,14 +98,13 @@ def _sandbox() -> Sandbox:
 
 
 @lru_cache(maxsize=8)
-def _compile(text: str) -> tuple[jinja2.Template, bool]:
-    """The compiled template, and whether it goes through lists of content parts."""
+def _compile(text: str) -> jinja2.Template:
     if len(text) > MAX_TEMPLATE_CHARS:
         raise InvalidRequestError(
             f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}.", "chat_template"
         )
     try:
-        return _sandbox().from_string(text), iterates_content(_sandbox().parse(text))
+        return _sandbox().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         reason = f"{error.message} (line {error.lineno})"
     except (RecursionError, ValueError, SyntaxError, MemoryError) as error:
@@ -164,13 +162,13 @@ def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
     return plain
 
 
-def _read_messages(messages: Any, takes_parts: bool) -> list[dict[str, Any]]:
+def _read_messages(messages: Any, template: jinja2.Template) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError("messages must be a list of at least one dict with role and content.", "messages")
-    return [_read_message(message, f"messages[{i}]", takes_parts) for i, message in enumerate(messages)]
+    return [_read_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
 
 
-def _read_message(given: Any, where: str, takes_parts: bool) -> dict[str, Any]:
+def _read_message(given: Any, where: str, template: jinja2.Template) -> dict[str, Any]:
     """One message as the template sees it: no None entries, parsed tool calls, reasoning under its names."""
     plain = to_plain(given, where)
     if not isinstance(plain, dict):
@@ -185,7 +183,7 @@ def _read_message(given: Any, where: str, takes_parts: bool) -> dict[str, Any]:
         message.pop("tool_calls", None)
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     if "content" in message:
-        message["content"] = _read_content(message["content"], f"{where}.content", takes_parts)
+        message["content"] = _read_content(message["content"], f"{where}.content", template)
     elif not (role == "assistant" and (reasoning or "tool_calls" in message or "function_call" in message)):
         raise InvalidRequestError(
             f"{where} has no content; only an assistant's message with tool_calls may be without.", "messages"
@@ -210,13 +208,14 @@ def _read_tool_call(call: Any, where: str) -> Any:
     return call | {"function": function | {"arguments": arguments or {}}}
 
 
-def _read_content(content: Any, where: str, takes_parts: bool) -> Any:
+def _read_content(content: Any, where: str, template: jinja2.Template) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(
             f"{where} must be a string or a list of text parts, got {type(content).__name__}.", "messages"
         )
+    takes_parts = iterates_content(template)
     parts = [_read_part(part, f"{where}[{i}]", takes_parts) for i, part in enumerate(content)]
     return parts if takes_parts else "\n".join(part["text"] for part in parts)
 
@@ -274,60 +273,22 @@ def _cut_at_mark(prompt: str, mark: str, final: str) -> str:
 # --- does a template go through content parts?
 
 
-def iterates_content(tree: nodes.Template) -> bool:
-    """Whether a template has a loop over a message's content, so that it takes a list of parts as it is.
+@lru_cache(maxsize=8)
+def iterates_content(template: jinja2.Template) -> bool:
+    """Whether a template goes through lists of content parts itself: it is tried on some."""
+    iterated: list[bool] = []
 
-    Follows `messages` through loops, indexing, assignments and macro arguments by name, which is what templates do.
-    """
-    lists, items, contents = {"messages"}, set[str](), set[str]()
-    macros = {macro.name: [a.name for a in macro.args] for macro in tree.find_all(nodes.Macro)}
-    before = None
-    while before != (len(lists), len(items), len(contents)):
-        before = len(lists), len(items), len(contents)
-        for name, value in _bindings(tree, macros):
-            kind = _kind(value, lists, items, contents)
-            if kind is not None:
-                kind.add(name)
-        for loop in tree.find_all(nodes.For):
-            if isinstance(loop.target, nodes.Name) and _kind(loop.iter, lists, items, contents) is lists:
-                items.add(loop.target.name)
-    return any(_kind(loop.iter, lists, items, contents) is contents for loop in tree.find_all(nodes.For))
+    class Parts(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            iterated.append(True)
+            return super().__iter__()
 
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            return Parts(found) if isinstance(place, slice) else found
 
-def _bindings(tree: nodes.Template, macros: dict[str, list[str]]) -> Iterator[tuple[str, nodes.Node]]:
-    """(name, expression) of every assignment, and of every macro argument."""
-    for assign in tree.find_all(nodes.Assign):
-        if isinstance(assign.target, nodes.Name | nodes.NSRef):
-            target = assign.target
-            yield (target.name if isinstance(target, nodes.Name) else f"{target.name}.{target.attr}"), assign.node
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name) and call.node.name in macros:
-            yield from zip(macros[call.node.name], call.args, strict=False)
-
-
-def _kind(node: Any, lists: set[str], items: set[str], contents: set[str]) -> set[str] | None:
-    """Which of the three sets the expression belongs to: message lists, messages, contents."""
-    if isinstance(node, nodes.Name):
-        name = node.name
-        return next((names for names in (lists, items, contents) if name in names), None)
-    if isinstance(node, nodes.Filter):
-        return _kind(node.node, lists, items, contents)
-    if isinstance(node, nodes.CondExpr):
-        return _kind(node.expr1, lists, items, contents) or _kind(node.expr2, lists, items, contents)
-    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get" and node.args:
-        node = nodes.Getitem(node.node.node, node.args[0], "load")
-    if not isinstance(node, nodes.Getattr | nodes.Getitem):
-        return None
-    key = node.attr if isinstance(node, nodes.Getattr) else node.arg
-    if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
-        dotted = f"{node.node.name}.{key}"
-        for names in (lists, items, contents):
-            if dotted in names:
-                return names
-    owner = _kind(node.node, lists, items, contents)
-    if owner is lists:
-        return lists if isinstance(key, nodes.Slice) else items
-    if owner is items:
-        name = key.value if isinstance(key, nodes.Const) else key
-        return contents if name == "content" else None
-    return contents if owner is contents and isinstance(key, nodes.Slice) else None
+    rendered, parts = "", [{"type": "text", "text": "x"}]
+    messages = [{"role": role, "content": Parts(parts)} for role in ("user", "assistant", "user")]
+    with suppress(Exception):  # one that fails with a list goes through none
+        rendered = template.render(messages=messages, add_generation_prompt=True)
+    return bool(iterated) and '"text"' not in rendered  # the list as JSON

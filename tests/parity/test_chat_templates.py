@@ -178,7 +178,7 @@ def test_detection_of_content_parts(name: str) -> None:
     except Exception:
         rendered = ""
     takes_parts = "one" in rendered and "{" not in rendered
-    assert iterates_content(template_sandbox.Sandbox().parse(template)) == takes_parts
+    assert iterates_content(template_sandbox.Sandbox().from_string(template)) == takes_parts
     if takes_parts:
         compare(template, parts, {})
 

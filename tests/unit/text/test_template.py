@@ -85,7 +85,7 @@ MACRO = "{% macro f(x) %}" + PART_LOOP.replace("EXPR", "x") + "{% endmacro %}"
     ],
 )
 def test_detection_of_parts(template: str, expected: bool) -> None:
-    assert iterates_content(Sandbox().parse(template)) is expected
+    assert iterates_content(Sandbox().from_string(template)) is expected
 
 
 def test_tool_calls() -> None:
