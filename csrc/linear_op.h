@@ -16,11 +16,13 @@ struct LinearSpec {  // inputs: x, and a residual or none
     const void* bias;
     Epilogue epilogue;
     int64_t residual_start;  // its column that is added to the first one
+    int64_t first;           // column of the result where this product's begin
 };
 
 inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     const void* residual = o.y.data ? static_cast<const uint8_t*>(o.y.data) + s.residual_start * type_bytes(o.y.type) : nullptr;
-    const LinearArgs args{s.weight, s.bias, o.x.data, o.out.data, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
+    void* out = static_cast<uint8_t*>(o.out.data) + s.first * type_bytes(o.out.type);
+    const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
                           o.x.type, o.out.type, s.epilogue};
 #if defined(__AMX_BF16__)
     linear_amx(args, context);
@@ -32,6 +34,6 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 }
 
 QUIRE_OPERATION(linear, LinearSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(epilogue),
-                QUIRE_FIELD(residual_start));
+                QUIRE_FIELD(residual_start), QUIRE_FIELD(first));
 
 }  // namespace quire::QUIRE_NS

@@ -27,14 +27,16 @@ ARCHITECTURES = {
 def convert(
     directory: Path,
     path: Path,
-    kind: Kind = Kind.F32,
+    kind: Kind | Callable[[str], Kind] = Kind.F32,
     *,
+    dequantized: bool = False,
     split: int = 0,
     change: Callable[[GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """Write the model in `directory` to `path`, its matrices as `kind` (F16 where their rows are no whole blocks).
 
-    `split`: tensors in each file. `change`: adds to the metadata.
+    `kind` may be a function of GGUF's names. `dequantized`: in its place BF16 of the very same values. `split`: tensors
+    in each file. `change`: adds to the metadata.
     """
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
@@ -47,7 +49,8 @@ def convert(
         stem, _, suffix = name.rpartition(".")
         theirs = names.get_name(stem)
         assert theirs is not None, f"no GGUF name for {name}"
-        _add_tensor(writer, f"{theirs}.{suffix}", _as_converted(name, values, config, arch), kind)
+        own = kind if isinstance(kind, Kind) else kind(theirs)
+        _add_tensor(writer, f"{theirs}.{suffix}", _as_converted(name, values, config, arch), own, dequantized)
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     writer.write_header_to_file()
@@ -61,12 +64,14 @@ def _model_arch(arch: str) -> MODEL_ARCH:
     return next(key for key, name in MODEL_ARCH_NAMES.items() if name == arch)
 
 
-def _add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, kind: Kind) -> None:
+def _add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, kind: Kind, dequantized: bool) -> None:
     if values.ndim == 1 or kind == Kind.F32:
         writer.add_tensor(name, values)
         return
     whole = values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
     kind = kind if whole else Kind.F16
+    if dequantized:
+        values, kind = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind), Kind.BF16
     writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
 

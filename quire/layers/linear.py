@@ -90,7 +90,8 @@ class Matrix(nn.Module):
         self._in_features = in_features
         if place.shard is not None and place.shard.columns is not None:
             in_features = len(place.shard.columns)
-        self.shape = MatrixShape(in_features, sum(len(rows) for part in parts for rows in self._rows[part]), bias)
+        here = {part: sum(map(len, self._rows[part])) for part in parts}
+        self.shape = MatrixShape(in_features, sum(here.values()), bias, here)
         self.method = place.method
         for name, weight in place.method.create_weights(self.shape, place.dtype, place.name).items():
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
@@ -107,10 +108,10 @@ class Matrix(nn.Module):
         for part, features in self.parts.items():
             owner = f"{path.rpartition('.')[0]}.{part}" if part else path
             shape = MatrixShape(self._in_features, features, self.shape.bias)
-            for tensor, form in self.method.checkpoint_tensors(shape).items():
+            for tensor, form in self.method.of_part(part).checkpoint_tensors(shape).items():
                 load = partial(self._load, part, tensor, start)
                 yield CheckpointSlot(f"{owner}.{tensor}", form, load, tensor in self.method.filled)
-            start += sum(map(len, self._rows[part]))
+            start += self.shape.parts[part]
 
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
         loaded = loaded if self.shard is None else self.shard.own(loaded)

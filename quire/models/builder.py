@@ -120,7 +120,8 @@ class Builder:
         parts = tuple(outputs) if isinstance(outputs, Mapping) else ()
         out_features = sum(outputs.values()) if isinstance(outputs, Mapping) else outputs
         place = replace(self._place(name, MatrixShape(in_features, out_features, bias), parts=parts), shard=shard)
-        if plain:
+        cut = shard is not None and shard.columns is not None and self.context.formats.blocks  # rows' blocks stay whole
+        if plain or cut:
             place = replace(place, method=self.context.formats.plain)
         return Linear(place, in_features, outputs, bias=bias)
 

@@ -89,7 +89,7 @@ class CausalLM(nn.Module):
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
         self._elsewhere: set[str] = set()  # checkpoint names of other stages' tensors
-        self.num_parameters = sum(math.prod(slot.form.shape) for slot in slots.values())
+        self.num_parameters = sum(slot.form.num_weights or math.prod(slot.form.shape) for slot in slots.values())
 
     def leave(self, whole: "CausalLM") -> None:
         """Let other stages have the rest of what the whole model needs."""

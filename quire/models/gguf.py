@@ -6,7 +6,7 @@ Names are given as the modules here have them; the family's
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.models.weights import CheckpointFormat, TensorSpec
+from quire.models.weights import CheckpointFormat, TensorSpec, WeightSlot
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _IGNORED = ("rope_freqs.weight",)  # the configuration has it
@@ -89,12 +89,12 @@ class Piece:
         size = self.num_rows * self.tensor.row_bytes
         return TensorSpec(self.name, self.tensor.kind, self.shape, size, self.tensor.file.name)
 
-    def values(self, rows: np.ndarray, dtype: torch.dtype) -> Tensor:
+    def values(self, rows: np.ndarray, dtype: torch.dtype | None) -> Tensor:
         """The tensor that the model asks for.
 
         Args:
             rows: its own in the file, uint8 [num_rows, bytes], which may be changed.
-            dtype: of what is dequantized; floats stay of their type.
+            dtype: of what is dequantized; floats stay of their type. None: blocks stay as they are, rows of bytes.
 
         Raises:
             NotImplementedError: the gguf package can't dequantize such blocks.
@@ -102,6 +102,9 @@ class Piece:
         if self.num_heads:
             parts = rows.reshape(self.num_heads, -1, 2, rows.size // self.shape[0])
             rows = parts.swapaxes(1, 2).reshape(rows.shape)
+        if dtype is None:
+            found = torch.from_numpy(np.ascontiguousarray(rows))
+            return found.t() if self.turned else found
         found = _dequantized(rows, self.tensor.kind, dtype)
         found = found.add_(self.shift) if self.shift else found
         return found.reshape(self.shape[::-1]).t() if self.turned else found.reshape(self.shape)
@@ -125,13 +128,31 @@ def gguf_pieces(file: GGUFFile, config: ModelConfig, form: CheckpointFormat) -> 
         ModelLoadError: a tensor that has no place in such a model, or whose rows are no heads.
     """
     arch = str(file.metadata["general.architecture"])
-    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | (_PLAIN_MLP if arch == "gpt2" else {})
     return [
         _changed(piece, config, form, arch)
         for tensor in file.tensors.values()
         if tensor.name not in _IGNORED
-        for piece in _pieces(tensor, names, arch)
+        for piece in _pieces(tensor, _names(arch), arch)
     ]
+
+
+class GGUFTypes(dict[str, str]):
+    """The types of the matrices of a file that are in blocks, by the names of their layers or of parts of these."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        arch = str(file.metadata["general.architecture"])
+        super().__init__(
+            (piece.name.removesuffix(".weight"), tensor.kind)
+            for tensor in file.tensors.values()
+            if tensor.kind not in _FLOATS and len(tensor.shape) > 1 and tensor.name not in _IGNORED
+            for piece in _pieces(tensor, _names(arch), arch)
+        )
+        self.kinds = sorted(set(self.values()))
+
+
+def _names(arch: str) -> dict[str, str]:
+    """Those of what stands in a layer."""
+    return _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | (_PLAIN_MLP if arch == "gpt2" else {})
 
 
 def _pieces(tensor: GGUFTensor, names: dict[str, str], arch: str) -> Iterator[Piece]:
@@ -188,10 +209,12 @@ class GGUFSource:
         ModelLoadError: see `read_gguf` and `gguf_pieces`.
     """
 
-    def __init__(self, config: ModelConfig, form: CheckpointFormat, dtype: torch.dtype) -> None:
-        """`dtype`: of what is dequantized."""
+    def __init__(
+        self, config: ModelConfig, form: CheckpointFormat, dtype: torch.dtype, slots: Mapping[str, WeightSlot]
+    ) -> None:
+        """`slots`: what the model asks for; blocks stay so where it takes them. `dtype`: of what is dequantized."""
         file = read_gguf(config.path)
-        self._dtype = dtype
+        self._dtype, self._slots = dtype, slots
         self._pieces = {piece.spec.name: piece for piece in gguf_pieces(file, config, form)}
         self.num_files = len(file.parts)
         self.specs = [piece.spec for piece in self._pieces.values()]
@@ -208,4 +231,6 @@ class GGUFSource:
 
     def _read(self, piece: Piece) -> Tensor:
         rows = np.memmap(piece.tensor.file, np.uint8, "c", piece.start, (piece.num_rows, piece.tensor.row_bytes))
-        return piece.values(rows, self._dtype)  # which may change them: the file stays as it is
+        slot = self._slots.get(piece.name)
+        raw = slot is not None and torch.uint8 in slot.form.dtypes
+        return piece.values(rows, None if raw else self._dtype)  # which may change them: the file stays as it is

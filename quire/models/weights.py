@@ -6,7 +6,7 @@ these. A checkpoint format is a `TensorSource` of the worker's; nothing here kno
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -103,7 +103,7 @@ def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, WeightSl
         for slot in places(path):
             name = form.checkpoint_name(slot.name)
             if name.endswith(form.transposed):
-                turned = TensorForm(slot.form.shape[::-1], slot.form.dtypes)
+                turned = replace(slot.form, shape=slot.form.shape[::-1])
                 slots[name] = WeightSlot(path, turned, partial(_load_turned, slot.load), slot.filled)
             else:
                 slots[name] = WeightSlot(path, slot.form, slot.load, slot.filled)

@@ -1,5 +1,8 @@
 """Products with a matrix of weights: the reference in plain torch, and the packed matrices of the native kernels."""
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,9 +19,14 @@ _ALIGNMENT = 64  # bytes; a GEMM may choose another path for rows that start els
 
 @op
 def linear(
-    x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor | PackedMatrix | Sequence[PackedMatrix],
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``: [M, K], [N, K], [N] -> [M, N], in the dtype of `weight` or in `out_dtype`.
+
+    Packed weights may be in several matrices, of one type each, whose rows follow each other.
 
     Each tile of ROW_TILE rows is one product; the last is padded with zero rows.
     """
@@ -46,9 +54,21 @@ def linear(
 
 
 @linear.native
-def _build(x: Value, weight: PackedMatrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Value:
-    if x.width != weight.cols:
-        raise ValueError(f"a matrix [{weight.rows}, {weight.cols}] can't multiply rows of {x.width}")
-    told = {"weight": x.builder.matrix(weight), "bias": x.builder.vector(bias, weight.rows)}
-    type = None if out_dtype is None else TYPE_OF[out_dtype]
-    return x.builder.append("linear", [x], weight.rows, type=type, **told)
+def _build(
+    x: Value,
+    weight: PackedMatrix | Sequence[PackedMatrix],
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Value:
+    builder, first = x.builder, 0
+    weight = [weight] if isinstance(weight, PackedMatrix) else weight
+    out = Value(builder, sum(part.rows for part in weight), builder.type if out_dtype is None else TYPE_OF[out_dtype])
+    for part in weight:
+        if x.width != part.cols:
+            raise ValueError(f"a matrix [{part.rows}, {part.cols}] can't multiply rows of {x.width}")
+        told: dict[str, Any] = {"first": first} if first else {}
+        if bias is not None:
+            told["bias"] = cast(int, builder.vector(bias, out.width)) + first * bias.itemsize
+        builder.append("linear", [x], out, weight=builder.matrix(part), **told)
+        first += part.rows
+    return out

@@ -6,7 +6,7 @@ time and must not know models; which layers it serves is `WeightFormats`' busine
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """A matrix [out_features, in_features] and whether a bias [out_features] is added to its products."""
+    """A matrix [out_features, in_features] and whether a bias [out_features] is added to its products.
+
+    `parts`: output features of each part of a merged one, by name.
+    """
 
     in_features: int
     out_features: int
     bias: bool = False
+    parts: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,10 +34,12 @@ class TensorForm:
 
     Attributes:
         dtypes: any of them will do.
+        num_weights: where the shape does not say it: that of blocks counts bytes.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    num_weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ class QuantizationMethod(ABC):
             dtype: the activations'.
             name: the layer's, by which its weights can be kept and found again.
         """
+
+    def of_part(self, name: str) -> "QuantizationMethod":
+        """What a checkpoint's tensors of this part of a merged matrix are like."""
+        return self
 
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
         """What a checkpoint must hold for such a matrix, by tensor name. Here: unquantized weights."""

@@ -5,6 +5,7 @@ matrix is recorded in a program (`quire.ops.native.builder`); there are no tenso
 """
 
 from collections.abc import Callable, Mapping
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class Packed(QuantizationMethod):
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
         forms, blocks = super().checkpoint_tensors(shape), block_format(self.type)
         if blocks is not None:
-            forms["weight"] = TensorForm((shape.out_features, blocks.row_bytes(shape.in_features)), (torch.uint8,))
+            rows, columns = shape.out_features, shape.in_features
+            forms["weight"] = TensorForm((rows, blocks.row_bytes(columns)), (torch.uint8,), rows * columns)
         return forms
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
@@ -76,3 +78,48 @@ class Packed(QuantizationMethod):
         return PackedMatrix(
             weights["packed"].data, weights.get("scales"), shape.out_features, shape.in_features, self.type
         )
+
+
+class PackedParts(QuantizationMethod):
+    """A merged matrix whose parts are of several types: neighbours of one type are a matrix with its own product."""
+
+    def __init__(self, methods: Mapping[str, Packed]) -> None:
+        """`methods`: of each part, in order."""
+        self._methods = methods
+        self.filled = next(iter(methods.values())).filled
+
+    def of_part(self, name: str) -> QuantizationMethod:
+        return self._methods[name]
+
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {}
+        for first, method, part in self._matrices(shape):
+            made = method.create_weights(part, dtype, f"{name}.{first}")
+            weights |= {f"{tensor}_{first}": weight for tensor, weight in made.items()}
+        return weights | ({"bias": torch.empty(shape.out_features, dtype=dtype)} if shape.bias else {})
+
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
+        if name == "bias":
+            super().load(weights, shape, name, loaded, start)
+            return
+        first, method, part = [each for each in self._matrices(shape) if each[0] <= start][-1]
+        method.load({"packed": weights[f"packed_{first}"]}, part, name, loaded, start - first)
+
+    def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
+        parts = [
+            method.matrix({"packed": weights[f"packed_{first}"]}, part) for first, method, part in self._matrices(shape)
+        ]
+        return ops.linear(x, parts, weights.get("bias"), torch.float32 if wide else None)
+
+    def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError("a table is not merged")
+
+    def _matrices(self, shape: MatrixShape) -> list[tuple[int, Packed, MatrixShape]]:
+        """The first row, format and shape of each."""
+        found: list[tuple[int, Packed, MatrixShape]] = []
+        first = 0
+        for method, parts in groupby(shape.parts, self._methods.__getitem__):
+            rows = sum(shape.parts[part] for part in parts)
+            found.append((first, method, MatrixShape(shape.in_features, rows)))
+            first += rows
+        return found

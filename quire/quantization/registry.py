@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from quire.errors import ModelLoadError
 from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod
-from quire.quantization.packed import Allocate, Packed
+from quire.quantization.packed import Allocate, Packed, PackedParts
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
@@ -36,8 +36,7 @@ class WeightFormats:
         table: of embeddings and the output head.
         ignored: names of linear layers that a checkpoint keeps as `plain`, and of modules whose layers all are.
         blocks: of a checkpoint whose tensors are in blocks, each in a type of its own: the types of layers, and of
-            the parts of merged ones, by their names. Whatever is not among them is `plain`, and so is a merged layer
-            whose parts are of several types: one product has one type, and blocks are not changed into others.
+            the parts of merged ones, by their names. Whatever is not among them is `plain`.
         kept: the formats of those types that the kernels have.
     """
 
@@ -64,8 +63,10 @@ class WeightFormats:
         owner = name.rpartition(".")[0]
         names = [f"{owner}.{part}" if part else name for part in parts or ("",)]
         if self.blocks is not None:
-            kept = {self.blocks.get(part, "") for part in names}
-            return self.kept.get(kept.pop(), self.plain) if len(kept) == 1 else self.plain
+            kept = [self.kept.get(self.blocks.get(part, ""), self.plain) for part in names]
+            if len(set(kept)) == 1:
+                return kept[0]
+            return PackedParts({part: cast(Packed, method) for part, method in zip(parts, kept, strict=True)})
         ignored = {self._is_ignored(part) for part in names}
         if len(ignored) > 1:
             raise ModelLoadError(

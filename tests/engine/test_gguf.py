@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, EngineArgs, SamplingParams
+from quire.entrypoints.cli.plan import make_plan
 from quire.entrypoints.server.catalog import _folders
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.gguf import GGUFSource
@@ -29,26 +30,75 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endf
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 
-def convert(path: Path, kind: Any = Kind.BF16, split: int = 0, pre: str = "gpt-2") -> Path:
+def convert(path: Path, kind: Any = Kind.BF16, split: int = 0, pre: str = "gpt-2", **options: Any) -> Path:
     def tokenizer(writer: Any) -> None:
         gguf_files.add_tokenizer(writer, DEMO / "tokenizer.json", pre, add_bos_token=True)
         writer.add_chat_template(TEMPLATE)
 
-    return gguf_files.convert(DEMO, path, kind, split=split, change=tokenizer)
+    return gguf_files.convert(DEMO, path, kind, split=split, change=tokenizer, **options)
 
 
-def answers(model: str, **options: Any) -> list[tuple[list[int], list[int], str]]:
-    llm = LLM(model, max_model_len=128, **options)
-    params = SamplingParams(max_tokens=12, temperature=0)
+def answers(model: str, **options: Any) -> list[tuple[Any, ...]]:
+    llm = LLM(model, max_model_len=128, weight_cache=False, **options)
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=3)
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    return [(out.prompt_token_ids, list(out.outputs[0].token_ids), out.outputs[0].text) for out in outputs]
+    first = [out.outputs[0] for out in outputs]
+    return [
+        (all.prompt_token_ids, list(out.token_ids), out.text, out.logprobs)
+        for all, out in zip(outputs, first, strict=True)
+    ]
+
+
+def mixed(name: str) -> Any:
+    """Types as llama.cpp mixes them: one of q, k and v is of more bits, and so are some layers' others."""
+    if "attn_v" in name or name == "token_embd" or name == "blk.1.ffn_down":
+        return Kind.Q8_0
+    return Kind.Q5_1 if "attn_output" in name else Kind.Q4_0
+
+
+def gate_apart(name: str) -> Any:
+    return Kind.Q8_0 if "ffn_gate" in name else Kind.Q4_0
 
 
 @pytest.mark.parametrize("split", [0, 10])
 def test_the_demo_answers_as_ever(tmp_path: Path, split: int) -> None:
     path = convert(tmp_path / "demo.gguf", split=split)
     given = str(tmp_path) if split else str(path)
-    assert answers(given, weight_cache=False) == answers("demo")
+    assert answers(given) == answers("demo")
+
+
+@pytest.mark.parametrize("kind", [mixed, Kind.Q8_0])
+def test_blocks_stay_as_they_are(tmp_path: Path, kind: Any) -> None:
+    """The model computes what one of the dequantized values does, to the last bit, in the memory of the blocks."""
+    path, plain = convert(tmp_path / "blocks.gguf", kind), convert(tmp_path / "plain.gguf", kind, dequantized=True)
+    assert answers(str(path)) == answers(str(plain))
+    assert [each[1] for each in answers(str(path), kernels="torch")] == [
+        each[1] for each in answers(str(plain), kernels="torch")
+    ]
+    plans = [make_plan(EngineArgs(str(each), max_model_len=128)) for each in (path, plain)]
+    assert plans[0].shares[0].weights < 1.1 * path.stat().st_size
+    assert plans[0].worker.num_parameters == plans[1].worker.num_parameters
+
+
+@pytest.mark.slow
+def test_ranks_share_blocks(tmp_path: Path) -> None:
+    path = str(convert(tmp_path / "blocks.gguf", mixed))
+    assert answers(path, tensor_parallel_size=2) == answers(path)
+
+
+@pytest.mark.nightly
+def test_what_is_cut_by_columns_is_dequantized(tmp_path: Path) -> None:
+    assert answers(str(convert(tmp_path / "blocks.gguf", mixed)), tensor_parallel_size=2, tp_collective="reduce")
+
+
+def test_gates_of_another_type_are_within_rounding(tmp_path: Path) -> None:
+    """What is multiplied with them is rounded before, as it is not the same product."""
+    path, plain = (convert(tmp_path / f"{i}.gguf", gate_apart, dequantized=bool(i)) for i in range(2))
+    for found, expected in zip(answers(str(path)), answers(str(plain)), strict=True):
+        first, same = found[3][0], expected[3][0]
+        assert [value.logprob for value in first.values()] == pytest.approx(
+            [v.logprob for v in same.values()], abs=0.05
+        )
 
 
 def test_blocks_are_dequantized_to_the_models_type(tmp_path: Path) -> None:
@@ -110,7 +160,7 @@ def test_values_are_the_packages(tmp_path: Path, name: str) -> None:
 
     gguf_files.convert(DEMO, path, Kind.BF16, change=replace)
     config = EngineArgs(str(path)).resolve().model
-    source = GGUFSource(config, FORMAT, DTYPES[config.dtype])
+    source = GGUFSource(config, FORMAT, DTYPES[config.dtype], {})
     found = {spec.name: tensor.clone() for spec, tensor in source.stream(())}["model.layers.1.mlp.up_proj.weight"]
     expected = gguf_files.torch_of(gguf.quants.dequantize(data, kind)).bfloat16()
     assert found.equal(expected)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.config.families import BY_ARCHITECTURE
+from quire.config.gguf import read_gguf
 from quire.config.model import ModelConfig, parse_json
 from quire.errors import ModelLoadError
 
@@ -50,6 +51,9 @@ def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str
     if model.architecture not in BY_ARCHITECTURE:
         raise ModelLoadError(f"architecture {model.architecture!r} of model {model.model!r} is not supported.")
     total = 0
+    if model.path.is_file():  # blocks stay blocks
+        tensors = read_gguf(model.path).tensors.values()
+        return 0 if load_format == "dummy" else sum(tensor.num_bytes for tensor in tensors)
     for shape in _shapes(model) if load_format != "dummy" else ():
         size = math.prod(shape)
         if quantization is None or len(shape) < 2:

@@ -199,7 +199,7 @@ class ProgramBuilder:
         step = self._steps[place] if len(self._steps) >= -place else None
         if not isinstance(step, NativeStep) or step.writes is not x or step.op != "linear":
             return None
-        whole = len(step.reads) == 1 and step.spec.epilogue == Epilogue.NONE
+        whole = len(step.reads) == 1 and step.spec.epilogue == Epilogue.NONE and step.spec.weight.rows == x.width
         return step if whole and x.type == self.type and not x.kept else None
 
     def fuse(self, product: NativeStep, width: int) -> Value:

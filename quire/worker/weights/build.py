@@ -4,10 +4,11 @@ The worker builds its model so, and a draft model beside it. Loads nothing; know
 """
 
 import json
-import logging
 
+from quire.config.gguf import read_gguf
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
+from quire.models.gguf import GGUFTypes
 from quire.models.quantized import BlockTypes, find_matrices
 from quire.models.registry import CausalLM, build_model, checkpoint_format
 from quire.models.sharding import Sharding
@@ -16,8 +17,6 @@ from quire.worker.pages import huge_pages, zero_pages
 from quire.worker.weights.cache import place_of
 from quire.worker.weights.safetensors import SafetensorsSource
 from quire.worker.weights.store import StaleStoreError, WeightStore
-
-logger = logging.getLogger(__name__)
 
 
 def build_packed(
@@ -32,9 +31,6 @@ def build_packed(
     group, stage = (device.group, config.stage) if shared else (None, None)
     part = () if group is None else (group.rank, group.size)
     sharding = Sharding(group, config.enable_expert_parallel and shared, config.tp_collective == "reduce")
-    if blocks and sharding.reduces:
-        logger.info("ranks that add up partial sums have parts of rows: quantized matrices are dequantized for them")
-        blocks = None
     if sharding.whole_experts:
         part = (*part, "whole experts")
     if group is not None and sharding.reduces:
@@ -42,7 +38,7 @@ def build_packed(
     if stage is not None and config.num_stages > 1:
         part = (*part, "layers", stage.layers.start, stage.layers.stop)
     if blocks:
-        part = (*part, json.dumps(model.hf_config["quantization_config"], sort_keys=True), *blocks.kinds)
+        part = (*part, json.dumps(model.hf_config["quantization_config"], sort_keys=True), *sorted(blocks.kinds))
     if device.packs_weights and keep and config.weight_cache and config.load_format not in ("dummy", "none"):
         place = place_of(model, quantization, int(config.weight_cache_size * 2**30), part)
     store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
@@ -53,9 +49,11 @@ def build_packed(
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())
 
 
-def _block_types(model: ModelConfig, load_format: str) -> BlockTypes | None:
+def _block_types(model: ModelConfig, load_format: str) -> BlockTypes | GGUFTypes | None:
     """The types in which the matrices of a quantized checkpoint are kept; None where there are none."""
     stated = model.hf_config.get("quantization_config")
-    if not stated or load_format == "dummy" or not model.path.is_dir():
+    if not stated or load_format == "dummy":
         return None
+    if model.path.is_file():
+        return GGUFTypes(read_gguf(model.path))
     return BlockTypes(find_matrices(SafetensorsSource(model.path, model.model), stated), checkpoint_format(model))

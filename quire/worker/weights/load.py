@@ -87,14 +87,15 @@ def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> Tens
     if load_format == "dummy":
         shaped = cast(_HasShapes, model)
         return DummySource(shaped.checkpoint_shapes(), shaped.dtype, config.seed)
-    if config.path.is_file():
-        return GGUFSource(config, cast(Any, model).form, cast(_HasShapes, model).dtype)
-    source, stated = SafetensorsSource(config.path, config.model), config.hf_config.get("quantization_config")
-    if not stated:
+    source = None if config.path.is_file() else SafetensorsSource(config.path, config.model)
+    stated = config.hf_config.get("quantization_config") or {}
+    if source is not None and not stated:
         return source
-    form = cast(Any, model).form
-    matrices = find_matrices(source, stated)
-    return QuantizedSource(source, matrices, weight_slots(model, form), form, cast(_HasShapes, model).dtype)
+    form, dtype = cast(Any, model).form, cast(_HasShapes, model).dtype
+    slots = weight_slots(model, form)
+    if source is None:
+        return GGUFSource(config, form, dtype, slots)
+    return QuantizedSource(source, find_matrices(source, stated), slots, form, dtype)
 
 
 def _stream(model: nn.Module, source: TensorSource, progress: bool) -> set[str]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from unpacking import unpacked
 
+from quire import ops
 from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix, Place
@@ -14,7 +15,7 @@ from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
-from quire.quantization.packed import Packed
+from quire.quantization.packed import Packed, PackedParts
 from quire.quantization.registry import WeightFormats, select_formats
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
@@ -145,12 +146,39 @@ def test_a_layer_in_blocks_is_kept_as_the_file_has_it(level: str) -> None:
     slots = {slot.name: slot for slot in plain.checkpoint_slots("attn.qkv_proj")}
     for slot in reversed(list(layer.checkpoint_slots("attn.qkv_proj"))):
         rows = slot.form.shape[0]
-        assert slot.form == TensorForm((rows, 54), (torch.uint8,))
+        assert slot.form == TensorForm((rows, 54), (torch.uint8,), rows * 96)
         blocks = gguf.quants.quantize(draw(rows, 96, seed=rows).numpy(), gguf.GGMLQuantizationType.Q4_0)
         slot.load(torch.from_numpy(blocks))
         slots[slot.name].load(torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_0)))
     x = draw(9, 96, dtype=BF16)
     assert torch.equal(*(recorded(one, x, width=64, dtype=BF16) for one in (layer, plain)))
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0", "Q8_0"), ("Q5_1", "BF16", "Q5_1")])
+def test_parts_of_several_types_are_products_side_by_side(level: str, kinds: tuple[str, ...]) -> None:
+    gguf = pytest.importorskip("gguf")
+    methods = {
+        part: Packed(None, BF16, zeros, blocks=None if kind == "BF16" else Type[kind])
+        for kind, part in zip(kinds, PARTS, strict=True)
+    }
+    methods["k_proj"] = methods["q_proj"] if kinds[0] == kinds[1] else methods["k_proj"]
+    layer = Linear(Place("attn.qkv_proj", PackedParts(methods), BF16), 96, PARTS, bias=True)
+    plain = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros), BF16), 96, PARTS, bias=True)
+    slots = {slot.name: slot for slot in plain.checkpoint_slots("attn.qkv_proj")}
+    for slot in reversed(list(layer.checkpoint_slots("attn.qkv_proj"))):
+        values = draw(slots[slot.name].form.shape[0], 96, seed=3) if "weight" in slot.name else draw(slot.form.shape[0])
+        if slot.form.dtypes == (torch.uint8,):
+            kind = gguf.GGMLQuantizationType[methods[slot.name.split(".")[1]].type.name]
+            blocks = gguf.quants.quantize(values.numpy(), kind)
+            slot.load(torch.from_numpy(blocks))
+            values = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        else:
+            slot.load(values)
+        slots[slot.name].load(values)
+    x = draw(9, 96, dtype=BF16)
+    assert torch.equal(*(recorded(one, x, width=66, dtype=BF16) for one in (layer, plain)))
+    gated = [recorded(lambda v, one=one: ops.silu_and_mul(one(v)), x, width=33, dtype=BF16) for one in (layer, plain)]
+    assert torch.equal(*gated), "what follows is not fused into the last of them"
 
 
 def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
@@ -162,7 +190,9 @@ def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
         assert isinstance(method, Packed)
         return method.type
 
-    assert type_of("attn.qkv", "q", "k", "v") is Type.BF16, "parts of two types are one matrix of numbers"
+    merged = formats.method_for("attn.qkv", MatrixShape(256, 8), parts=("q", "k", "v"))
+    assert isinstance(merged, PackedParts)
+    assert merged.of_part("v") is formats.method_for("attn.v", MatrixShape(256, 8))
     assert type_of("mlp.gate_up", "gate", "up") is Type.Q4_K
     assert type_of("attn.v") is type_of("embed", table=True) is Type.Q6_K
     assert type_of("odd") is type_of("norm") is type_of("not in the file") is Type.BF16
