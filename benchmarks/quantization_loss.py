@@ -1,18 +1,19 @@
-"""What weight-only quantization costs: python benchmarks/quantization_loss.py MODEL [TEXT_FILE] [--tokens 8192]
+"""What weight-only quantization costs: python benchmarks/quantization_loss.py MODEL [TEXT] [--others CHECKPOINT ...]
 
 Perplexity of the model on the text (windows of tokens, each predicted from its own beginning) with the weights as they
-are, in int8 and in int4, and the error of the log-probabilities against the unquantized ones. Without TEXT_FILE random
-tokens are used, which says nothing about perplexity, but does about the error.
+are, in int8 and in int4, and of quantized checkpoints of the same model; and the error of the log-probabilities against
+the unquantized ones. Without TEXT random tokens are used, which says nothing about perplexity, but does about the error.
 """
 
 import argparse
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 from quire import LLM, SamplingParams
 
-FORMATS: tuple[dict[str, str | None], ...] = (
+FORMATS: tuple[dict[str, str], ...] = (
     {},
     {"quantization": "int8"},
     {"quantization": "int4"},
@@ -41,11 +42,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--others", nargs="*", default=[], help="quantized checkpoints of the model")
     args = parser.parse_args()
     baseline: list[float] = []
     ids: list[int] = []
-    for options in FORMATS:
-        llm = LLM(model=args.model, dtype=args.dtype, enable_prefix_caching=False, max_num_seqs=64, **options)
+    for options in (*FORMATS, *({"model": path} for path in args.others)):
+        given: dict[str, Any] = {"model": args.model, "dtype": args.dtype} | options
+        llm = LLM(**given, enable_prefix_caching=False, max_num_seqs=64)
         if not ids and args.text:
             ids = llm.get_tokenizer().encode(args.text.read_text())[: args.tokens]
         elif not ids:

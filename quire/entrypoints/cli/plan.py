@@ -122,7 +122,8 @@ def _rank(config: EngineConfig, rank: int) -> Executor:
 
 def _changes(args: EngineArgs) -> Iterator[str]:
     """Flags with which it would fit, the least change first."""
-    smaller = _SMALLER[_SMALLER.index(args.quantization) + 1 :] if args.quantization in _SMALLER else _SMALLER
+    own = args.resolve().quantization
+    smaller = _SMALLER[_SMALLER.index(own) + 1 :] if own in _SMALLER else () if own else _SMALLER
     for quantization in (args.quantization, *smaller):
         changed = replace(args, quantization=quantization)
         flags = [] if quantization == args.quantization else [f"--quantization {quantization}"]
