@@ -1,11 +1,14 @@
 """Follows one JSON value through pieces of text: what of a piece belongs to it, and whether it is complete.
 
 The readers of tool calls hand arguments on with it as they come. What it lets pass is a beginning of valid JSON (line
-breaks and tabs within strings, which models write, become escapes). It keeps no text but that of a number.
+breaks and tabs within strings, which models write, become escapes). It keeps no text but that of a number. Each kind of
+value is a generator that yields where it needs the next piece.
 """
 
 import json
 import re
+import string
+from collections.abc import Generator
 
 MAX_DEPTH = 128
 _MAX_NUMBER = 400  # characters
@@ -16,14 +19,6 @@ _NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE]
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 _CLOSES = {"{": "}", "[": "]"}
 _BEGINS_VALUE = '{["-0123456789' + "".join(_LITERALS)
-_MAY_COME = {
-    "value": _BEGINS_VALUE,
-    "first [": _BEGINS_VALUE + "]",
-    "first {": '"}',
-    "key": '"',
-    "colon": ":",
-    "next": ",]}",
-}
 
 
 class NoJsonError(ValueError):
@@ -41,33 +36,19 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self.taken = 0
-        self._state = "value"
-        self._open: list[str] = []  # the brackets around
-        self._is_key = False
-        self._rest = ""  # of a literal
-        self._number = ""
-        self._num_hex = 0
+        self._text = ""
         self._written: list[str] = []  # of this piece, before `_copied`
         self._copied = 0
-        self._text = ""
-        self._within = {
-            "string": self._string,
-            "escape": self._escape,
-            "hex": self._hex,
-            "literal": self._literal,
-            "number": self._digits,
-        }
+        self._run = self._whole()
 
     def feed(self, text: str) -> str:
         """Take what belongs to the value, and return it as valid JSON.
 
         Raises:
-            NoJsonError: no JSON goes on like that; `flush` has what was right.
+            NoJsonError: it can't go on so. What came before is lost unless `flush` is called.
         """
-        self._written, self._copied, self.taken = [], 0, 0
-        self._text = text
-        while not self.done and self.taken < len(text):
-            self.taken = self._within.get(self._state, self._between)(text, self.taken)
+        self._text, self._written, self._copied, self.taken = text, [], 0, 0
+        next(self._run, None)
         return self.flush()
 
     def flush(self) -> str:
@@ -76,90 +57,84 @@ class JsonScanner:
         self._written, self._copied = [], self.taken
         return piece
 
-    # Each takes at least one character, or changes the state.
+    def _whole(self) -> Generator[None, None, None]:
+        yield from self._value((yield from self._next(_BEGINS_VALUE)), 0)
+        self.done = True
 
-    def _between(self, text: str, at: int) -> int:
-        """What stands around and between values and keys: space, and one character, which says what comes next."""
-        space = _SPACE.match(text, at)
-        at = space.end() if space else at
-        if at == len(text):
-            return at
-        char, state = text[at], self._state
-        if char not in _MAY_COME[state]:
-            raise self._fault(at)
-        if char in "{[":
-            if len(self._open) == MAX_DEPTH:
-                raise self._fault(at)
-            self._open.append(char)
-            self._state = f"first {char}"
-        elif char in "]}":
-            if _CLOSES[self._open.pop()] != char:
-                raise self._fault(at)
-            self._end_value()
-        elif char == ",":
-            self._state = "key" if self._open[-1] == "{" else "value"
-        elif char == ":":
-            self._state = "value"
-        elif char == '"':
-            self._state, self._is_key = "string", state in ("key", "first {")
-        elif char in _LITERALS:
-            self._state, self._rest = "literal", _LITERALS[char]
+    def _value(self, begin: str, depth: int) -> Generator[None, None, None]:
+        if begin == '"':
+            yield from self._string()
+        elif begin in _CLOSES:
+            if depth == MAX_DEPTH:
+                self.taken -= 1
+                raise self._fault()
+            yield from self._members(begin, depth + 1)
+        elif begin in _LITERALS:
+            for wanted in _LITERALS[begin]:
+                yield from self._one_of(wanted)
         else:
-            self._state, self._number = "number", char
-        return at + 1
+            yield from self._number(begin)
 
-    def _string(self, text: str, at: int) -> int:
-        plain = _PLAIN.match(text, at)
-        at = plain.end() if plain else at
-        if at == len(text):
-            return at
-        if text[at] == '"':
-            if self._is_key:
-                self._state = "colon"
-            else:
-                self._end_value()
-        elif text[at] == "\\":
-            self._state = "escape"
-        else:
-            self._written += [text[self._copied : at], json.dumps(text[at])[1:-1]]
-            self._copied = at + 1
-        return at + 1
+    def _members(self, begin: str, depth: int) -> Generator[None, None, None]:
+        close, begins = _CLOSES[begin], '"' if begin == "{" else _BEGINS_VALUE
+        found = yield from self._next(begins + close)
+        while found != close:
+            if begin == "{":
+                yield from self._string()
+                yield from self._next(":")
+                found = yield from self._next(_BEGINS_VALUE)
+            yield from self._value(found, depth)
+            if (yield from self._next("," + close)) == close:
+                return
+            found = yield from self._next(begins)
 
-    def _escape(self, text: str, at: int) -> int:
-        if text[at] not in '"\\/bfnrtu':
-            raise self._fault(at)
-        self._state, self._num_hex = ("hex" if text[at] == "u" else "string"), 4
-        return at + 1
+    def _string(self) -> Generator[None, None, None]:
+        while True:
+            self._skip(_PLAIN)
+            if self.taken == len(self._text):
+                yield
+                continue
+            if (char := self._text[self.taken]) < " ":
+                self._written += [self._text[self._copied : self.taken], json.dumps(char)[1:-1]]
+                self._copied = self.taken + 1
+            self.taken += 1
+            if char == '"':
+                return
+            if char == "\\" and (yield from self._one_of('"\\/bfnrtu')) == "u":
+                for _ in range(4):
+                    yield from self._one_of(string.hexdigits)
 
-    def _hex(self, text: str, at: int) -> int:
-        if text[at] not in "0123456789abcdefABCDEF":
-            raise self._fault(at)
-        self._num_hex -= 1
-        self._state = "hex" if self._num_hex else "string"
-        return at + 1
+    def _number(self, text: str) -> Generator[None, None, None]:
+        while (char := (yield from self._peek())) in "+-.eE0123456789":
+            text += char
+            if len(text) > _MAX_NUMBER or not _NUMBER_BEGUN.fullmatch(text):
+                raise self._fault()
+            self.taken += 1
+        if not _NUMBER.fullmatch(text):
+            raise self._fault()
 
-    def _literal(self, text: str, at: int) -> int:
-        if text[at] != self._rest[0]:
-            raise self._fault(at)
-        self._rest = self._rest[1:]
-        if not self._rest:
-            self._end_value()
-        return at + 1
+    def _next(self, choices: str) -> Generator[None, None, str]:
+        """One of these characters, perhaps after space."""
+        self._skip(_SPACE)
+        while self.taken == len(self._text):
+            yield
+            self._skip(_SPACE)
+        return (yield from self._one_of(choices))
 
-    def _digits(self, text: str, at: int) -> int:
-        if text[at] in "+-.eE0123456789":
-            self._number += text[at]
-            if len(self._number) > _MAX_NUMBER or not _NUMBER_BEGUN.fullmatch(self._number):
-                raise self._fault(at)
-            return at + 1
-        if not _NUMBER.fullmatch(self._number):
-            raise self._fault(at)
-        self._end_value()
-        return at
+    def _one_of(self, choices: str) -> Generator[None, None, str]:
+        if (char := (yield from self._peek())) not in choices:
+            raise self._fault()
+        self.taken += 1
+        return char
 
-    def _end_value(self) -> None:
-        self._state, self.done = "next", not self._open
+    def _peek(self) -> Generator[None, None, str]:
+        while self.taken == len(self._text):
+            yield
+        return self._text[self.taken]
 
-    def _fault(self, at: int) -> NoJsonError:
-        self.taken = at
-        return NoJsonError(f"{self._text[at : at + 20]!r} can't follow")
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        if (found := pattern.match(self._text, self.taken)) is not None:
+            self.taken = found.end()
+
+    def _fault(self) -> NoJsonError:
+        return NoJsonError(f"{self._text[self.taken : self.taken + 20]!r} can't follow")
