@@ -1,7 +1,7 @@
 """A chat request's tools: which there are, which may be called, and whether one has to be.
 
-The chat dialect calls `read_offer`; other dialects bring their own form into this one's and use `make_offer`. Errors
-name the field. What models and grammars make of an `Offer` is `parsing`'s matter.
+The chat dialect calls it; others bring their own form into this one's. Errors name the field. What models and grammars
+make of an `Offer` is `parsing`'s matter.
 """
 
 import re
@@ -30,13 +30,8 @@ def read_offer(tools: Sequence[Any] | None, tool_choice: Any, parallel: bool | N
     Raises:
         InvalidRequestError: one of them is of another form, two tools have one name, or the choice names no tool.
     """
-    functions = [_function(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())]
-    return make_offer(functions, tool_choice, parallel is not False)
-
-
-def make_offer(functions: Sequence[Function], tool_choice: Any = None, parallel: bool = True) -> Offer | None:
-    """The same of functions that were read. Raises as `read_offer`."""
-    names = [function.name for function in functions]
+    functions = tuple(_function(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
+    parallel, names = parallel is not False, [function.name for function in functions]
     for name, count in Counter(names).items():
         if count > 1:
             raise InvalidRequestError(f"tools: two of them are called {name!r}; give each a name of its own.", "tools")
@@ -44,14 +39,11 @@ def make_offer(functions: Sequence[Function], tool_choice: Any = None, parallel:
         if tool_choice not in (None, "none"):
             raise InvalidRequestError("tool_choice needs tools, and there are none; leave it out.", "tool_choice")
         return None
-    if tool_choice in (None, "auto", "none"):
-        return Offer(tuple(functions), tool_choice or "auto", None, parallel)
-    if tool_choice == "required":
-        return Offer(tuple(functions), "required", None, parallel)
+    if tool_choice in (None, "auto", "none", "required"):
+        return Offer(functions, tool_choice or "auto", None, parallel)
     kind = tool_choice.get("type") if isinstance(tool_choice, dict) else None
     if kind == "function":
-        name = _named(tool_choice, names, "tool_choice")
-        return Offer(tuple(functions), "required", name, parallel)
+        return Offer(functions, "required", _named(tool_choice, names, "tool_choice"), parallel)
     given = tool_choice.get("allowed_tools") if kind == "allowed_tools" else None
     if not isinstance(given, dict) or given.get("mode") not in ("auto", "required"):
         raise wrong("tool_choice", _CHOICES, tool_choice)
@@ -76,20 +68,12 @@ def _function(tool: Any, where: str) -> Function:
         raise InvalidRequestError(
             f"{where}.function.name must be 1 to 128 letters, digits, or any of '_.:/-'; it is {quote(name)}.", "tools"
         )
-    return read_function(name, given.get("parameters"), given.get("strict"), given.get("description"), where)
-
-
-def read_function(name: str, parameters: Any, strict: Any, description: Any, where: str) -> Function:
-    """A function of a name that is known to be one.
-
-    Raises:
-        InvalidRequestError: its parameters are no schema of an object, or another field is of a wrong type.
-    """
-    schema = {} if parameters is None else parameters
+    schema = {} if given.get("parameters") is None else given["parameters"]
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequestError(f"{where}: the parameters of {name!r} must be a JSON schema of an object.", "tools")
     if not isinstance(schema.get("properties", {}), dict):
         raise InvalidRequestError(f"{where}: the properties of {name!r} must be an object.", "tools")
+    strict, description = given.get("strict"), given.get("description")
     if type(strict) not in (bool, type(None)):
         raise InvalidRequestError(f"{where}: strict of {name!r} must be true, false or null.", "tools")
     return Function(name, schema, bool(strict), description if isinstance(description, str) else "", where)
