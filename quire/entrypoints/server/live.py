@@ -18,28 +18,12 @@ from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.block_map import BlockMap
 from quire.entrypoints.server.state import get_state
 from quire.errors import EngineDeadError
-from quire.metrics.live import Second
-from quire.protocol.stats import EngineStats, SequenceSnapshot
 
 logger = logging.getLogger("quire")
 router = APIRouter(include_in_schema=False)
 
 _INTERVAL = 0.5  # seconds between snapshots
 _NUM_NEWEST = 5  # seconds of history in each event: an event may be late, or missed
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """What an event "snapshot" holds."""
-
-    stats: EngineStats
-    sequences: list[SequenceSnapshot]  # the first few hundred
-    num_sequences: int  # all of them
-    blocks: BlockMap
-    block_size: int  # tokens
-    seconds: list[Second]  # the newest ones of the history
-    num_prompt_tokens: int  # this and those below: since the start
-    num_generation_tokens: int
-    finished: dict[str, int]  # finish reason -> sequences
 
 
 class LiveFeed:
@@ -99,17 +83,17 @@ class LiveFeed:
         metrics = self._llm.metrics
         snapshot = await self._llm.snapshot()
         metrics.on_engine_stats(snapshot.stats, time.monotonic())  # an idle engine tells nothing by itself
-        newest = Snapshot(
-            stats=snapshot.stats,
-            sequences=snapshot.sequences,
-            num_sequences=snapshot.num_sequences,
-            blocks=BlockMap.of(snapshot.blocks, snapshot.block_groups),
-            block_size=snapshot.block_size,
-            seconds=list(metrics.history.seconds)[-_NUM_NEWEST:],
-            num_prompt_tokens=metrics.num_prompt_tokens,
-            num_generation_tokens=metrics.num_generation_tokens,
-            finished=dict(metrics.finished),
-        )
+        newest = {
+            "stats": snapshot.stats,
+            "sequences": snapshot.sequences,  # the first few hundred
+            "num_sequences": snapshot.num_sequences,
+            "blocks": BlockMap.of(snapshot.blocks, snapshot.block_groups),
+            "block_size": snapshot.block_size,
+            "seconds": list(metrics.history.seconds)[-_NUM_NEWEST:],
+            "num_prompt_tokens": metrics.num_prompt_tokens,  # this and those below: since the start
+            "num_generation_tokens": metrics.num_generation_tokens,
+            "finished": metrics.finished,  # finish reason -> sequences
+        }
         return _event("snapshot", newest)
 
 
