@@ -4,7 +4,7 @@ Only a server with an API key lets itself be changed: a loopback address proves 
 pages have it too. What may be changed is for the scheduler to say, and what may be pinned for the KV manager.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,9 +12,8 @@ from starlette.exceptions import HTTPException
 
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import Messages
-from quire.entrypoints.server.info_requests import EITHER, TokenId, is_chat
+from quire.entrypoints.server.info_requests import EITHER, Engine, TokenId, is_chat
 from quire.entrypoints.server.prompts import conversation_text
-from quire.entrypoints.server.replicas import ReplicaState
 from quire.entrypoints.server.state import Changeable, State
 from quire.errors import InvalidRequestError
 from quire.protocol.cache import PinnedPrefix
@@ -64,17 +63,6 @@ async def set_limits(body: LimitChanges, state: Changeable) -> Limits:
     return await state.llm.set_limits(**given)
 
 
-class Engine(BaseModel):
-    """One of the engines behind the server."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    rank: int = Field(description="Its label in /metrics.")
-    state: Literal["up", "draining", "starting"] = Field(description="Draining: it finishes what it has, and restarts.")
-    num_requests: int
-    num_restarts: int
-
-
 class EngineList(BaseModel):
     """All of them, by rank."""
 
@@ -84,9 +72,9 @@ class EngineList(BaseModel):
 @router.get("/admin/engines", tags=["admin"])
 async def list_engines(state: State) -> EngineList:
     """The engines; more than one with --data-parallel-size."""
-    one = [ReplicaState(0, "up", state.llm.num_unfinished, 0)]
-    states = one if state.replicas is None else state.replicas.states()
-    return EngineList(data=[Engine.model_validate(each) for each in states])
+    if state.replicas is not None:
+        return EngineList(data=state.replicas.states())
+    return EngineList(data=[Engine(rank=0, state="up", num_requests=state.llm.num_unfinished, num_restarts=0)])
 
 
 @router.post("/admin/engines/{rank}/restart", tags=["admin"], status_code=202)

@@ -105,6 +105,15 @@ class ModelList(BaseModel):
     data: list[ManagedModelCard | ModelCard]
 
 
+class Engine(BaseModel):
+    """One of the engines behind the server."""
+
+    rank: int = Field(description="Its label in /metrics.")
+    state: Literal["up", "draining", "starting"] = Field(description="Draining: it finishes what it has, and restarts.")
+    num_requests: int
+    num_restarts: int
+
+
 class Version(BaseModel):
     """The version of Quire."""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,7 @@ from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.engine.clients.process import ProcessClient
 from quire.engine.monitor import Monitor
+from quire.entrypoints.server.info_requests import Engine
 from quire.entrypoints.server.router import Router, RouterOptions
 from quire.entrypoints.server.totals import total_reply, total_stats
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError, RequestFailedError
@@ -40,15 +41,6 @@ _TOTALS_SECONDS = 0.1  # for which sums are good
 _NO_ANSWER = -1  # id of calls that are nobody's
 
 logger = logging.getLogger("quire")
-
-
-class ReplicaState(NamedTuple):
-    """One of the engines, as it is shown."""
-
-    rank: int
-    state: str  # "up", "draining" (it finishes what it has, and restarts) or "starting"
-    num_requests: int  # that it has
-    num_restarts: int
 
 
 class _Route:
@@ -70,7 +62,7 @@ class _Replica:
 
     def __init__(self, rank: int, client: ProcessClient) -> None:
         self.rank, self.client = rank, client
-        self.state = "starting"
+        self.state: Literal["up", "draining", "starting"] = "starting"
         self.monitor: Monitor | None = None
         self.starter: threading.Thread | None = None
         self.born, self.wait = time.monotonic(), 0.0
@@ -164,9 +156,13 @@ class ReplicasClient:
     def seconds_stuck(self) -> float:
         return 0.0  # each engine has a monitor of its own
 
-    def states(self) -> list[ReplicaState]:
+    def states(self) -> list[Engine]:
         """Of each engine, by rank."""
-        return [ReplicaState(r.rank, r.state, self._router.loads[r.rank], r.num_restarts) for r in self._replicas]
+        loads = self._router.loads
+        return [
+            Engine(rank=r.rank, state=r.state, num_requests=loads[r.rank], num_restarts=r.num_restarts)
+            for r in self._replicas
+        ]
 
     def restart(self, rank: int) -> None:
         """Send an engine nothing more, and start it anew once it has finished what it has; returns at once.

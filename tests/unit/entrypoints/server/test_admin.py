@@ -1,13 +1,13 @@
 """/admin/limits: who may change what, and what is told of it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.app import build_app
-from quire.entrypoints.server.replicas import ReplicaState
+from quire.entrypoints.server.info_requests import Engine
 from quire.errors import InvalidRequestError
 
 KEY = {"Authorization": "Bearer sk-1"}
@@ -74,10 +74,11 @@ def test_what_the_scheduler_refuses(make_state: Callable[..., Any], async_llm: A
 class FakeReplicas:
     """Two engines."""
 
-    second = "up"
+    second: Literal["up", "draining"] = "up"
 
-    def states(self) -> list[ReplicaState]:
-        return [ReplicaState(0, "up", 3, 0), ReplicaState(1, self.second, 0, 1)]
+    def states(self) -> list[Engine]:
+        first = Engine(rank=0, state="up", num_requests=3, num_restarts=0)
+        return [first, Engine(rank=1, state=self.second, num_requests=0, num_restarts=1)]
 
     def restart(self, rank: int) -> None:
         if rank != 1:
