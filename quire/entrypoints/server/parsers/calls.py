@@ -37,17 +37,29 @@ def json_calls(read: Reader, known: bool = False) -> Script[None]:
         yield from read.space()
 
 
+def marked(
+    call: Callable[[Reader, str], Script[None]], *marks: str, around: tuple[str, ...] = ()
+) -> Callable[[Reader], Script[None]]:
+    """The script of calls that each follow a mark, which `call` is told; marks `around` them are no text either."""
+
+    def script(read: Reader) -> Script[None]:
+        while mark := (yield from read.text(*marks, *around)):
+            if mark in marks:
+                with read.attempt(mark):
+                    yield from call(read, mark)
+
+    return script
+
+
 def marked_json(*marks: str, close: str) -> Callable[[Reader], Script[None]]:
     """The script of such calls after a mark, closed or not."""
 
-    def script(read: Reader) -> Script[None]:
-        while mark := (yield from read.text(*marks)):
-            with read.attempt(mark):
-                yield from json_calls(read)
-                yield from read.space()
-                yield from read.one_of(close)
+    def call(read: Reader, _: str) -> Script[None]:
+        yield from json_calls(read)
+        yield from read.space()
+        yield from read.one_of(close)
 
-    return script
+    return marked(call, *marks)
 
 
 def whole_or_marked(mark: str, calls: Callable[[Reader], Script[None]]) -> Callable[[Reader], Script[None]]:
@@ -58,9 +70,7 @@ def whole_or_marked(mark: str, calls: Callable[[Reader], Script[None]]) -> Calla
             yield from read.space()
             yield from read.one_of(mark)
             yield from calls(read)
-        while found := (yield from read.text(mark)):
-            with read.attempt(found):
-                yield from calls(read)
+        yield from marked(lambda read, _: calls(read), mark)(read)
 
     return script
 
@@ -113,16 +123,13 @@ def _object_text(text: str) -> str:
 
 
 class ArgumentWriter:
-    """Sends arguments one by one as a JSON object."""
+    """Starts a call, and sends its arguments one by one as a JSON object."""
 
     def __init__(self, read: Reader, function: str) -> None:
         self._read = read
         self._types = types_of(read.functions.get(function))
         self._num = 0
-
-    def wants_text(self, key: str) -> bool:
-        """Whether an argument is text whatever it looks like: its schema says so, or there is none."""
-        return self._types.get(key, {"string"}) == {"string"}
+        read.start(function)
 
     def pair(self, key: str, value: Any) -> None:
         """An argument and its value.
@@ -137,16 +144,25 @@ class ArgumentWriter:
         self._key(key)
         self._read.send(text)
 
-    def written(self, key: str, text: str) -> None:
-        """An argument whose value is written as text: what its schema makes of it, else the text itself."""
-        self.pair(key, _converted(text.strip(), self._types.get(key, set())))
+    def argument(self, key: str, mark: str, hold: str = "") -> Script[None]:
+        """An argument whose value stands before a mark: text as it comes, or what its schema makes of it."""
+        types = self._types.get(key, {"string"})
+        if types == {"string"}:
+            yield from self._text_pieces(key, mark, hold)
+        else:
+            text, _ = yield from self._read.until(mark)
+            self.pair(key, _converted(text.strip(), types))
+
+    def close(self) -> None:
+        """No more arguments: the call is whole."""
+        self._read.send("}" if self._num else "{}")
+        self._read.end()
 
     def _key(self, key: str) -> None:
         self._read.send(("{" if self._num == 0 else ", ") + to_json(key) + ": ")
         self._num += 1
 
-    def text_pieces(self, key: str, mark: str, hold: str = "") -> Script[None]:
-        """An argument that is the text before a mark, as it comes."""
+    def _text_pieces(self, key: str, mark: str, hold: str) -> Script[None]:
         self._key(key)
         self._read.send('"')
         try:
@@ -157,10 +173,6 @@ class ArgumentWriter:
                     self._read.send(to_json(piece)[1:-1])
         finally:
             self._read.send('"')
-
-    def close(self) -> None:
-        """No more arguments."""
-        self._read.send("}" if self._num else "{}")
 
 
 def _converted(text: str, types: set[str]) -> Any:

@@ -1,5 +1,6 @@
 """DeepSeek's formats: each call between marks, its arguments in a fence (V3) or plain (V3.1)."""
 
+from quire.entrypoints.server.parsers.calls import marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, named_call
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 
@@ -8,23 +9,19 @@ _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜t
 _FENCE = "```"
 
 
-def _script(read: Reader) -> Script[None]:
-    while mark := (yield from read.text(_ALL_BEGIN, _BEGIN, _ALL_END)):
-        if mark != _BEGIN:
-            continue
-        with read.attempt(mark):
-            name, _ = yield from read.until(_SEP, most=MAX_NAME)
-            yield from read.space()
-            if fenced := (yield from read.peek(1)) != "{":  # what came first was the kind of tool
-                name, _ = yield from read.until("\n", most=MAX_NAME)
-                yield from read.literal(f"{_FENCE}json")
-            read.start(name.strip())
-            yield from read.arguments()
-            yield from read.space()
-            if fenced:
-                yield from read.literal(_FENCE)
-                yield from read.space()
-            yield from read.literal(_END)
+def _call(read: Reader, _: str) -> Script[None]:
+    name, _ = yield from read.until(_SEP, most=MAX_NAME)
+    yield from read.space()
+    if fenced := (yield from read.peek(1)) != "{":  # what came first was the kind of tool
+        name, _ = yield from read.until("\n", most=MAX_NAME)
+        yield from read.literal(f"{_FENCE}json")
+    read.start(name.strip())
+    yield from read.arguments()
+    yield from read.space()
+    if fenced:
+        yield from read.literal(_FENCE)
+        yield from read.space()
+    yield from read.literal(_END)
 
 
 def _frame(template: str) -> Frame:
@@ -34,4 +31,5 @@ def _frame(template: str) -> Frame:
     return Frame(_ALL_BEGIN, named_call(_BEGIN, _SEP, _END), before=_ALL_BEGIN, after=_ALL_END)
 
 
-FORM = Form(_script, _frame, marks=(_ALL_BEGIN, _ALL_END, _BEGIN, _SEP, _END))
+_AROUND = (_ALL_BEGIN, _ALL_END)
+FORM = Form(marked(_call, _BEGIN, around=_AROUND), _frame, marks=(*_AROUND, _BEGIN, _SEP, _END))

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from quire.entrypoints.server.parsers.calls import ArgumentWriter
+from quire.entrypoints.server.parsers.calls import ArgumentWriter, marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, braced_call
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script, WrongCallError
 
@@ -12,18 +12,14 @@ _QUOTES = ('<|"|>', "<escape>")
 _MAX_DEPTH = 64
 
 
-def _script(read: Reader) -> Script[None]:
-    while mark := (yield from read.text(*_MARKS)):
-        with read.attempt(mark):
-            yield from read.literal("call:")
-            name, _ = yield from read.until("{", most=MAX_NAME)
-            read.start(name.strip())
-            writer = ArgumentWriter(read, name.strip())
-            while (key := (yield from _key(read))) is not None:
-                writer.pair(key, (yield from _value(read, 0)))
-            writer.close()
-            read.end()
-            yield from read.one_of(_MARKS[mark])
+def _call(read: Reader, mark: str) -> Script[None]:
+    yield from read.literal("call:")
+    name, _ = yield from read.until("{", most=MAX_NAME)
+    writer = ArgumentWriter(read, name.strip())
+    while (key := (yield from _key(read))) is not None:
+        writer.pair(key, (yield from _value(read, 0)))
+    writer.close()
+    yield from read.one_of(_MARKS[mark])
 
 
 def _key(read: Reader) -> Script[str | None]:
@@ -87,4 +83,4 @@ def _frame(template: str) -> Frame:
     return Frame(opening, braced_call(f"{opening}call:", _MARKS[opening], quote))
 
 
-FORM = Form(_script, _frame, marks=(*_MARKS, *_MARKS.values(), *_QUOTES))
+FORM = Form(marked(_call, *_MARKS), _frame, marks=(*_MARKS, *_MARKS.values(), *_QUOTES))

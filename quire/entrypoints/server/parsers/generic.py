@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.entrypoints.server.parsers.base import Function
-from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls, marked_json
+from quire.entrypoints.server.parsers.calls import ARGUMENT_KEYS, NAME_KEYS, json_calls, marked, marked_json
 from quire.entrypoints.server.parsers.forms import Form, Frame, json_call, named_call, schema_of
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 from quire.text.grammars.lark import Lark
@@ -105,16 +105,14 @@ def _marked_json(mark: str, before: str, middle: str, after: str) -> Form:
 def _named(before: str, middle: str, after: str) -> Form:
     """The name between two texts, then the arguments."""
 
-    def script(read: Reader) -> Script[None]:
-        while found := (yield from read.text(before)):
-            with read.attempt(found):
-                name, _ = yield from read.until(middle, most=MAX_NAME)
-                read.start(name.strip())
-                yield from read.arguments()
-                read.end()
-                yield from read.one_of(after)
+    def call(read: Reader, _: str) -> Script[None]:
+        name, _ = yield from read.until(middle, most=MAX_NAME)
+        read.start(name.strip())
+        yield from read.arguments()
+        read.end()
+        yield from read.one_of(after)
 
-    return Form(script, Frame(before, named_call(before, middle, _LAST_MARKS.sub("", after))))
+    return Form(marked(call, before), Frame(before, named_call(before, middle, _LAST_MARKS.sub("", after))))
 
 
 def _before_tag(text: str, at: int) -> int:

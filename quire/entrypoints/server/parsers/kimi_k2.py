@@ -1,5 +1,6 @@
 """Kimi K2's format: a section of calls, each with an id that holds the name, as `functions.NAME:0`."""
 
+from quire.entrypoints.server.parsers.calls import marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, named_call
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
 
@@ -7,21 +8,17 @@ _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_e
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 
-def _script(read: Reader) -> Script[None]:
-    while mark := (yield from read.text(_SECTION, _BEGIN, _SECTION_END)):
-        if mark != _BEGIN:
-            continue
-        with read.attempt(mark):
-            text, _ = yield from read.until(_ARGUMENTS, most=MAX_NAME)
-            id = text.strip()
-            read.start(id.removeprefix("functions.").partition(":")[0], id)
-            yield from read.arguments()
-            yield from read.space()
-            yield from read.literal(_END)
+def _call(read: Reader, _: str) -> Script[None]:
+    text, _ = yield from read.until(_ARGUMENTS, most=MAX_NAME)
+    id = text.strip()
+    read.start(id.removeprefix("functions.").partition(":")[0], id)
+    yield from read.arguments()
+    yield from read.space()
+    yield from read.literal(_END)
 
 
 FORM = Form(
-    _script,
+    marked(_call, _BEGIN, around=(_SECTION, _SECTION_END)),
     Frame(
         _SECTION,
         named_call(f"{_BEGIN}functions.", "", _END, between_regex=":[0-9]{1,3}", then=_ARGUMENTS),

@@ -26,9 +26,7 @@ def _calls(read: Reader) -> Script[None]:
         if name.strip() not in read.functions:
             raise WrongCallError
         first = yield from _argument(read)
-        read.start(name.strip())
         yield from _rest(read, ArgumentWriter(read, name.strip()), first)
-        read.end()
         yield from read.space()
         if (yield from read.one_of(",")) is None:
             break

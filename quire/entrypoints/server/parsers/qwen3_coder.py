@@ -1,6 +1,6 @@
 """Qwen3-Coder's format: tags for the function and for each parameter, whose value is written between them."""
 
-from quire.entrypoints.server.parsers.calls import ArgumentWriter
+from quire.entrypoints.server.parsers.calls import ArgumentWriter, marked
 from quire.entrypoints.server.parsers.forms import Form, Frame, tagged_call
 from quire.entrypoints.server.parsers.json_formats import CLOSE, OPEN
 from quire.entrypoints.server.parsers.reader import MAX_NAME, Reader, Script
@@ -9,38 +9,26 @@ _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
 
 
-def _script(read: Reader) -> Script[None]:
-    while mark := (yield from read.text(OPEN, _FUNCTION)):
-        with read.attempt(mark):
-            if mark == OPEN:
-                yield from read.space()
-                yield from read.literal(_FUNCTION)
-            name, _ = yield from read.until(">", most=MAX_NAME)
-            read.start(name.strip())
-            yield from _parameters(read, ArgumentWriter(read, name.strip()))
-            read.end()
-            yield from read.space()
-            yield from read.one_of(CLOSE)
-
-
-def _parameters(read: Reader, writer: ArgumentWriter) -> Script[None]:
-    while True:
+def _call(read: Reader, mark: str) -> Script[None]:
+    if mark == OPEN:
         yield from read.space()
-        if (yield from read.one_of(_PARAMETER)) is None:
-            break
+        yield from read.literal(_FUNCTION)
+    name, _ = yield from read.until(">", most=MAX_NAME)
+    writer = ArgumentWriter(read, name.strip())
+    yield from read.space()
+    while (yield from read.one_of(_PARAMETER)):
         key, _ = yield from read.until(">", most=MAX_NAME)
         yield from read.one_of("\n")
-        if writer.wants_text(key):
-            yield from writer.text_pieces(key, _END_PARAMETER, hold="\n")
-        else:
-            text, _ = yield from read.until(_END_PARAMETER)
-            writer.written(key, text)
+        yield from writer.argument(key, _END_PARAMETER, hold="\n")
+        yield from read.space()
     writer.close()
     yield from read.literal(_END_FUNCTION)
+    yield from read.space()
+    yield from read.one_of(CLOSE)
 
 
 FORM = Form(
-    _script,
+    marked(_call, OPEN, _FUNCTION),
     Frame(
         OPEN,
         tagged_call(
