@@ -165,4 +165,23 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
     }
 }
 
+// Two rows, the first of them even. Those of four bits are looked up in one table.
+template <Type kType>
+QUIRE_INLINE void expand_two(const uint8_t* tile, const BlockScales<kType>& scales, int row, __m512i& even, __m512i& odd) {
+    constexpr BlockFormat f = block_format(kType);
+    if constexpr (f.bits != 4 || f.is_own()) {
+        even = expand_blocks<kType>(tile, scales, row);
+        odd = expand_blocks<kType>(tile, scales, row + 1);
+    } else {
+        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        auto values = [&](int r) { return _mm512_fmadd_ps(steps, _mm512_set1_ps(scales.scale[0][r]), _mm512_set1_ps(scales.shift[0][r])); };
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(values(row + 1), values(row));
+        const __m512i words = _mm512_loadu_si512(tile + row / 4 * 64), low = _mm512_set1_epi16(15);
+        even = _mm512_permutexvar_epi16(_mm512_and_si512(shifted_words(words, row % 4 * 4), low), table);
+        // (codes & low) | 16
+        const __m512i codes = _mm512_ternarylogic_epi32(shifted_words(words, row % 4 * 4 + 4), low, _mm512_set1_epi16(16), 0xea);
+        odd = _mm512_permutexvar_epi16(codes, table);
+    }
+}
+
 }  // namespace quire::QUIRE_NS

@@ -29,10 +29,7 @@ QUIRE_INLINE void load_rows(const uint8_t* tile, const Scales& scales, __m512i (
     } else if constexpr (kType == Type::i8) {
         for (int i = 0; i < 4; i++) expand_i8(_mm512_loadu_si512(tile + (2 * i + pair) * 64), even[i], odd[i]);
     } else if constexpr (is_blocks(kType)) {
-        for (int i = 0; i < 4; i++) {
-            even[i] = expand_blocks<kType>(tile, scales, 4 * i + 2 * pair);
-            odd[i] = expand_blocks<kType>(tile, scales, 4 * i + 2 * pair + 1);
-        }
+        for (int i = 0; i < 4; i++) expand_two<kType>(tile, scales, 4 * i + 2 * pair, even[i], odd[i]);
     } else {
         const I4Shifts shifted;
         bf16 factors[16];
@@ -190,7 +187,7 @@ struct DotBlocks {
     }
 };
 
-template <Type kType>
+template <Type kType, int kMost>
 inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& context) {
     const LinearArgs& a = blocks.a;
     const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
@@ -198,7 +195,7 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
         alignas(64) float sums[2][kStreamRows * 16];
         for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
             for (int part = 0; part < blocks.parts; part++)
-                with_rows<kStreamRows>(a.num_rows, [&](auto count) {
+                with_rows<kMost>(a.num_rows, [&](auto count) {
                     stream_block<kType, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x,
                                                rows.stride, sums[part]);
                 });
@@ -277,10 +274,10 @@ template <Type kType>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
-    // Other blocks are turned first for few rows, too: six more copies of what expands each of their types take minutes to build.
+    // Of other blocks just one: six copies of what expands each of their types take minutes to build.
     constexpr bool kStreamed = !is_blocks(kType) || kType == Type::u4_32 || kType == Type::u4_128;
-    if constexpr (kStreamed)
-        if (a.num_rows <= kStreamRows) return stream_rows<kType>(blocks, rows, context);
+    constexpr int kMost = kStreamed ? kStreamRows : 1;
+    if (a.num_rows <= kMost) return stream_rows<kType, kMost>(blocks, rows, context);
     if (a.num_rows <= kMostRows) {
         const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
         context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
