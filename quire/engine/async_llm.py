@@ -271,6 +271,26 @@ class AsyncLLM:
         """The pinned prefixes, in the order in which they were pinned."""
         return await self._call("pinned_prefixes")
 
+    async def sleep(self, level: int = 1) -> bool:
+        """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run."""
+        return await self._call("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take requests again, once all is loaded: see `LLM.wake_up`."""
+        await self._call("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether it takes no requests."""
+        return await self._call("is_sleeping")
+
+    async def update_weights(self, path: str) -> bool:
+        """Use the weights of a directory; False (and nothing done) while requests run: see `LLM.update_weights`."""
+        return await self._call("update_weights", path)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of every worker, by name: see `LLM.collective_rpc`."""
+        return (await self._call("call_workers", method, list(args))).values
+
     async def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on: see `LLMEngine.set_limits`."""
         self.limits = limits = await self._call("set_limits", changes)

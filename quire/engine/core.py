@@ -10,20 +10,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from quire.engine.interrupts import InterruptShield
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.executor.base import Executor
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan
-from quire.protocol.worker import CheckIntegrity
+from quire.protocol.worker import CheckIntegrity, Invoke, Returned
 from quire.scheduler.outcomes import MANY_GUIDED
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import take_snapshot
 
 T = TypeVar("T")
 _IDLE_WAIT = 0.002  # seconds
+_PARTS = {"weights", "kv_cache"}  # that an engine sleeps without
 
 
 class Core(Protocol):
@@ -44,6 +45,11 @@ class Core(Protocol):
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix: ...
     def unpin_prefix(self, name: str) -> bool: ...
     def pinned_prefixes(self) -> list[PinnedPrefix]: ...
+    def sleep(self, level: int = 1) -> bool: ...
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+    def is_sleeping(self) -> bool: ...
+    def update_weights(self, path: str) -> bool: ...
+    def call_workers(self, method: str, arguments: list[Any]) -> Returned: ...
     def stats(self) -> EngineStats: ...
     def stop(self) -> None: ...
     def check_integrity(self) -> None: ...
@@ -85,6 +91,7 @@ class EngineCore:
         self._guiding: Future[SampleGuide | None] | None = None
         self._undelivered: list[SequenceOutput] = []  # of a step that ended in an interrupt
         self._dead: str | None = None
+        self._asleep: set[str] = set()  # of _PARTS, what is not there
 
     def stats(self) -> EngineStats:
         """The counters and gauges at this moment."""
@@ -95,9 +102,11 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: it can never fit, or its id is taken.
-            OverloadedError: the policy had rather not take it now.
+            OverloadedError: the policy had rather not take it now, or the engine sleeps.
         """
         self._check_alive()
+        if self._asleep:
+            raise OverloadedError(f"the engine sleeps (without {', '.join(sorted(self._asleep))}); wake it up first.")
         with self.interrupts:
             self.scheduler.add(request, self.clock())
 
@@ -183,6 +192,80 @@ class EngineCore:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
         return self.scheduler.kv.pins.listed()
+
+    def sleep(self, level: int = 1) -> bool:
+        """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
+
+        Requests that come meanwhile are refused, and cached prefixes forgotten, but for those on the disk.
+
+        Args:
+            level: 1 wakes up with the weights that it had; 2 with those of its start, unless it is given others.
+        """
+        if level not in (1, 2):
+            raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
+        if self.has_unfinished():
+            return False
+        with self.interrupts:
+            self._begin_anew(keep_disk=True)
+            self._asleep = set(_PARTS)
+            self.call_workers("sleep", [level])
+        return True
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Load what the engine sleeps without, or first only "weights", or then "kv_cache", of that.
+
+        Raises:
+            InvalidRequestError: an unknown tag. RequestFailedError: the weights' files or the memory are gone.
+        """
+        if not _PARTS.issuperset(tags or ()):
+            raise InvalidRequestError(f"tags are 'weights' and 'kv_cache'; got {tags}.", "tags")
+        with self.interrupts:
+            self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
+            self._asleep.difference_update(wanted and [*wanted, "weights"])
+
+    def is_sleeping(self) -> bool:
+        """Whether anything is missing."""
+        return bool(self._asleep)
+
+    def update_weights(self, path: str) -> bool:
+        """Use the weights of another checkpoint of the same model, a directory; False while requests run.
+
+        They are loaded beside those in use, unless the engine sleeps, and no cached prefix outlives the change.
+
+        Raises:
+            RequestFailedError: they are not there, broken, or another model's; those in use stay so.
+            EngineDeadError: some workers have them, and others could not.
+        """
+        if self.has_unfinished():
+            return False
+        with self.interrupts:
+            self._begin_anew(keep_disk=False)
+            self.call_workers("update_weights", [path, sorted(_PARTS - self._asleep)])
+            self._asleep.discard("weights")
+        return True
+
+    def call_workers(self, method: str, arguments: list[Any]) -> Returned:
+        """Call a method of every worker, by name; what each returns, which has to be data.
+
+        Raises:
+            RequestFailedError: there is none of this name, or all refused.
+            EngineDeadError: some did, so that workers are no more alike.
+        """
+        self._check_alive()
+        replies = self.executor.call(Invoke(method, arguments))
+        faults = [reply.fault for reply in replies if reply.fault is not None]
+        if faults and len(faults) < len(replies):
+            self._dead = faults[0]
+            raise EngineDeadError(f"the workers are no more alike: {faults[0]}")
+        if faults:
+            raise RequestFailedError(faults[0])
+        return Returned([reply.value for reply in replies])
+
+    def _begin_anew(self, *, keep_disk: bool) -> None:
+        """Forget what workers know, and cached prefixes."""
+        self.scheduler.cancel()
+        self.scheduler.kv.reset_prefix_cache(keep_disk)
+        self._publish()
 
     def snapshot(self) -> EngineSnapshot:
         """The sequences and blocks at this moment."""

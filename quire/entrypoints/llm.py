@@ -6,14 +6,20 @@ requests and drives an `LLMEngine` to the end; it holds no scheduling or model c
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.cache import PinnedPrefix
@@ -26,9 +32,7 @@ from quire.text.tokenizer import Tokenizer
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
 
-_NOT_YET = frozenset(
-    ("embed", "encode", "classify", "score", "reward", "collective_rpc", "sleep", "wake_up")
-)  # methods of vLLM's LLM
+_NOT_YET = frozenset(("embed", "encode", "classify", "score", "reward"))  # methods of vLLM's LLM
 
 
 class _NotYetThere(NotYetSupportedError, AttributeError):
@@ -59,6 +63,7 @@ class LLM:
 
         self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress, start=start)
         self._request_ids = itertools.count()
+        self._weights: TemporaryDirectory[str] | None = None  # those that came as tensors
 
     def __getattr__(self, name: str) -> Any:
         """Called for names that are not there only."""
@@ -248,6 +253,81 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
         return self.llm_engine.core.pinned_prefixes()
+
+    def sleep(self, level: int = 1) -> bool:
+        """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
+
+        Args:
+            level: 1 wakes up with the weights that it had, read again from where they came; 2 with those of its start,
+                unless `update_weights` brings others before.
+
+        Raises:
+            InvalidRequestError: another level.
+        """
+        return self.llm_engine.core.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Load what the engine sleeps without; until all is there, requests are refused (OverloadedError).
+
+        Args:
+            tags: "weights" alone first, to change them where memory is short, and "kv_cache" then; all if None.
+
+        Raises:
+            InvalidRequestError: an unknown tag. RequestFailedError: the weights' files or the memory are gone.
+        """
+        self.llm_engine.core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether it takes no requests."""
+        return self.llm_engine.core.is_sleeping()
+
+    def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, Tensor]]) -> bool:
+        """Use other weights of the same model; False (and nothing done) while requests run.
+
+        They are loaded beside those in use, which stay where anything is wrong with them; sleep before where there is
+        no memory for both. No cached prefix outlives the change.
+
+        Args:
+            weights: a checkpoint's directory, whose config.json is not looked at; or all of a checkpoint's tensors, by
+                name, which go through a file of the temporary directory. On other machines only a directory will do.
+
+        Raises:
+            RequestFailedError: a tensor is missing, too many, or of another shape or type, or a file is broken.
+        """
+        if isinstance(weights, str | PathLike):
+            return self.llm_engine.core.update_weights(str(Path(weights).expanduser().absolute()))
+        folder = TemporaryDirectory(prefix="quire-weights-")
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
+        save_file(tensors, Path(folder.name) / "model.safetensors")
+        if done := self.llm_engine.core.update_weights(folder.name):
+            self._weights = folder  # what it sleeps without is read from there
+        return done
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker; one result each.
+
+        Args:
+            method: the name of a method of `Keeper` or `Worker`, whose arguments and results are data; or a function,
+                that is called with the worker, where that is in this process.
+            timeout: not supported; a worker that hangs is found out by itself.
+            kwargs: for a function.
+
+        Raises:
+            RequestFailedError: there is no such method, or it refuses.
+        """
+        if timeout is not None:
+            raise NotYetSupportedError("timeout is not supported; leave it None.")
+        if isinstance(method, str):
+            return self.llm_engine.core.call_workers(method, list(args)).values
+        if not isinstance(executor := self.llm_engine.executor, InProcessExecutor):
+            raise NotYetSupportedError("a function needs a worker in this process, and this engine's is elsewhere.")
+        return [method(executor.worker, *args, **(kwargs or {}))]
 
     def get_metrics(self) -> EngineStats:
         """The engine's counters and gauges."""

@@ -23,6 +23,7 @@ from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import Failure, FailureKind, SequenceOutput
+from quire.protocol.worker import Returned
 
 
 class ReplicatedCore:
@@ -43,6 +44,7 @@ class ReplicatedCore:
         self._outputs: list[SequenceOutput] = []  # for the next step
         self._replies: dict[int, Reply] = {}
         self._dead: str | None = None
+        self._sleeps = False
         self._events: deque[Event] = deque()
         self._come = threading.Event()  # there are events
         self._client = client = ReplicasClient(args, config, AsyncOptions())
@@ -60,6 +62,8 @@ class ReplicatedCore:
 
     def add(self, request: NewRequest) -> None:
         self._check_alive()
+        if self._sleeps:
+            raise OverloadedError("the engines sleep; wake them up first.")
         num_sequences = request.task.num_sequences if isinstance(request.task, SamplingTask) else 1
         self._left[request.request_id] = set(range(num_sequences))
         self._send(Add(request))
@@ -99,6 +103,24 @@ class ReplicatedCore:
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         return self._call("pinned_prefixes")
+
+    def sleep(self, level: int = 1) -> bool:
+        done = self._call("sleep", level)
+        self._sleeps |= done
+        return done
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._call("wake_up", tags)
+        self._sleeps = self.is_sleeping()
+
+    def is_sleeping(self) -> bool:
+        return self._call("is_sleeping")
+
+    def update_weights(self, path: str) -> bool:
+        return self._call("update_weights", path)
+
+    def call_workers(self, method: str, arguments: list[Any]) -> Returned:
+        return self._call("call_workers", method, arguments)
 
     def check_integrity(self) -> None:
         self._call("check_integrity")

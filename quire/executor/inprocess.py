@@ -13,6 +13,7 @@ from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
 from quire.speculative.base import Proposer
+from quire.worker.keeper import Keeper
 from quire.worker.worker import Worker
 
 
@@ -31,20 +32,20 @@ class InProcessExecutor(Executor):
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config
         self._proposer = proposer
-        self._worker: Worker | None = None
+        self._keeper: Keeper | None = None
 
     def start(self, progress: bool) -> WorkerReport:
-        self._worker = Worker(self._config, self._proposer)
-        if self._worker.device.group is not None:
-            self.plans_alike, self.clock = True, self._worker.device.clock
-        self.report = self._worker.load(progress and self._config.rank == 0)
+        self._keeper = Keeper(self._config, self._proposer)
+        if self.worker.device.group is not None:
+            self.plans_alike, self.clock = True, self.worker.device.clock
+        self.report = self.worker.load(progress and self._config.rank == 0)
         return self.report
 
     @property
     def worker(self) -> Worker:
         """The live worker."""
-        assert self._worker is not None, "the executor is not started, or is stopped"
-        return self._worker
+        assert self._keeper is not None, "the executor is not started, or is stopped"
+        return self._keeper.worker
 
     def cache_report(self) -> CacheReport:
         report, group = self.worker.cache_report(), self.worker.device.group
@@ -68,13 +69,14 @@ class InProcessExecutor(Executor):
         self.worker.reset()
 
     def call(self, call: WorkerCall) -> list[WorkerReply]:
-        return [self.worker.call(call)]
+        assert self._keeper is not None, "the executor is not started, or is stopped"
+        return [self._keeper.call(call)]
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call the function on the worker's model (inspection, surgery); its result, in a list."""
         return [function(self.worker.model)]
 
     def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
+        if self._keeper is not None:
+            self._keeper.close()
+        self._keeper = None

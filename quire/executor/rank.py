@@ -23,7 +23,7 @@ class Rank:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.fault = rank, b""
-        self._worker: Any = None
+        self._keeper: Any = None
         self._reporter = 0
 
     def carry_out(self, number: int, body: bytes | bytearray) -> tuple[int, bytes] | None:
@@ -32,14 +32,14 @@ class Rank:
         try:
             given = [] if order.argument is None else [decoded(body, order.argument)]
             if name == "load":
-                from quire.worker.worker import Worker  # torch comes in here: the watch must not wait for it
+                from quire.worker.keeper import Keeper  # torch comes in here: the watch must not wait for it
 
                 config = dataclasses.replace(given[0][0], rank=self.rank)
-                self._worker, self._reporter = Worker(config), config.reporter
-                value = self._worker.load(given[0][1] and self.rank == 0)
+                self._keeper, self._reporter = Keeper(config), config.reporter
+                value = self._keeper.worker.load(given[0][1] and self.rank == 0)
                 gc.freeze()  # the model's objects are here to stay: collections need not look at them again
             else:
-                value = getattr(self._worker, name)(*given)
+                value = getattr(self._keeper if name in ("call", "close") else self._keeper.worker, name)(*given)
         except Exception as error:
             if name != "load" or not isinstance(error, QuireError):
                 logger.critical("the worker failed in %s", order.doing, exc_info=True)

@@ -334,15 +334,18 @@ class KVManager:
 
     # All at once.
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix, pinned ones too; False, with nothing done, while sequences hold blocks."""
+    def reset_prefix_cache(self, keep_disk: bool = False) -> bool:
+        """Forget every cached prefix, pinned ones too; False, with nothing done, while sequences hold blocks.
+
+        `keep_disk`: but those on the disk, as the same tokens will still make the same blocks.
+        """
         if self._tables:
             return False
         self.pins.remove_all()
         for pool in self.pools:
             pool.forget_all()
         if self.space is not None:
-            self.space.forget_all()
+            self.space.forget_all(keep_disk)
         if self.events is not None:
             self.events.cleared()
         return True

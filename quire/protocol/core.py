@@ -14,11 +14,13 @@ from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.protocol.step import SequenceOutput
+from quire.protocol.worker import Returned
 
 # Methods of `quire.engine.core.EngineCore`.
-CallName = Literal[
+_CallName = Literal[
     "snapshot", "set_limits", "reset_prefix_cache", "pin_prefix", "unpin_prefix", "pinned_prefixes", "check_integrity"
 ]
+CallName = _CallName | Literal["sleep", "wake_up", "is_sleeping", "update_weights", "call_workers"]
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +108,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a call, or why there is none."""
 
     call_id: int
-    value: EngineSnapshot | Limits | PinnedPrefix | list[PinnedPrefix] | bool | None = None
+    value: EngineSnapshot | Limits | PinnedPrefix | list[PinnedPrefix] | Returned | bool | None = None
     fault: Fault | None = None
 
 

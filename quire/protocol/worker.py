@@ -3,7 +3,7 @@
 An executor carries these structs to every worker and back. They hold numbers and names, no tensors.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,11 +31,25 @@ class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
     live_sequence_ids: list[int] | None  # ascending; None: not to be told now, as plans are in flight
 
 
-class IntegrityReply(msgspec.Struct, frozen=True, tag=True):
-    """What `CheckIntegrity` found: None where everything agrees."""
+class Invoke(msgspec.Struct, frozen=True, tag=True):
+    """Call a method of `quire.worker.keeper.Keeper`, or else of its `quire.worker.worker.Worker`, by name."""
 
-    fault: str | None
+    method: str
+    arguments: list[Any] = []
 
 
-WorkerCall = CheckIntegrity
-WorkerReply = IntegrityReply
+class CallReply(msgspec.Struct, frozen=True, tag=True):
+    """What a call came to."""
+
+    fault: str | None  # None where everything agrees, or went well
+    value: Any = None
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """What a method returned, of each worker."""
+
+    values: list[Any]
+
+
+WorkerCall = CheckIntegrity | Invoke
+WorkerReply = CallReply

@@ -7,19 +7,20 @@ a queue or a policy.
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from msgspec import structs
 
 from quire.config.worker import WorkerConfig
-from quire.distributed.links import open_link
+from quire.distributed.links import AnyLink, open_link
 from quire.errors import ConfigError
 from quire.models.causal_lm import RunnableModel
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
-from quire.protocol.worker import IntegrityReply, WorkerCall, WorkerReply, WorkerReport
+from quire.protocol.worker import CallReply, CheckIntegrity, WorkerReply, WorkerReport
 from quire.sampling.accept import Rule
 from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
@@ -55,22 +56,38 @@ DRAFTERS: dict[str, Callable[[WorkerConfig, Device, CausalLM], Drafter]] = {
 }
 
 
+@dataclass
+class Place:
+    """What is left of a worker that sleeps: where it computes, and meets its neighbours; how its KV cache was."""
+
+    device: Device
+    links: tuple[AnyLink | None, AnyLink | None] | None = None
+    layout: CacheLayout | None = None
+
+
 class Worker:
     """Loads the model, reports memory, allocates the KV cache, executes plans.
 
     Args:
         config: what it runs.
         proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
+        place: that of an earlier worker, which this one takes.
 
     Raises:
         ConfigError, ModelLoadError: options that the device, or a model that this version, can't have.
     """
 
-    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        proposer: Callable[[CausalLM], Proposer] | None = None,
+        place: Place | None = None,
+    ) -> None:
         if config.kv_cache_dir is not None and config.num_ranks > 1:
             raise ConfigError(f"kv_cache_dir: {config.num_ranks} ranks can't keep blocks there yet; leave it out.")
         self._config = config
-        self.device: Device = CpuDevice(config)
+        self.place = place or Place(CpuDevice(config))
+        self.device: Device = self.place.device
         self._model, self._store = build_packed(config, config.model, config.quantization, self.device, True)
         self._drafter: Drafter | None = None
         if config.speculative is not None and config.speculative.method in DRAFTERS and config.stage.is_last:
@@ -153,7 +170,7 @@ class Worker:
 
     def initialize_cache(self, layout: CacheLayout) -> None:
         """Allocate the KV cache; its pages cost memory once they are first written."""
-        config, device = self._config, self.device
+        config, device, self.place.layout = self._config, self.device, layout
         dtype = device.backend.kv_cache_dtype(self._model.dtype)
         caches: dict[int, torch.Tensor] = {}
         for group, num_blocks in zip(self._groups, layout.num_blocks, strict=True):
@@ -190,7 +207,8 @@ class Worker:
             proposer = make_proposer(speculative)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
         if config.num_stages > 1:
-            runner.before, runner.after = open_link(config, True), open_link(config, False)
+            self.place.links = self.place.links or (open_link(config, True), open_link(config, False))
+            runner.before, runner.after = self.place.links
         if speculative is None or proposer is None:
             return runner
         proposer.max_batch = speculative.disable_by_batch_size or math.inf
@@ -258,14 +276,14 @@ class Worker:
         self._store.settle()
         return self._model
 
-    def call(self, call: WorkerCall) -> WorkerReply:
+    def call(self, call: CheckIntegrity) -> WorkerReply:
         """Answer a call: whether the rows are consistent, and those of the live sequences."""
         try:
             if self._runner is not None:
                 self._runner.table.check_integrity(call.live_sequence_ids)
         except AssertionError as error:
-            return IntegrityReply(str(error))
-        return IntegrityReply(None)
+            return CallReply(str(error))
+        return CallReply(None)
 
     def _loaded(self) -> RunnableModel:
         assert self._runnable is not None, "load comes first"

@@ -31,7 +31,7 @@ from quire.protocol.step import (
     StepResult,
     TokenLogprobs,
 )
-from quire.protocol.worker import CheckIntegrity, IntegrityReply, WorkerCall, WorkerReply, WorkerReport
+from quire.protocol.worker import CallReply, CheckIntegrity, WorkerCall, WorkerReply, WorkerReport
 
 NUM_CANDIDATES = 4  # of a RANK
 _MASK = (1 << 61) - 1
@@ -213,7 +213,7 @@ class SimulatedExecutor(Executor):
     def call(self, call: WorkerCall) -> list[WorkerReply]:
         assert isinstance(call, CheckIntegrity)
         wanted, held = call.live_sequence_ids, sorted(self.rows)
-        return [IntegrityReply(None if wanted in (None, held) else f"rows {held} are held, not {wanted}")]
+        return [CallReply(None if wanted in (None, held) else f"rows {held} are held, not {wanted}")]
 
     def stop(self) -> None:
         self.reset()

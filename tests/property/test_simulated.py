@@ -6,7 +6,7 @@ from simulated import FakeModel, SimulatedExecutor
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Moves, NewSequence, SampleGuide, Sampling, ScheduledSequence, StepPlan
-from quire.protocol.worker import CheckIntegrity, IntegrityReply
+from quire.protocol.worker import CallReply, CheckIntegrity
 from quire.sampling_params import SamplingParams
 
 
@@ -64,9 +64,9 @@ def test_rows_are_compared_with_what_the_scheduler_expects() -> None:
     executor = make_executor()
     executor.submit(first_plan([0, 1]))
     executor.collect()
-    assert executor.call(CheckIntegrity([0])) == executor.call(CheckIntegrity(None)) == [IntegrityReply(None)]
+    assert executor.call(CheckIntegrity([0])) == executor.call(CheckIntegrity(None)) == [CallReply(None)]
     (reply,) = executor.call(CheckIntegrity([0, 1]))
-    assert isinstance(reply, IntegrityReply)
+    assert isinstance(reply, CallReply)
     assert reply.fault == "rows [0] are held, not [0, 1]"
     executor.reset()
-    assert executor.call(CheckIntegrity([])) == [IntegrityReply(None)]
+    assert executor.call(CheckIntegrity([])) == [CallReply(None)]

@@ -42,7 +42,16 @@ POSTS = [
 ]
 ALIKE = [path for path in POSTS if path.endswith(("/render", "_tokens"))]  # bodies that others have, too
 GETS = [
-    *("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/version", "/load", "/metrics"),
+    *(
+        "/v1/models",
+        "/v1/models/{model}",
+        "/tokenizer_info",
+        "/is_sleeping",
+        "/health",
+        "/version",
+        "/load",
+        "/metrics",
+    ),
     *(
         "/admin/limits",
         "/admin/prefixes",
@@ -55,6 +64,7 @@ GETS = [
 CHANGES = [
     *(("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")),
     ("POST", "/admin/engines/{rank}/restart"),
+    *(("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/update_weights")),
     *(("DELETE", "/v1/responses/{response_id}"), ("POST", "/v1/responses/{response_id}/cancel")),  # there is none
 ]
 

@@ -6,7 +6,7 @@ pages have it too. What may be changed is for the scheduler to say, and what may
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
@@ -15,7 +15,7 @@ from quire.entrypoints.server.chat_request import Messages
 from quire.entrypoints.server.info_requests import EITHER, Engine, TokenId, is_chat
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.state import Changeable, State
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, RequestFailedError
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.stats import Limits
 
@@ -84,6 +84,59 @@ async def restart_engine(rank: int, state: Changeable) -> EngineList:
         raise InvalidRequestError("there is one engine only; --data-parallel-size 2 would let one restart.", "rank")
     state.replicas.restart(rank)
     return await list_engines(state)
+
+
+# Weights.
+
+
+class Sleep(BaseModel):
+    """Whether the engine takes no requests."""
+
+    is_sleeping: bool
+
+
+class WeightChange(BaseModel):
+    """Other weights of the same model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, description="A checkpoint's directory, on the server.")
+
+
+_BUSY: dict[int | str, dict[str, Any]] = {409: {"description": "Requests are running."}}
+
+
+@router.post("/sleep", tags=["admin"], responses=_BUSY)
+async def sleep(state: Changeable, level: int = 1) -> Sleep:
+    """Give back the memory of weights and KV cache; requests are refused (503) until /wake_up. See `LLM.sleep`."""
+    if not await state.llm.sleep(level):
+        raise HTTPException(409, "requests are running, and the engine stays awake; try again when none is.")
+    return Sleep(is_sleeping=True)
+
+
+@router.post("/wake_up", tags=["admin"])
+async def wake_up(state: Changeable, tags: Annotated[list[str] | None, Query()] = None) -> Sleep:
+    """Load what the engine sleeps without: all, or "weights" first and then "kv_cache"."""
+    await state.llm.wake_up(tags)
+    return await is_sleeping(state)
+
+
+@router.get("/is_sleeping", tags=["admin"])
+async def is_sleeping(state: State) -> Sleep:
+    """Whether requests are refused."""
+    return Sleep(is_sleeping=await state.llm.is_sleeping())
+
+
+@router.post("/update_weights", tags=["admin"], responses=_BUSY)
+async def update_weights(body: WeightChange, state: Changeable) -> Sleep:
+    """Use the weights of another checkpoint of the same model; those in use stay where anything is wrong with them."""
+    try:
+        done = await state.llm.update_weights(body.path)
+    except RequestFailedError as error:
+        raise InvalidRequestError(str(error), "path") from None
+    if not done:
+        raise HTTPException(409, "requests are running, and the weights stay; try again when none is.")
+    return await is_sleeping(state)
 
 
 # Prefixes.

@@ -39,6 +39,7 @@ _LONGEST_WAIT = 30.0  # seconds before an engine that keeps dying is tried again
 _MOST_HASHED = 512  # blocks of a prompt that are looked at: what is beyond makes no difference
 _TOTALS_SECONDS = 0.1  # for which sums are good
 _NO_ANSWER = -1  # id of calls that are nobody's
+_OF_IDLE = ("reset_prefix_cache", "sleep", "update_weights")  # calls that do nothing while requests run
 
 logger = logging.getLogger("quire")
 
@@ -110,6 +111,7 @@ class ReplicasClient:
         self._routes: dict[str, _Route] = {}  # by request, in order of arrival
         self._calls: dict[int, tuple[Call, set[int], list[Reply]]] = {}  # and who has yet to answer
         self._limits: dict[str, Any] = {}  # that were changed
+        self._weights: list[Call] = []  # that put engines to sleep, or gave them others
         self._pins: dict[str, list[Any]] = {}  # name -> arguments
         self._pinning: dict[str, Call] = {}  # prompts that are computed to be pinned again
         self._turn, self._closed = threading.Lock(), threading.Event()
@@ -310,7 +312,7 @@ class ReplicasClient:
     # Calls, which go to all.
 
     def _call(self, call: Call) -> None:
-        if call.name == "reset_prefix_cache" and self._routes:
+        if call.name in _OF_IDLE and self._routes:
             self._on_event(Reply(call.call_id, False))  # one engine might have done it, and another not
         else:
             serving = [replica for replica in self._replicas if replica.serves]
@@ -359,7 +361,9 @@ class ReplicasClient:
             self._pins[call.arguments[0]] = call.arguments
         elif call.name == "unpin_prefix":
             self._pins.pop(call.arguments[0], None)
-        elif call.name == "reset_prefix_cache" and answer.value:
+        elif call.name in ("sleep", "wake_up", "update_weights") and answer.value is not False:
+            self._weights = _still_to_tell(self._weights, call)
+        if call.name in _OF_IDLE and answer.value:
             self._pins.clear()
             for replica in self._replicas:
                 self._router.forget(replica.rank)
@@ -404,6 +408,8 @@ class ReplicasClient:
         self._join(replica)
         self._router.is_open[replica.rank] = True
         logger.info("engine %d is back", replica.rank)
+        for call in self._weights:
+            replica.client.send(Call(_NO_ANSWER, call.name, call.arguments))
         if self._limits:
             replica.client.send(Call(_NO_ANSWER, "set_limits", [self._limits]))
         for arguments in self._pins.values():
@@ -411,3 +417,13 @@ class ReplicasClient:
         for route in list(self._routes.values()):
             if route.rank is None:
                 self._place(route)
+
+
+def _still_to_tell(calls: list[Call], last: Call) -> list[Call]:
+    """What a new engine has to be told of weights, in order, to be as the others are."""
+    updates = [call for call in calls if call.name == "update_weights"]
+    if last.name == "sleep":  # at level 2, other weights are forgotten
+        return [*(updates if last.arguments[0] == 1 else ()), last]
+    if last.name == "update_weights":
+        return [*(call for call in calls if call.name != "update_weights"), last]
+    return [*calls, last] if last.arguments[0] else updates

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.protocol.core import Reply
 from quire.protocol.stats import BlockGroup, EngineSnapshot, EngineStats, Limits
+from quire.protocol.worker import Returned
 
 
 def total_stats(stats: Sequence[EngineStats]) -> EngineStats:
@@ -35,6 +36,8 @@ def total_reply(replies: Sequence[Reply]) -> Reply:
     values: list[Any] = [reply.value for reply in replies]  # of one kind, as the calls were equal
     if first.fault is None and isinstance(first.value, EngineSnapshot):
         return Reply(first.call_id, total_snapshot(values))
+    if first.fault is None and isinstance(first.value, Returned):
+        return Reply(first.call_id, Returned([each for value in values for each in value.values]))
     return Reply(first.call_id, all(values)) if isinstance(first.value, bool) else first
 
 

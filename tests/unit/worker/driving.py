@@ -17,7 +17,7 @@ from quire.protocol.step import (
     SequenceResult,
     StepPlan,
 )
-from quire.protocol.worker import CheckIntegrity, IntegrityReply
+from quire.protocol.worker import CallReply, CheckIntegrity
 from quire.speculative.base import DraftedSequence, Proposer, Verdict
 
 VOCAB, BLOCK_SIZE, MAX_DRAFTS = 61, 8, 3
@@ -102,7 +102,7 @@ class Driver:
             self.computed[one.sequence_id] += one.num_new_tokens - refused
             self.num_tokens[one.sequence_id] += len(came.token_ids) if one.num_samples == 1 else 1
             self.drafts[one.sequence_id] = len(came.draft_token_ids)
-        assert self.executor.call(CheckIntegrity(list(self.num_tokens))) == [IntegrityReply(None)]
+        assert self.executor.call(CheckIntegrity(list(self.num_tokens))) == [CallReply(None)]
         return result.results
 
     def start(

@@ -9,7 +9,7 @@ import pytest
 from driving import VOCAB, Driver, RecordedProposer
 
 from quire.protocol.step import FailureKind, Moves, SampleGuide, Sampling, SequenceResult
-from quire.protocol.worker import CheckIntegrity, IntegrityReply
+from quire.protocol.worker import CallReply, CheckIntegrity
 
 PROMPTS = {1: [5, 9, 12, 33, 2, 8, 8, 17, 20, 41], 2: [7, 7, 7], 3: list(range(3, 40))}
 
@@ -208,7 +208,7 @@ def test_reset_forgets_a_step_half_done(drive: Callable[..., Driver]) -> None:
     driver.executor.submit(driver.plan([one]))
     driver.executor.reset()
     driver.num_tokens.clear()
-    assert driver.executor.call(CheckIntegrity([])) == [IntegrityReply(None)]
+    assert driver.executor.call(CheckIntegrity([])) == [CallReply(None)]
     assert driver.start(1, PROMPTS[1], temperature=0.0) == plain
 
 

@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.options import ServerArgs
-from quire.errors import EngineDeadError, InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from quire.inputs import PreparedPrompt
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import CompletionOutput, RequestOutput
@@ -41,6 +41,7 @@ class FakeAsyncLLM:
         self.rendered: list[dict[str, Any]] = []
         self.pinned: list[tuple[Any, bool]] = []
         self.is_idle = True
+        self.slept: list[int] = []  # levels
         self.num_aborted = self.num_shutdowns = 0
 
     async def pin_prefix(self, prompt: Any, name: str | None, add_special_tokens: bool = True) -> PinnedPrefix:
@@ -57,6 +58,21 @@ class FakeAsyncLLM:
         return name == "system"
 
     async def reset_prefix_cache(self) -> bool:
+        return self.is_idle
+
+    async def sleep(self, level: int) -> bool:
+        self.slept = [*self.slept, level] if self.is_idle else self.slept
+        return self.is_idle
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        self.slept = self.slept if tags == ["weights"] else []
+
+    async def is_sleeping(self) -> bool:
+        return bool(self.slept)
+
+    async def update_weights(self, path: str) -> bool:
+        if path == "/nowhere":
+            raise RequestFailedError("update_weights: /nowhere has no weights.")
         return self.is_idle
 
     async def set_limits(self, **changes: Any) -> Limits:

@@ -1,0 +1,91 @@
+"""Keeps a worker whose weights and KV cache come and go: it sleeps, wakes up, and takes other weights.
+
+Executors have one where their worker is, and hand it the calls that name a method (`Invoke`). A worker that wakes up is
+a new one, started as the first was, on the same device. Must not know who calls, nor plans.
+"""
+
+import ctypes
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from quire.config.worker import WorkerConfig
+from quire.errors import QuireError
+from quire.models.registry import CausalLM
+from quire.protocol.worker import CallReply, Invoke, WorkerCall, WorkerReply
+from quire.speculative.base import Proposer
+from quire.worker.worker import Worker
+
+
+class Keeper:
+    """Has a worker, made of the same arguments, or none while it sleeps."""
+
+    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
+        self._first, self._proposer = config, proposer
+        self._config, self._worker = config, Worker(config, proposer)
+        self._place = self._worker.place
+
+    @property
+    def worker(self) -> Worker:
+        """The worker that is awake."""
+        assert self._worker is not None, "the worker sleeps"
+        return self._worker
+
+    def call(self, call: WorkerCall) -> WorkerReply:
+        """Answer a call. What a method refuses is a reply, and so is a method that there is not."""
+        if not isinstance(call, Invoke):
+            return CallReply(None) if self._worker is None else self._worker.call(call)
+        method = getattr(self if hasattr(Keeper, call.method) else self._worker, call.method, None)
+        if call.method.startswith("_") or not callable(method):
+            return CallReply(f"a worker{' that sleeps' * (self._worker is None)} has no method {call.method!r}.")
+        try:
+            value = method(*call.arguments)
+            msgspec.msgpack.encode(value)  # now, as later nobody could tell the caller
+            return CallReply(None, value)
+        except (QuireError, OSError, MemoryError, TypeError) as error:
+            return CallReply(f"{call.method}: {error}")
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of weights and KV cache; at level 2 forget where other weights came from, too."""
+        self._drop()
+        self._config = self._config if level == 1 else self._first
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Load the weights again, if they are gone, and make the KV cache where that is among the tags."""
+        if self._worker is None:
+            self._worker = self._load(self._config)
+        if "kv_cache" in tags and self._place.layout is not None:
+            self._worker.cache_report()  # as at the start: ranks meet in it, and the disk's files are opened
+            self._worker.initialize_cache(self._place.layout)
+
+    def update_weights(self, path: str, tags: list[str]) -> None:
+        """Load other weights, and then let go of those there are; the KV cache is made anew if it is among the tags."""
+        model = replace(self._first.model, path=Path(path), model=path)
+        config = replace(self._first, model=model, weight_cache=False, load_format="auto")
+        worker = self._load(config)
+        self._drop()
+        self._config, self._worker = config, worker
+        self.wake_up(tags)
+
+    def close(self) -> None:
+        """Write to the disk what waits for it; safe to call twice."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _load(self, config: WorkerConfig) -> Worker:
+        worker = Worker(config, self._proposer, self._place)
+        worker.load(progress=False)
+        return worker
+
+    def _drop(self) -> None:
+        self.close()
+        self._worker = None
+        was_frozen = gc.get_freeze_count() > 0  # by whoever serves a rank
+        gc.unfreeze()
+        gc.collect()
+        if was_frozen:
+            gc.freeze()
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,54 @@
+"""/sleep, /wake_up, /is_sleeping and /update_weights: who may use them, and what reaches the engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from quire.entrypoints.server.app import build_app
+
+KEY = {"Authorization": "Bearer sk-1"}
+
+
+@pytest.fixture
+def keyed(make_state: Callable[..., Any]) -> TestClient:
+    return TestClient(build_app(make_state(api_key=["sk-1"])), headers=KEY)
+
+
+def test_an_engine_sleeps_and_wakes_up(keyed: TestClient, async_llm: Any) -> None:
+    assert keyed.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert keyed.post("/sleep?level=2").json() == {"is_sleeping": True}
+    assert async_llm.slept == [2]
+    assert keyed.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+    assert keyed.post("/wake_up?tags=weights&tags=kv_cache").json() == {"is_sleeping": False}
+    assert keyed.post("/sleep").json() == {"is_sleeping": True}
+    assert keyed.post("/wake_up").json() == {"is_sleeping": False}
+
+
+def test_it_stays_as_it_is_while_requests_run(keyed: TestClient, async_llm: Any) -> None:
+    async_llm.is_idle = False
+    for answer in (keyed.post("/sleep"), keyed.post("/update_weights", json={"path": "/weights"})):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+
+
+def test_weights_come_from_a_directory(keyed: TestClient) -> None:
+    assert keyed.post("/update_weights", json={"path": "/weights"}).json() == {"is_sleeping": False}
+    answer = keyed.post("/update_weights", json={"path": "/nowhere"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+    assert "has no weights" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [("/sleep?level=x", None, "level"), ("/update_weights", {}, "path"), ("/update_weights", {"path": ""}, "path")],
+)
+def test_wrong_requests_are_refused_by_name(keyed: TestClient, path: str, body: Any, param: str) -> None:
+    answer = keyed.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_nobody_changes_a_server_without_keys(client: TestClient) -> None:
+    for answer in (client.post("/sleep"), client.post("/wake_up"), client.post("/update_weights", json={"path": "x"})):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "api_key_required")
+    assert client.get("/is_sleeping").status_code == 200
