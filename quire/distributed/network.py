@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from socket import socket
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,17 +25,17 @@ _OWN_BYTES = 2**30  # of a buffer, for any step; memory that is not touched cost
 T = TypeVar("T")
 
 
-def make_place(host: str) -> tuple[Store, str]:
-    """Where ranks find each other, for as long as the first is held, and its name."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_SECONDS)
-    return store, f"{host}:{store.port}"
+def make_place(door: socket) -> Store:
+    """Where ranks find each other, for as long as it is held: who comes there, to a socket that listens, is let in."""
+    host, port = door.getsockname()[:2]
+    return TCPStore(host, port, None, True, _SECONDS, wait_for_workers=False, master_listen_fd=door.detach())
 
 
 def meet(where: str, nodes: Mapping[int, str], rank: int, num_bytes: int) -> "Group | NetworkGroup":
     """The group of the ranks on these nodes, of which this process is the one at the place `rank`.
 
     Args:
-        where: what `make_place` named.
+        where: host and port of the door that `make_place` was given.
         nodes: of each rank, by its number: an address of its machine, a blank, and what tells it from others there.
         num_bytes: of the memory where they meet, if they are on one node.
     """

@@ -11,9 +11,11 @@ import importlib
 import logging
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from quire import __version__
@@ -25,9 +27,9 @@ from quire.executor.rank import Rank
 from quire.utils.logs import configure_logging
 
 SILENCE_SECONDS = 5.0  # without an answer to a beat
-_LOADING_SECONDS = 9.0  # the same while libraries are loaded
+_ASK_SECONDS = 4.0  # for a node to say whether a process was stopped
 _PLACE_SECONDS = 8.0  # for CPUs to be free
-_START_SECONDS = 60.0  # for actors to be there
+_START_SECONDS = 300.0  # for actors to be there: where others compute, Python and Ray alone take a minute
 
 _LATER = {NUMBERS["begin"], NUMBERS["take"]}  # go with what asks for a result: a call costs more than its bytes
 
@@ -41,19 +43,23 @@ class Actor:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # read when torch is imported
         configure_logging(level, f"(rank {rank}) ")
         self._rank = Rank(rank)
+        self._door: socket.socket | None = None
 
     def place(self) -> tuple[str, str, int, str]:
         """The version of Quire, the node, the process, and where ranks find each other, which the first one keeps."""
         ray, where = importlib.import_module("ray"), ""
         host, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         if self._rank.rank == 0:
-            from quire.distributed.network import make_place
-
-            self._store, where = make_place(host)
+            self._door = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            where = f"{host}:{self._door.getsockname()[1]}"
         return __version__, f"{host} {node}", os.getpid(), where
 
     def carry_out(self, orders: list[tuple[int, bytes]]) -> tuple[int, bytes] | None:
         """The answer to the last of some orders."""
+        if self._door is not None:
+            from quire.distributed.network import make_place  # with torch: not before the watch looks
+
+            self._store, self._door = make_place(self._door), None
         answers = [self._rank.carry_out(*order) for order in orders if not self._rank.fault]
         return answers[-1] if answers else None
 
@@ -85,7 +91,8 @@ class Actors:
         self._answers = [deque[Any]() for _ in range(config.num_ranks)]
         num_cpus, bundles = self._reserve(config)
         kind = ray.remote(concurrency_groups={"pulse": 1})(Actor)
-        strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        self._strategies = importlib.import_module("ray.util.scheduling_strategies")
+        strategy = self._strategies.PlacementGroupSchedulingStrategy
         for rank in range(config.num_ranks):
             place = strategy(self._group, placement_group_bundle_index=rank * bundles // config.num_ranks)
             actor = kind.options(num_cpus=num_cpus, scheduling_strategy=place)
@@ -141,7 +148,6 @@ class Actors:
         return None
 
     def look(self, ready: bool) -> tuple[int, str] | None:
-        limit = SILENCE_SECONDS if ready else _LOADING_SECONDS
         if not self._ray.is_initialized():
             return 0, "ended unexpectedly (this process has left the Ray cluster)"
         for rank, beat in enumerate(self._beats):
@@ -155,9 +161,19 @@ class Actors:
                     why = " ".join(str(error).rpartition("because ")[2].partition(" Some common")[0].split())
                     return rank, f"ended unexpectedly ({why})"
                 self._beats[rank], self._silent[rank] = self._beat(rank), 0
-            elif self._silent[rank] * BEAT_SECONDS >= limit:
-                return rank, f"has given no sign of life for {limit:.0f} s"
+            # While libraries are loaded there may be no beat for long, unless it was stopped.
+            elif self._silent[rank] * BEAT_SECONDS >= SILENCE_SECONDS and (ready or self._is_stopped(rank)):
+                return rank, f"has given no sign of life for {SILENCE_SECONDS:.0f} s"
         return None
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether a rank's process was stopped (SIGSTOP), as another process on its node finds."""
+        _, node, process, _ = self._places[rank]
+        where = self._strategies.NodeAffinitySchedulingStrategy(node.split()[1], soft=False)
+        asked = self._ray.remote(num_cpus=0)(_state).options(scheduling_strategy=where).remote(process)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            return self._ray.get(asked, timeout=_ASK_SECONDS) == "T"
+        return False
 
     def _beat(self, rank: int) -> Any:
         return self._actors[rank].beat.options(concurrency_group="pulse").remote()
@@ -177,6 +193,11 @@ class Actors:
             for actor in self._actors:
                 self._ray.kill(actor)
             self._ray.util.remove_placement_group(group)
+
+
+def _state(process: int) -> str:
+    """Of a process of this machine, as the kernel says it in a letter."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def placed(nodes: Sequence[int], parallel: ParallelConfig) -> tuple[int, int, str]:
