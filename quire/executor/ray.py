@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import re
 import signal
 import socket
 from collections import deque
@@ -30,6 +31,7 @@ SILENCE_SECONDS = 5.0  # without an answer to a beat
 _ASK_SECONDS = 4.0  # for a node to say whether a process was stopped
 _PLACE_SECONDS = 8.0  # for CPUs to be free
 _START_SECONDS = 300.0  # for actors to be there: where others compute, Python and Ray alone take a minute
+_ENDED = "out of memory, perhaps, or its node is gone: 'ray status' lists the nodes"
 
 _LATER = {NUMBERS["begin"], NUMBERS["take"]}  # go with what asks for a result: a call costs more than its bytes
 
@@ -158,8 +160,8 @@ class Actors:
                     if told[0] not in ("", "GroupAbortedError"):  # which another rank's end has brought about
                         return rank, "failed ({}: {})".format(*told)
                 except self._ray.exceptions.RayError as error:
-                    why = " ".join(str(error).rpartition("because ")[2].partition(" Some common")[0].split())
-                    return rank, f"ended unexpectedly ({why})"
+                    why = re.search(r"because (its [^.]*)", str(error)) or ["", "it can't be reached"]
+                    return rank, f"ended unexpectedly ({why[1]}; {_ENDED})"
                 self._beats[rank], self._silent[rank] = self._beat(rank), 0
             # While libraries are loaded there may be no beat for long, unless it was stopped.
             elif self._silent[rank] * BEAT_SECONDS >= SILENCE_SECONDS and (ready or self._is_stopped(rank)):

@@ -8,63 +8,47 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray_cluster
+from ray_cluster import ranks
 from serving import RunningServer, wait_until
 
 pytestmark = pytest.mark.nightly
 BACKEND = ("--distributed-executor-backend", "ray", "--max-model-len", "256")
-STORE = ("--object-store-memory", "100000000", "--disable-usage-stats", "--node-ip-address", "127.0.0.1")
 FIELDS = {"max_tokens": 16, "temperature": 0.8, "seed": 3, "logprobs": 2}
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A cluster of two raylets with two CPUs each, started as docs/distributed.md says; its address."""
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cluster of two raylets with two CPUs each."""
     pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "quire-quire-quire-quire-quire-quire")
-    command = Path(sys.executable).parent / "ray"
-    port, node = "26379", [str(command), "start", "--num-cpus", "2", *STORE]
+    for name, value in ray_cluster.ENV.items():
+        monkeypatch.setenv(name, value)
     try:
-        subprocess.run([*node, "--head", "--port", port, "--include-dashboard=false"], check=True, capture_output=True)
-        address = f"127.0.0.1:{port}"
-        subprocess.run([*node, "--address", address], check=True, capture_output=True)
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        yield address
+        ray_cluster.start()
+        yield
     finally:
-        subprocess.run([str(command), "stop", "--force"], check=True, capture_output=True)
+        ray_cluster.stop()
 
 
-def actors(server: RunningServer) -> list[int]:
-    """Processes in which ranks are: of Ray's, and not the server's own."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().startswith(b"ray::Actor"):
-                found.append(int(path.parent.name))
-        except OSError:
-            pass
-    return found
-
-
-def test_ranks_on_two_nodes(two_nodes: str, server: RunningServer, tmp_path: Path) -> None:
+def test_ranks_on_two_nodes(two_nodes: None, server: RunningServer, tmp_path: Path) -> None:
     expected = server.complete("Once upon a time", **FIELDS)["choices"]
     for flags in (["-tp", "2", "--ray-placement", "STRICT_SPREAD"], ["-pp", "2"]):
-        ranks = RunningServer(tmp_path / "log", *BACKEND, *flags)
-        assert ranks.complete("Once upon a time", **FIELDS)["choices"] == expected
-        assert len(actors(ranks)) == 2
-        ranks.stop()
-        wait_until(lambda: not actors(ranks), 10, "a rank is left")  # noqa: B023
+        several = RunningServer(tmp_path / "log", *BACKEND, *flags)
+        assert several.complete("Once upon a time", **FIELDS)["choices"] == expected
+        assert len(ranks()) == 2
+        several.stop()
+        wait_until(lambda: not ranks(), 10, "a rank is left")
 
 
-def test_a_rank_that_dies_ends_the_server(two_nodes: str, tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_server(two_nodes: None, tmp_path: Path) -> None:
     server = RunningServer(tmp_path / "log", *BACKEND, "-tp", "2")
-    os.kill(actors(server)[0], signal.SIGKILL)
+    os.kill(ranks()[0], signal.SIGKILL)
     assert server.process.wait(15) == 1
     assert "ended unexpectedly" in server.log()
-    wait_until(lambda: not actors(server), 10, "a rank is left")
+    wait_until(lambda: not ranks(), 10, "a rank is left")
 
 
-def test_engines_share_a_cluster_and_come_back(two_nodes: str, server: RunningServer, tmp_path: Path) -> None:
+def test_engines_share_a_cluster_and_come_back(two_nodes: None, server: RunningServer, tmp_path: Path) -> None:
     expected = server.complete("Once upon a time", **FIELDS)["choices"]
     pair = RunningServer(tmp_path / "log", *BACKEND, "-dp", "2", "-tp", "2", "--api-key", "sk-ray")
 
@@ -72,9 +56,9 @@ def test_engines_share_a_cluster_and_come_back(two_nodes: str, server: RunningSe
         return [engine["state"] for engine in pair.get("/admin/engines").json()["data"]]
 
     for _ in range(2):
-        assert len(actors(pair)) == 4
+        assert len(ranks()) == 4
         assert pair.complete("Once upon a time", **FIELDS)["choices"] == expected
-        os.kill(actors(pair)[0], signal.SIGKILL)  # of one engine
+        os.kill(ranks()[0], signal.SIGKILL)  # of one engine
         wait_until(lambda: states() != ["up", "up"], 10, "the engine's end was not told")
         assert pair.get("/health").status == 200
         assert pair.complete("Once upon a time", **FIELDS)["choices"] == expected
@@ -82,7 +66,7 @@ def test_engines_share_a_cluster_and_come_back(two_nodes: str, server: RunningSe
     pair.signal(signal.SIGTERM)
     assert pair.process.wait(20) == 0
     wait_until(lambda: not pair.processes(), 10, "a process is left")
-    wait_until(lambda: not actors(pair), 10, "a rank is left")
+    wait_until(lambda: not ranks(), 10, "a rank is left")
 
 
 def test_engines_without_a_cluster_are_refused(tmp_path: Path) -> None:
