@@ -57,7 +57,10 @@ public:
         if (bytes > size_) {
             memory_.reset();
             memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 4096))));
-            if (!memory_) std::abort();
+            if (!memory_) {
+                std::fprintf(stderr, "quire: there is no memory for the %zu bytes that a kernel works in\n", bytes);
+                std::abort();
+            }
             size_ = round_up(bytes, 4096);
         }
         return reinterpret_cast<T*>(memory_.get());

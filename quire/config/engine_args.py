@@ -219,6 +219,8 @@ class EngineArgs:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         speculative = self._speculative()
         self.parallel.partition(model.num_layers)
+        if (ranks := self.tensor_parallel_size) > model.num_heads:
+            raise ConfigError(f"tensor_parallel_size={ranks} exceeds the model's {model.num_heads} heads; lower it.")
         if speculative is not None and self.pipeline_parallel_size > 1:
             speculative.check_stages(self.pipeline_parallel_size)
         method = None if speculative is None else speculative.method

@@ -6,14 +6,16 @@ find each other through the launcher's store, and meet in shared memory. Must no
 
 import contextlib
 import dataclasses
+import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from quire import __version__
 from quire.config.worker import WorkerConfig
@@ -21,7 +23,11 @@ from quire.distributed.groups import Group, segment_bytes
 from quire.errors import ConfigError
 from quire.utils.host_memory import make_memory
 
+logger = logging.getLogger("quire")
+
 _WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TOLD = timedelta(seconds=5)  # after which a rank says for whom it waits
+_MEET = timedelta(seconds=120)  # for all to come: some are quicker to import what they need
 _GRACE_SECONDS = 1.0  # for a rank that ended in good order: the others may be about to
 
 
@@ -42,10 +48,17 @@ def launched(config: WorkerConfig) -> WorkerConfig:
         raise ConfigError(f"WORLD_SIZE is {given[1]}, but tensor_parallel_size={size}; start as many processes.")
     if size == 1:
         return config
-    rank, store = int(given[0]), next(iter(rendezvous("env://")))[0]
+    rank, store = int(given[0]), _store(int(given[0]), *given[2:])
     store = PrefixStore(f"quire{store.add(f'quire engines of {rank}', 1)}", store)  # each engine has its own keys
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     store.set(f"place{rank}", f"{os.getpid()} {machine} {os.readlink('/proc/self/ns/pid')}")
+    for i in range(size):
+        with _awaited(f"rank {i} of {size} has not come within {_MEET.seconds} s, or rank 0 is gone"):
+            try:
+                store.wait([f"place{i}"], _TOLD)
+            except RuntimeError:
+                logger.warning("rank %d waits for rank %d, which has not come yet", rank, i)
+                store.wait([f"place{i}"], _MEET)
     places = [store.get(f"place{i}").decode().partition(" ") for i in range(size)]
     if len({machine for _, _, machine in places}) > 1:
         raise ConfigError(f"the {size} processes of 'external_launcher' must be on one machine; start them there.")
@@ -63,6 +76,22 @@ def launched(config: WorkerConfig) -> WorkerConfig:
     watched = (store, Group(where, rank, size), others)
     threading.Thread(target=_watch, args=watched, name="quire-watch", daemon=True).start()
     return dataclasses.replace(config, rank=rank, group=where)
+
+
+def _store(rank: int, host: str, port: str) -> Store:
+    """The launcher's, or rank 0's where it has none."""
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    with _awaited(f"rank 0 is not at MASTER_ADDR:MASTER_PORT, {host}:{port}, or that port is in use"):
+        return TCPStore(host, int(port), None, keeps, _MEET, wait_for_workers=False, multi_tenant=True)
+
+
+@contextlib.contextmanager
+def _awaited(what: str) -> Iterator[None]:
+    """Name what did not come."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigError(f"{what}; see what that process says, and start all ranks anew.") from error
 
 
 def _watch(_: Store, group: Group, others: Sequence[int]) -> None:

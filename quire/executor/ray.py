@@ -28,7 +28,7 @@ from quire.executor.rank import Rank
 from quire.utils.logs import configure_logging
 
 SILENCE_SECONDS = 5.0  # without an answer to a beat
-_ASK_SECONDS = 4.0  # for a node to say whether a process was stopped
+_ASK_SECONDS = 3.5  # for a node to say whether a process was stopped
 _PLACE_SECONDS = 8.0  # for CPUs to be free
 _START_SECONDS = 300.0  # for actors to be there: where others compute, Python and Ray alone take a minute
 _ENDED = "out of memory, perhaps, or its node is gone: 'ray status' lists the nodes"

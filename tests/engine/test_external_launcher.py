@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,22 @@ def test_bad_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("demo", tensor_parallel_size=2, **LAUNCHER)
     with pytest.raises(ConfigError, match="is for LLM, under torchrun"):
         AsyncLLM.from_engine_args(EngineArgs("demo", **LAUNCHER))
+
+
+def test_who_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("quire.executor.external._TOLD", timedelta(seconds=0.1))
+    monkeypatch.setattr("quire.executor.external._MEET", timedelta(seconds=0.3))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}, or that port is in use; .* start all ranks anew"):
+            LLM("demo", tensor_parallel_size=2, **LAUNCHER)
+    with pytest.raises(ConfigError, match="rank 1 of 2 has not come within"):
+        LLM("demo", tensor_parallel_size=2, **LAUNCHER)
+    assert "rank 0 waits for rank 1, which has not come yet" in caplog.text
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match=f"rank 0 is not at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}"):
+        LLM("demo", tensor_parallel_size=2, **LAUNCHER)

@@ -47,7 +47,8 @@ def test_a_rank_has_no_memory(size: str, stage: str, tmp_path: Path, monkeypatch
     in_rank_1(tmp_path, monkeypatch, NO_MEMORY)
     monkeypatch.setenv("QUIRE_TEST_STAGE", stage)
     failed = r"failed \(MemoryError: .*; `quire plan` says what each rank needs\)"
-    aborted = r"ended unexpectedly \(SIGABRT; out of memory, perhaps\)"  # where a thread's memory is not there
+    # Where the kernels' own memory is not there, which no exception tells.
+    aborted = r"ended unexpectedly \(SIGABRT; out of memory, perhaps: 'quire plan' says what it takes\)"
     doing = {"loading": "loading the model", "a step": "computing a step"}[stage]
     told = f"rank 1 of 2 .* ({failed}|{aborted}); last it was {doing}"
 

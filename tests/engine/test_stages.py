@@ -20,6 +20,7 @@ from quire.worker.worker import Worker
 __all__ = ["nothing_left"]  # a fixture of all tests here
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "opt", "gpt2"]
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
+TREE = {"method": "medusa", "model": "demo-medusa", "speculative_token_tree": [(0,), (1,)]}
 BOTH: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
@@ -143,6 +144,7 @@ def test_a_stage_dies(stage: int, number: signal.Signals, monkeypatch: pytest.Mo
     ("options", "message"),
     [
         ({"pipeline_parallel_size": 6}, "pipeline_parallel_size=6 exceeds the model's 5 layers; lower it"),
+        ({"tensor_parallel_size": 64}, "tensor_parallel_size=64 exceeds the model's 4 heads; lower it"),
         ({"pipeline_parallel_size": 2, "pp_partition": "1,3"}, "pp_partition='1,3' must be 2 numbers .* sum to .* 5"),
         ({"pipeline_parallel_size": 2, "pp_partition": "5,0"}, "pp_partition='5,0' must be 2 numbers above 0"),
         ({"pipeline_parallel_size": 2, "pp_partition": "x"}, "pp_partition='x' must be 2 numbers"),
@@ -150,6 +152,10 @@ def test_a_stage_dies(stage: int, number: signal.Signals, monkeypatch: pytest.Mo
         (
             PP2 | {"speculative_config": {"method": "eagle", "model": "demo-eagle"}},
             "method='eagle' is refused with pipeline_parallel_size=2, as its head reads",
+        ),
+        (
+            PP2 | {"speculative_config": TREE},
+            "speculative_token_tree is refused with pipeline_parallel_size=2, as other stages would have to move",
         ),
         (
             PP2 | {"speculative_config": {"method": "medusa", "model": "demo-medusa", "acceptance": "typical"}},

@@ -20,7 +20,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-START_SECONDS = 60.0
+START_SECONDS = 200.0
 STOP_SECONDS = 15.0
 IDLE_SECONDS = 10.0
 _READY = re.compile(r"Quire is ready on \w+://127\.0\.0\.1:(\d+)")
