@@ -20,7 +20,7 @@ from quire.worker.worker import Worker
 __all__ = ["nothing_left"]  # a fixture of all tests here
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "opt", "gpt2"]
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-TREE = {"method": "medusa", "model": "demo-medusa", "speculative_token_tree": [(0,), (1,)]}
+TREE = {"method": "medusa", "model": "demo-medusa", "speculative_token_tree": "[(0,), (1,)]"}
 BOTH: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
