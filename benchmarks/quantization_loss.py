@@ -2,7 +2,7 @@
 
 Perplexity of the model on the text (windows of tokens, each predicted from its own beginning) with the weights as they
 are, in int8 and in int4, and of quantized checkpoints of the same model; and the error of the log-probabilities against
-the unquantized ones. Without TEXT random tokens are used, which says nothing about perplexity, but does about the error.
+the unquantized ones. Without TEXT random tokens are used, which say nothing about perplexity, but do about the error.
 """
 
 import argparse
