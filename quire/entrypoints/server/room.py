@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.config.families import BY_ARCHITECTURE
-from quire.config.gguf import read_gguf
+from quire.config.gguf import read_gguf, weight_files
 from quire.config.model import ModelConfig, parse_json
 from quire.errors import ModelLoadError
 
@@ -54,7 +54,10 @@ def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str
     if model.path.is_file():  # blocks stay blocks
         tensors = read_gguf(model.path).tensors.values()
         return 0 if load_format == "dummy" else sum(tensor.num_bytes for tensor in tensors)
-    for shape in _shapes(model) if load_format != "dummy" else ():
+    shapes = [] if load_format == "dummy" else list(_shapes(model))
+    if shapes and "quantization_config" in model.hf_config:  # kept about as they are
+        return sum(path.stat().st_size for path in weight_files(model.path))
+    for shape in shapes:
         size = math.prod(shape)
         if quantization is None or len(shape) < 2:
             total += size * _ITEM_BYTES[model.dtype]

@@ -1,7 +1,9 @@
 """What files say of a model before it is loaded: the room that it takes, as a plan has it, and damages."""
 
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,15 @@ def test_the_room_is_what_a_plan_finds(options: dict[str, Any]) -> None:
     room, share = read_room(args, 0)[1], make_plan(args).shares[0]
     assert room.weights == pytest.approx(share.weights, rel=0.05)
     assert room.kv_cache == pytest.approx(share.kv_cache, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["gptq-4", "fp8-channel"])
+def test_quantized_checkpoints_take_what_their_files_do(tmp_path: Path, case: str) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    files: Any = importlib.import_module("quantized_files")
+    files.write(tmp_path, *files.CASES[case])
+    args = EngineArgs(model=str(tmp_path), num_kv_blocks=64)
+    assert read_room(args, 0)[1].weights == pytest.approx(make_plan(args).shares[0].weights, rel=0.15)
 
 
 def test_what_else_decides() -> None:
