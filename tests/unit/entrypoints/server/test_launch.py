@@ -200,19 +200,32 @@ def test_a_request_that_never_ends_is_given_up(make_state: State, first: bytes) 
 def test_deadlines_are_for_each_request_anew(make_state: State, async_llm: Any) -> None:
     many_words(async_llm, seconds=3)
 
+    async def ask_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pause: float) -> None:
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        await asyncio.sleep(pause)
+        writer.write(b"host: x\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 200")
+
+    async def again_and_again(port: int) -> None:
+        connection = await connect(port)
+        for _ in range(3):
+            await ask_slowly(*connection, pause=1)
+
+    async def after_a_rest(port: int) -> None:
+        connection = await connect(port)
+        await ask_slowly(*connection, pause=0)
+        await asyncio.sleep(2.5)  # idle, which the keep-alive timeout bounds
+        await ask_slowly(*connection, pause=0)
+
+    async def with_a_long_answer(port: int) -> None:
+        reader, _ = await connect(port, STREAM)  # takes longer to answer than to send
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.count(b"word ") == 1000
+
     async def story() -> None:
         async with running(make_state(timeout_headers=2, timeout_body=2, timeout_keep_alive=60)) as (_, port):
-            reader, writer = await connect(port)
-            for _ in range(3):
-                writer.write(b"GET /health HTTP/1.1\r\n")
-                await asyncio.sleep(1)
-                writer.write(b"host: x\r\n\r\n")
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-                assert head.startswith(b"HTTP/1.1 200")
-            await asyncio.sleep(2.5)  # idle, which the keep-alive timeout bounds
-            writer.write(STREAM)  # takes longer to answer than to send
-            answer = await asyncio.wait_for(reader.read(), 20)
-            assert answer.count(b"word ") == 1000
+            await asyncio.gather(again_and_again(port), after_a_rest(port), with_a_long_answer(port))
 
     asyncio.run(story())
 
