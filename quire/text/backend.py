@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
 
 from quire.errors import ModelLoadError
 from quire.text.files import TokenizerConfig
@@ -85,14 +85,8 @@ class SentencePieceBackend:
             [processor.bos_id()] if processor.bos_id() >= 0 and config.settings.get("add_bos_token", True) else []
         )
         self._eos = [processor.eos_id()] if processor.eos_id() >= 0 and config.settings.get("add_eos_token") else []
-        steps: list[dict[str, Any]] = [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ]
-        if config.settings.get("add_prefix_space") is not False:
-            steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        self.decoder_spec: dict[str, Any] | None = {"type": "Sequence", "decoders": steps}
+        decoder = sentencepiece_decoder(has_first_space=config.settings.get("add_prefix_space") is not False)
+        self.decoder_spec: dict[str, Any] | None = json.loads(decoder.__getstate__())
         self._streams = StreamFactory(self, clean_up=False)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -127,6 +121,12 @@ class SentencePieceBackend:
     def _base_id(self, token: str) -> int | None:
         index: int = self._processor.piece_to_id(token)
         return index if self._processor.id_to_piece(index) == token else None
+
+
+def sentencepiece_decoder(has_first_space: bool) -> Any:
+    """What makes text of SentencePiece's tokens; a text may begin with a space that was added to it."""
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_first_space else steps)
 
 
 def load_sentencepiece(file: Path, config: TokenizerConfig) -> tuple[SentencePieceBackend, TokenizerConfig]:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from quire.config.gguf import GGUFFile
 from quire.errors import ModelLoadError, NotYetSupportedError
+from quire.text.backend import sentencepiece_decoder
 from quire.text.files import TokenizerConfig
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # of tokenizer.ggml.token_type
@@ -163,11 +164,10 @@ def _sentencepiece(vocabulary: _Vocabulary, unknown: str | None) -> tokenizers.T
     options: Any = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     model = models.BPE(vocab=vocabulary.ids, merges=[merge[-2:] for merge in sorted(merges)], **options)
     fast = tokenizers.Tokenizer(model)
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.get("add_space_prefix", True):
+    has_first_space = bool(vocabulary.get("add_space_prefix", True))
+    if has_first_space:
         fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
-        steps.append(decoders.Strip(" ", 1, 0))
     else:
         fast.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
-    fast.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    fast.decoder = sentencepiece_decoder(has_first_space)
     return fast

@@ -10,9 +10,10 @@ import codecs
 import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 REPLACEMENT = "\ufffd"
+_Value = TypeVar("_Value")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 6  # ids that a windowed decode keeps before the new one: enough for every decoder that looks one back
 
@@ -56,21 +57,29 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-class _ByteTable(dict[int, bytes]):
-    """id -> UTF-8 bytes of a byte-level token; filled as ids come, shared by all streams."""
+class _Table(dict[int, _Value]):
+    """id -> what `read` makes of its token, or of None where it is left out; filled as ids come, for all streams."""
 
-    def __init__(self, id_to_token: Callable[[int], str | None], skipped: frozenset[int]) -> None:
+    def __init__(
+        self,
+        id_to_token: Callable[[int], str | None],
+        skipped: frozenset[int],
+        read: Callable[[str | None], _Value],
+    ) -> None:
         super().__init__()
-        self._id_to_token, self._skipped = id_to_token, skipped
+        self.id_to_token, self._skipped, self._read = id_to_token, skipped, read
 
-    def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped else self._id_to_token(token_id)
-        try:
-            value = bytes(_BYTE_OF[c] for c in token or "")
-        except KeyError:  # an added token that is written as plain text
-            value = (token or "").encode()
-        self[token_id] = value
+    def __missing__(self, token_id: int) -> _Value:
+        value = self[token_id] = self._read(None if token_id in self._skipped else self.id_to_token(token_id))
         return value
+
+
+def _bytes_of(token: str | None) -> bytes:
+    """The UTF-8 bytes of a byte-level token."""
+    try:
+        return bytes(_BYTE_OF[c] for c in token or "")
+    except KeyError:  # an added token that is written as plain text
+        return (token or "").encode()
 
 
 class ByteLevelStream:
@@ -78,7 +87,7 @@ class ByteLevelStream:
 
     num_unstable = 0
 
-    def __init__(self, table: _ByteTable, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, table: _Table[bytes], prompt_token_ids: Sequence[int]) -> None:
         self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         tail = b""
@@ -115,29 +124,7 @@ def _incomplete_suffix(tail: bytes) -> bytes:
     return b""
 
 
-class _PieceTable(dict[int, str | int | None]):
-    """id -> text of a piece, the value of a byte-fallback token, or None for an id that decoding leaves out."""
-
-    def __init__(
-        self,
-        id_to_token: Callable[[int], str | None],
-        skipped: frozenset[int],
-        replacements: list[tuple[str, str]],
-        byte_fallback: bool,
-    ) -> None:
-        super().__init__()
-        self.id_to_token, self._skipped = id_to_token, skipped
-        self._replacements, self._byte_fallback = replacements, byte_fallback
-
-    def __missing__(self, token_id: int) -> str | int | None:
-        value: str | int | None = None if token_id in self._skipped else self.id_to_token(token_id)
-        if value is not None:
-            for old, new in self._replacements:
-                value = value.replace(old, new)
-            match = _BYTE_TOKEN.fullmatch(value) if self._byte_fallback else None
-            value = int(match[1], 16) if match else value
-        self[token_id] = value
-        return value
+_Piece = str | int | None  # its text, the value of a byte-fallback token, or None where it is left out
 
 
 class PieceStream:
@@ -147,7 +134,7 @@ class PieceStream:
     valid run is unstable until another piece ends it, and a broken one is settled byte by byte.
     """
 
-    def __init__(self, table: _PieceTable, prompt_token_ids: Sequence[int], strip: str, first_mark: str) -> None:
+    def __init__(self, table: _Table[_Piece], prompt_token_ids: Sequence[int], strip: str, first_mark: str) -> None:
         """`strip`: character dropped once from the very start of the text; `first_mark`: dropped in the first piece."""
         self.num_unstable = 0
         self._table = table
@@ -323,13 +310,10 @@ class StreamFactory:
         self._pieces = _parse_piece_decoder(backend.decoder_spec)
         spec = backend.decoder_spec or {}
         self._is_byte_level = spec.get("type") == "ByteLevel"
-        self._byte_tables = {skip: _ByteTable(self._id_to_token, ids) for skip, ids in self._skipped.items()}
-        if self._pieces:
-            replacements, byte_fallback, *_ = self._pieces
-            self._piece_tables = {
-                skip: _PieceTable(self._id_to_token, ids, replacements, byte_fallback)
-                for skip, ids in self._skipped.items()
-            }
+        self._byte_tables = {skip: _Table(self._id_to_token, ids, _bytes_of) for skip, ids in self._skipped.items()}
+        self._piece_tables = {
+            skip: _Table(self._id_to_token, ids, self._piece_of) for skip, ids in self._skipped.items()
+        }
 
     def new(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between: bool) -> TextStream:
         """A stream for an output that follows `prompt_token_ids`.
@@ -361,6 +345,15 @@ class StreamFactory:
                 text.pop()
             text.append(new) if new else None
         return "".join(text)
+
+    def _piece_of(self, token: str | None) -> _Piece:
+        if token is None or self._pieces is None:
+            return None
+        replacements, byte_fallback, *_ = self._pieces
+        for old, new in replacements:
+            token = token.replace(old, new)
+        match = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
+        return int(match[1], 16) if match else token
 
     def _id_to_token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id) if token_id >= 0 else None

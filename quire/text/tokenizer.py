@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.config.gguf import read_gguf
 from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, NotYetSupportedError
-from quire.text.backend import FastBackend, load_sentencepiece
+from quire.text.backend import FastBackend, load_sentencepiece, sentencepiece_decoder
 from quire.text.conversation import Conversation
 from quire.text.files import TokenizerConfig, read_tokenizer_config
 from quire.text.gguf import QWEN2_SPLIT, read_gguf_tokenizer
@@ -326,8 +326,7 @@ def _rebuild(fast: tokenizers.Tokenizer, config: TokenizerConfig, name: str | No
         scheme = "always" if settings.get("legacy") else "first"
         scheme = scheme if add_prefix_space in (None, True) else "never"
         pre: Any = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-        steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        decoder: Any = decoders.Sequence(steps if scheme == "never" else [*steps, decoders.Strip(" ", 1, 0)])
+        decoder: Any = sentencepiece_decoder(has_first_space=scheme != "never")
     else:
         pre = pre_tokenizers.ByteLevel(add_prefix_space=bool(add_prefix_space), use_regex=name == "GPT2Tokenizer")
         decoder = decoders.ByteLevel()
