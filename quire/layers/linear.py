@@ -95,7 +95,6 @@ class Matrix(nn.Module):
         self.method = place.method
         for name, weight in place.method.create_weights(self.shape, place.dtype, place.name).items():
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-        self._waiting = {slot.name for slot in self.checkpoint_slots("") if not slot.filled}
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -118,10 +117,6 @@ class Matrix(nn.Module):
         for rows in self._rows[part]:  # of a mapped file, the others are never read
             self.method.load(self.weights, self.shape, tensor, loaded[rows.start : rows.stop], start)
             start += len(rows)
-        if self._waiting:
-            self._waiting.discard(f".{part}.{tensor}" if part else f".{tensor}")
-            if not self._waiting:
-                self.method.finish(self.weights, self.shape)
 
 
 class Linear(Matrix):

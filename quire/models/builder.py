@@ -25,7 +25,6 @@ from quire.models.elsewhere import Elsewhere
 from quire.models.joined import JoinedLinear
 from quire.models.sharding import Sharding
 from quire.protocol.cache import CacheGroup, LayerCache, group_layers
-from quire.quantization.base import MatrixShape
 from quire.quantization.registry import WeightFormats
 
 
@@ -118,8 +117,7 @@ class Builder:
     ) -> Linear:
         """A linear layer, or a merged one of `outputs` by part; see `Linear`. Never quantized where `plain`."""
         parts = tuple(outputs) if isinstance(outputs, Mapping) else ()
-        out_features = sum(outputs.values()) if isinstance(outputs, Mapping) else outputs
-        place = replace(self._place(name, MatrixShape(in_features, out_features, bias), parts=parts), shard=shard)
+        place = replace(self._place(name, parts=parts), shard=shard)
         cut = shard is not None and shard.columns is not None and self.context.formats.blocks  # rows' blocks stay whole
         if plain or cut:
             place = replace(place, method=self.context.formats.plain)
@@ -136,12 +134,12 @@ class Builder:
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""
         here = Builder(self.context, self.prefix, self.context.has_table)
-        place = here._place(name, MatrixShape(size, num_rows), table=True)
+        place = here._place(name, table=True)
         return VocabEmbedding(replace(place, shard=self.context.sharding.vocab(num_rows)), num_rows, size)
 
     def positions(self, name: str, num_positions: int, size: int, offset: int = 0) -> LearnedPositions:
         """A table of vectors by position; that of position 0 is row `offset`."""
-        place = self._place(name, MatrixShape(size, num_positions + offset), table=True)
+        place = self._place(name, table=True)
         return LearnedPositions(place, num_positions, size, offset)
 
     def head(self, embedding: VocabEmbedding, *, tied: bool) -> Linear | TiedHead:
@@ -149,7 +147,7 @@ class Builder:
         if tied:
             return TiedHead(embedding)
         size, num_rows = embedding.shape.in_features, embedding.parts[""]
-        place = self.last._place("lm_head", MatrixShape(size, num_rows), table=True)
+        place = self.last._place("lm_head", table=True)
         return Linear(replace(place, shard=embedding.shard), size, num_rows)
 
     def rms_norm(self, size: int, eps: float, *, plus_one: bool = False) -> RMSNorm:
@@ -239,7 +237,7 @@ class Builder:
         shared_gate = self.linear("shared_expert_gate", size, 1, plain=True)
         return MixtureOfExperts(routing, gate, experts, shared, shared_gate, owners)
 
-    def _place(self, name: str, shape: MatrixShape, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
+    def _place(self, name: str, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
         full, context = self.name(name), self.context
-        method = context.formats.method_for(full, shape, parts=parts, table=table) if self.here else Elsewhere()
+        method = context.formats.method_for(full, parts=parts, table=table) if self.here else Elsewhere()
         return Place(full, method, context.dtype)

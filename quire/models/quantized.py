@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.models import packings
+from quire.models.packings import Numbers
 from quire.models.weights import CheckpointFormat, TensorSource, TensorSpec, WeightSlot
-from quire.quantization import packings
-from quire.quantization.packings import Numbers
 
 logger = logging.getLogger(__name__)
 

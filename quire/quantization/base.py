@@ -92,9 +92,6 @@ class QuantizationMethod(ABC):
         """
         weights[name][start : start + loaded.shape[0]].copy_(loaded)
 
-    def finish(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> None:  # noqa: B027
-        """Called once, when all of a matrix's tensors have been loaded; most formats have nothing left to do."""
-
     @abstractmethod
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         """[M, in_features] -> [M, out_features], with the bias where there is one; a row depends on that row alone.

@@ -6,9 +6,8 @@ from typing import Protocol, cast
 
 import torch
 
-from quire.errors import ModelLoadError
 from quire.ops.native.structs import Type
-from quire.quantization.base import MatrixShape, QuantizationMethod
+from quire.quantization.base import QuantizationMethod
 from quire.quantization.packed import Allocate, Packed, PackedParts
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
@@ -34,7 +33,6 @@ class WeightFormats:
     Attributes:
         linear: of linear layers.
         table: of embeddings and the output head.
-        ignored: names of linear layers that a checkpoint keeps as `plain`, and of modules whose layers all are.
         blocks: of a checkpoint whose tensors are in blocks, each in a type of its own: the types of layers, and of
             the parts of merged ones, by their names. Whatever is not among them is `plain`.
         kept: the formats of those types that the kernels have.
@@ -43,42 +41,25 @@ class WeightFormats:
     linear: QuantizationMethod
     table: QuantizationMethod
     plain: QuantizationMethod
-    ignored: tuple[str, ...] = ()
     blocks: TypesByLayer | None = None
     kept: Mapping[str, QuantizationMethod] = field(default_factory=dict)
 
-    def method_for(
-        self, name: str, shape: MatrixShape, *, parts: Collection[str] = (), table: bool = False
-    ) -> QuantizationMethod:
+    def method_for(self, name: str, *, parts: Collection[str] = (), table: bool = False) -> QuantizationMethod:
         """The format of one layer.
 
         Args:
             name: the layer's full name.
             parts: of a merged layer, the names that its parts have in checkpoints, as siblings of the layer.
             table: whether it is an embedding or the output head.
-
-        Raises:
-            ModelLoadError: parts of a merged layer are to be kept in different formats.
         """
+        if self.blocks is None:
+            return self.table if table else self.linear
         owner = name.rpartition(".")[0]
         names = [f"{owner}.{part}" if part else name for part in parts or ("",)]
-        if self.blocks is not None:
-            kept = [self.kept.get(self.blocks.get(part, ""), self.plain) for part in names]
-            if len(set(kept)) == 1:
-                return kept[0]
-            return PackedParts({part: cast(Packed, method) for part, method in zip(parts, kept, strict=True)})
-        ignored = {self._is_ignored(part) for part in names}
-        if len(ignored) > 1:
-            raise ModelLoadError(
-                f"the parts {', '.join(parts)} of {owner!r} are computed as one matrix, but the checkpoint keeps only "
-                "some of them unquantized: use one in which they are alike."
-            )
-        if True in ignored:
-            return self.plain
-        return self.table if table else self.linear
-
-    def _is_ignored(self, name: str) -> bool:
-        return any(name == entry or name.startswith(f"{entry}.") for entry in self.ignored)
+        kept = [self.kept.get(self.blocks.get(part, ""), self.plain) for part in names]
+        if len(set(kept)) == 1:
+            return kept[0]
+        return PackedParts({part: cast(Packed, method) for part, method in zip(parts, kept, strict=True)})
 
 
 def uniform(method: QuantizationMethod) -> WeightFormats:

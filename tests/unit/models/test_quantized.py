@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.models.packings import Numbers
 from quire.models.quantized import BlockTypes, QuantizedSource, find_matrices
 from quire.models.weights import CheckpointFormat
-from quire.quantization.packings import Numbers
 from quire.worker.weights.safetensors import SafetensorsSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -8,7 +8,6 @@ from torch import Tensor
 from unpacking import unpacked
 
 from quire import ops
-from quire.errors import ModelLoadError
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix, Place
 from quire.ops.native.builder import ProgramBuilder, StepIndex
@@ -16,7 +15,7 @@ from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 from quire.quantization.packed import Packed, PackedParts
-from quire.quantization.registry import WeightFormats, select_formats
+from quire.quantization.registry import select_formats
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
@@ -186,18 +185,18 @@ def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
     formats = select_formats(None, BF16, zeros, blocks=kinds | {"embed": "Q6_K", "odd": "TQ1_0"})
 
     def type_of(name: str, *parts: str, table: bool = False) -> Type:
-        method = formats.method_for(name, MatrixShape(256, 8), parts=parts, table=table)
+        method = formats.method_for(name, parts=parts, table=table)
         assert isinstance(method, Packed)
         return method.type
 
-    merged = formats.method_for("attn.qkv", MatrixShape(256, 8), parts=("q", "k", "v"))
+    merged = formats.method_for("attn.qkv", parts=("q", "k", "v"))
     assert isinstance(merged, PackedParts)
-    assert merged.of_part("v") is formats.method_for("attn.v", MatrixShape(256, 8))
+    assert merged.of_part("v") is formats.method_for("attn.v")
     assert type_of("mlp.gate_up", "gate", "up") is Type.Q4_K
     assert type_of("attn.v") is type_of("embed", table=True) is Type.Q6_K
     assert type_of("odd") is type_of("norm") is type_of("not in the file") is Type.BF16
     without = select_formats(None, BF16, None, blocks=kinds)
-    assert isinstance(without.method_for("attn.v", MatrixShape(256, 8)), Unquantized)
+    assert isinstance(without.method_for("attn.v"), Unquantized)
 
 
 def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
@@ -212,17 +211,3 @@ def test_packed_weights_are_for_programs_only(level: str) -> None:
         layer(torch.ones(2, 8))
     with pytest.raises(AssertionError, match="recorded programs only"):
         Embedding(Place("", Packed(8, F32, zeros), F32), 3, 8)(torch.tensor([1]))
-
-
-def test_a_layer_that_a_checkpoint_leaves_alone_is_kept_plain() -> None:
-    linear, table, plain = WeightOnly(4), WeightOnly(8), Unquantized()
-    formats = WeightFormats(linear, table, plain, ignored=("lm_head", "layers.1.mlp", "layers.2.q_proj"))
-    shape = MatrixShape(8, 8)
-    assert formats.method_for("layers.1.mlp.down_proj", shape) is plain
-    assert formats.method_for("layers.1.mlp2.down_proj", shape) is linear
-    assert formats.method_for("layers.11.mlp.down_proj", shape) is linear
-    assert formats.method_for("lm_head", shape, table=True) is plain
-    assert formats.method_for("embed", shape, table=True) is table
-    assert formats.method_for("layers.1.mlp.gate_up_proj", shape, parts=("gate_proj", "up_proj")) is plain
-    with pytest.raises(ModelLoadError, match=r"parts q_proj, k_proj of 'layers\.2' .* only some"):
-        formats.method_for("layers.2.qkv_proj", shape, parts=("q_proj", "k_proj"))
