@@ -7,6 +7,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.replicas import _still_to_tell
+from quire.protocol.core import Call
 
 KEY = {"Authorization": "Bearer sk-1"}
 
@@ -52,3 +54,21 @@ def test_nobody_changes_a_server_without_keys(client: TestClient) -> None:
     for answer in (client.post("/sleep"), client.post("/wake_up"), client.post("/update_weights", json={"path": "x"})):
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "api_key_required")
     assert client.get("/is_sleeping").status_code == 200
+
+
+def test_what_an_engine_that_starts_again_has_to_be_told() -> None:
+    def told(*calls: Call) -> list[list[Any]]:
+        known: list[Call] = []
+        for call in calls:
+            known = _still_to_tell(known, call)
+        return [[call.name, *call.arguments] for call in known]
+
+    first, second = Call(1, "update_weights", ["/a"]), Call(2, "update_weights", ["/b"])
+    light, deep = Call(3, "sleep", [1]), Call(4, "sleep", [2])
+    half, whole = Call(5, "wake_up", [["weights"]]), Call(6, "wake_up", [None])
+    assert told(first, second) == [["update_weights", "/b"]]
+    assert told(first, light) == [["update_weights", "/a"], ["sleep", 1]]
+    assert told(first, light, half) == [["update_weights", "/a"], ["sleep", 1], ["wake_up", ["weights"]]]
+    assert told(first, light, whole) == [["update_weights", "/a"]]
+    assert told(first, deep, whole) == []
+    assert told(first, deep, second, whole) == [["update_weights", "/b"]]
