@@ -17,10 +17,9 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.models.registry import SUPPORTED_ARCHITECTURES, CausalLM, build_model
 from quire.protocol.cache import LayerCache
-from quire.quantization.base import MatrixShape, QuantizationMethod
+from quire.quantization.base import QuantizationMethod
 from quire.quantization.packed import Packed
 from quire.quantization.registry import uniform
-from quire.quantization.unquantized import Unquantized
 from quire.worker.weights.load import load_model_weights
 
 LLAMA: dict[str, Any] = {
@@ -292,25 +291,3 @@ def test_attention_layers_say_what_they_keep_and_know_their_group(make) -> None:
 def test_tensors_of_a_strange_type_are_refused(make) -> None:
     with pytest.raises(ModelLoadError, match=r"norm\.weight' is of type int32 .* one of float32, float16"):
         make(LLAMA).load_weights([("model.norm.weight", torch.ones(8, dtype=torch.int32))])
-
-
-class Finishing(Unquantized):
-    """Remembers when matrices were finished."""
-
-    def __init__(self) -> None:
-        self.finished: list[MatrixShape] = []
-
-    def finish(self, weights: Any, shape: MatrixShape) -> None:
-        assert all(weight.isfinite().all() for weight in weights.values())
-        self.finished.append(shape)
-
-
-def test_a_matrix_is_finished_once_when_all_its_tensors_are_there(make) -> None:
-    method, weights = Finishing(), tensors(LLAMA)
-    model = make(LLAMA, method=method)
-    last = weights.pop("model.layers.1.self_attn.v_proj.weight")
-    model.load_weights(weights.items())
-    assert len(method.finished) == 2 + 2 * 4 - 1
-    model.load_weights([("model.layers.1.self_attn.v_proj.weight", last)])
-    assert method.finished[-1] == MatrixShape(8, 16)
-    assert len(method.finished) == 2 + 2 * 4
