@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 MAX_FILE_LINES = 400
@@ -49,7 +50,7 @@ def code_lines(source: str) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NOT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(_parsed(source)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return lines & {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
@@ -59,7 +60,7 @@ def functions(source: str, code: set[int]) -> Iterator[tuple[str, int]]:
     """Dotted name and number of code lines of every function, from its `def` to its end."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
-        for child in ast.iter_child_nodes(node):
+        for child in filter(_has_statements, ast.iter_child_nodes(node)):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 name = prefix + child.name
                 if not isinstance(child, ast.ClassDef):
@@ -68,7 +69,23 @@ def functions(source: str, code: set[int]) -> Iterator[tuple[str, int]]:
             else:
                 yield from walk(child, prefix)
 
-    return walk(ast.parse(source), "")
+    return walk(_parsed(source), "")
+
+
+@lru_cache(maxsize=1)
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _has_statements(node: ast.AST) -> bool:
+    """Whether it is a statement, or a part of one that holds some: expressions define nothing that is counted."""
+    return isinstance(node, ast.stmt | ast.excepthandler | ast.match_case)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in filter(_has_statements, ast.iter_child_nodes(node)):
+        yield from _statements(child)
 
 
 def check(root: Path) -> tuple[list[str], str]:
