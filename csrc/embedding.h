@@ -1,6 +1,7 @@
 // Rows of a table, expanded from whatever it is packed in.
 #pragma once
 
+#include "lora.h"
 #include "operation.h"
 #include "pack.h"
 #include "rows.h"
@@ -11,7 +12,21 @@ struct EmbeddingSpec {  // out[t] = table[index of t + offset]; zeros where the 
     Matrix table;
     int64_t offset;
     int32_t by_position;  // rows of the tokens' positions, not of their ids
+    const LoraLayer* lora;  // what adapters add to the rows that there are, or null
 };
+
+template <class T>
+QUIRE_ONE_COPY void add_adapted(const LoraLayer& l, int64_t t, int64_t index, int64_t size, float* row) {
+    const LoraPart& part = *l.of(l.slots()[t]);
+    const T* a = static_cast<const T*>(part.a) + index * part.rank;
+    for (int64_t block = part.first; block < part.last; block++) {
+        const T* b = static_cast<const T*>(part.b) + block * part.rank * 16;
+        float sums[16] = {};
+        for (int64_t j = 0; j < part.rank; j++)
+            for (int i = 0; i < 16; i++) sums[i] += to_float(a[j]) * part.scale * to_float(b[j * 16 + i]);
+        for (int64_t i = block * 16; i < size && i < (block + 1) * 16; i++) row[i] += sums[i - block * 16];
+    }
+}
 
 template <class T>
 void embed_rows(const EmbeddingSpec& s, const Operands& o, Context& context) {
@@ -22,9 +37,10 @@ void embed_rows(const EmbeddingSpec& s, const Operands& o, Context& context) {
         for (int64_t t = task * kRowsPerTask; t < o.num_rows && t < (task + 1) * kRowsPerTask; t++) {
             // An index beyond the table is the caller's fault; here it must not read foreign memory.
             const int64_t index = indices[t] + s.offset;
-            if (index >= 0 && index < s.table.rows)
+            if (index >= 0 && index < s.table.rows) {
                 unpack_row(s.table, index, row);
-            else
+                if (s.lora && s.lora->slots() && s.lora->slots()[t] >= 0) add_adapted<T>(*s.lora, t, index, size, row);
+            } else
                 std::memset(row, 0, size * sizeof(float));
             T* out = o.out.row<T>(t);
             for_vectors(size, [&](int64_t i, int n) { store_n(out + i, load_n(row + i, n), n); });
@@ -36,6 +52,7 @@ inline void embedding(const EmbeddingSpec& s, const Operands& o, Context& contex
     o.out.type == Type::f32 ? embed_rows<float>(s, o, context) : embed_rows<bf16>(s, o, context);
 }
 
-QUIRE_OPERATION(embedding, EmbeddingSpec, QUIRE_FIELD(table), QUIRE_FIELD(offset), QUIRE_FIELD(by_position));
+QUIRE_OPERATION(embedding, EmbeddingSpec, QUIRE_FIELD(table), QUIRE_FIELD(offset), QUIRE_FIELD(by_position),
+                QUIRE_FIELD(lora));
 
 }  // namespace quire::QUIRE_NS

@@ -82,11 +82,11 @@ struct Context {
     explicit Context(int num_threads) : pool(num_threads), thread_scratch(num_threads), thread_scratch2(num_threads) {}
     std::mutex mutex;  // held by every call
     ThreadPool pool;
-    Scratch shared;
+    Scratch shared, lora;
     std::vector<Scratch> thread_scratch, thread_scratch2;
 
     size_t scratch_bytes() const {
-        size_t bytes = shared.bytes();
+        size_t bytes = shared.bytes() + lora.bytes();
         for (const Scratch& scratch : thread_scratch) bytes += scratch.bytes();
         for (const Scratch& scratch : thread_scratch2) bytes += scratch.bytes();
         return bytes;

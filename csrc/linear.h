@@ -5,6 +5,7 @@
 #pragma once
 
 #include "activation.h"
+#include "lora.h"
 #include "pack.h"
 
 namespace quire::QUIRE_NS {
@@ -20,6 +21,9 @@ struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias
     Type type;           // of x, bias, residual: f32 or bf16
     Type out_type;       // f32 or bf16
     Epilogue epilogue;   // gated: out has half as many columns
+    const LoraLayer* lora = nullptr;  // added to the product of weight and x, before all else
+    const float* inner = nullptr;     // lora_inner of x; null: nothing is added
+    int64_t lora_first = 0;           // the layer's feature that is this product's first one
 };
 
 // Sums to be finished: `width` output features from `first` on, of `num_rows` rows from `first_row` on.
@@ -29,7 +33,10 @@ struct Sums {
     int64_t stride, width, first;  // width, first: features
     int64_t up_first;      // the first of `up` among the weight's rows
     int64_t first_row, num_rows;
+    const float *delta = nullptr, *up_delta = nullptr;  // likewise, added to gate and up; or null
 };
+
+constexpr int64_t kDeltaStride = 32;
 
 // The end of a product. Only the features there are are written.
 template <class T, class Out, Epilogue kEpilogue>
@@ -55,8 +62,14 @@ QUIRE_ONE_COPY void finish_rows(const LinearArgs& a, const Sums& s) {
             for (int j = 0; j < kStep; j++) {
                 int64_t at = j * kLanes;
                 if (n[j] == 0) break;
-                vf v = activate<kEpilogue>(load(s.gate + r * s.stride + i + at) * scale[j] + shift[j]);
-                if (kGated) v = v * (load(s.up + r * s.stride + i + at) * up_scale[j] + up_shift[j]);
+                vf v = plain(load(s.gate + r * s.stride + i + at) * scale[j] + shift[j]);
+                if (s.delta) v = plain(v + load(s.delta + r * kDeltaStride + i + at));
+                v = activate<kEpilogue>(v);
+                if (kGated) {
+                    vf up = plain(load(s.up + r * s.stride + i + at) * up_scale[j] + up_shift[j]);
+                    if (s.delta) up = plain(up + load(s.up_delta + r * kDeltaStride + i + at));
+                    v = v * up;
+                }
                 if (a.residual)
                     v = v + load_n(static_cast<const T*>(a.residual) + (s.first_row + r) * a.residual_stride + s.first + i + at, n[j]);
                 store_n(out + at, v, n[j]);
@@ -80,12 +93,45 @@ void finish_with(const LinearArgs& a, const Sums& s) {
     }
 }
 
-inline void finish(const LinearArgs& a, const Sums& s) {
+inline void finish_sums(const LinearArgs& a, const Sums& s) {
     auto run = [&](auto kernel) { kernel(a, s); };
     if (a.type == Type::f32) return run(finish_with<float, float>);
     if (a.out_type == Type::f32) return run(finish_with<bf16, float>);
     run(finish_with<bf16, bf16>);
 }
+
+// Likewise some rows at a time, where rows have adapters.
+inline void finish_adapted(const LinearArgs& a, Sums s) {
+    constexpr int64_t kRows = 16;
+    alignas(64) float delta[2][kRows * kDeltaStride];
+    s.delta = delta[0], s.up_delta = delta[1];
+    const int64_t last = s.first_row + s.num_rows;
+    for (; s.first_row < last; s.first_row += kRows, s.gate += kRows * s.stride) {
+        s.num_rows = last - s.first_row < kRows ? last - s.first_row : kRows;
+        for (int64_t i = 0; i < s.width; i += 16) {
+            auto add = [&](int64_t feature, float* out) {
+                const int64_t at = a.lora_first + feature + i, shift = at % 16;
+                alignas(64) float pair[kRows * kDeltaStride];  // of blocks that the features begin within
+                auto run = [&](auto kernel, int64_t block, float* to) {
+                    kernel(*a.lora, a.inner, block, s.first_row, s.num_rows, to, kDeltaStride);
+                };
+                auto add_block = [&](int64_t block, float* to) {
+                    a.type == Type::f32 ? run(lora_block<float>, block, to) : run(lora_block<bf16>, block, to);
+                };
+                add_block(at / 16, shift ? pair : out + i);
+                if (!shift) return;
+                add_block(at / 16 + 1, pair + 16);
+                for (int64_t r = 0; r < s.num_rows; r++) std::memcpy(out + r * kDeltaStride + i, pair + r * kDeltaStride + shift, 16 * sizeof(float));
+            };
+            add(s.first, delta[0]);
+            if (s.up) add(s.up_first, delta[1]);
+        }
+        finish_sums(a, s);
+        if (s.up) s.up += kRows * s.stride;
+    }
+}
+
+inline void finish(const LinearArgs& a, const Sums& s) { a.inner ? finish_adapted(a, s) : finish_sums(a, s); }
 
 constexpr int kTileN = 4;                                                       // weight rows of a register tile
 constexpr int kTileM = kLanes == 16 ? 4 : 2;                                    // rows of x

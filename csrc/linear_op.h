@@ -17,13 +17,14 @@ struct LinearSpec {  // inputs: x, and a residual or none
     Epilogue epilogue;
     int64_t residual_start;  // its column that is added to the first one
     int64_t first;           // column of the result where this product's begin
+    const LoraLayer* lora;   // what adapters add, or null
 };
 
 inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     const void* residual = o.y.data ? static_cast<const uint8_t*>(o.y.data) + s.residual_start * type_bytes(o.y.type) : nullptr;
     void* out = static_cast<uint8_t*>(o.out.data) + s.first * type_bytes(o.out.type);
     const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
-                          o.x.type, o.out.type, s.epilogue};
+                          o.x.type, o.out.type, s.epilogue, s.lora, lora_inner(s.lora, o.x, o.num_rows, s.weight.cols, context), s.first};
 #if defined(__AMX_BF16__)
     linear_amx(args, context);
 #elif defined(__AVX512BF16__)
@@ -34,6 +35,6 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
 }
 
 QUIRE_OPERATION(linear, LinearSpec, QUIRE_FIELD(weight), QUIRE_FIELD(bias), QUIRE_FIELD(epilogue),
-                QUIRE_FIELD(residual_start), QUIRE_FIELD(first));
+                QUIRE_FIELD(residual_start), QUIRE_FIELD(first), QUIRE_FIELD(lora));
 
 }  // namespace quire::QUIRE_NS

@@ -21,6 +21,10 @@ class AdapterBatch:
 
     slots: Tensor
 
+    def of(self, rows: Sequence[int]) -> "AdapterBatch":
+        """Those of some tokens."""
+        return AdapterBatch(self.slots[list(rows)])
+
 
 @dataclass
 class Taps:

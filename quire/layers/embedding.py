@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire import ops
 from quire.attention.step import Step
-from quire.layers.linear import Matrix, Place
+from quire.layers.linear import Matrix, Place, slots_of
 
 
 class Embedding(Matrix):
@@ -18,7 +18,8 @@ class Embedding(Matrix):
         self.dtype = place.dtype
 
     def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
-        return self.method.lookup(self.weights, self.shape, ids, self.dtype)
+        rows = self.method.lookup(self.weights, self.shape, ids, self.dtype)
+        return rows if self.lora is None else ops.lora_rows(ids, rows, self.lora, slots_of(step))
 
 
 class VocabEmbedding(Embedding):
@@ -49,8 +50,11 @@ class TiedHead(nn.Module):
     def __init__(self, embedding: VocabEmbedding) -> None:
         super().__init__()
         self.embedding = embedding
+        self.lora: ops.LoraLayer | None = None  # the embedding's own is another
 
     def forward(self, hidden: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         embedding = self.embedding
         logits = embedding.method.apply(embedding.weights, embedding.shape, hidden, wide=wide)
+        if self.lora is not None:
+            logits = ops.lora(hidden, logits, self.lora, slots_of(step))
         return logits if embedding.shard is None else embedding.shard.give(logits)

@@ -79,6 +79,11 @@ class Matrix(nn.Module):
     Args:
         parts: names in the checkpoint of what its rows are merged from, as siblings of the module -> rows, in order;
             the one part of a matrix that is not merged has the name "".
+
+    Attributes:
+        in_features: of all ranks together.
+        rows: of each part, those that are here.
+        lora: what adapters add to its products, or to its rows; None where none can.
     """
 
     def __init__(self, place: Place, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
@@ -86,11 +91,12 @@ class Matrix(nn.Module):
         self.name = place.name
         self.parts = dict(parts)
         self.shard = place.shard
-        self._rows = {part: (range(size),) for part, size in parts.items()} if place.shard is None else place.shard.rows
-        self._in_features = in_features
+        self.rows = {part: (range(size),) for part, size in parts.items()} if place.shard is None else place.shard.rows
+        self.lora: ops.LoraLayer | None = None
+        self.in_features = in_features
         if place.shard is not None and place.shard.columns is not None:
             in_features = len(place.shard.columns)
-        here = {part: sum(map(len, self._rows[part])) for part in parts}
+        here = {part: sum(map(len, self.rows[part])) for part in parts}
         self.shape = MatrixShape(in_features, sum(here.values()), bias, here)
         self.method = place.method
         for name, weight in place.method.create_weights(self.shape, place.dtype, place.name).items():
@@ -106,7 +112,7 @@ class Matrix(nn.Module):
         start = 0
         for part, features in self.parts.items():
             owner = f"{path.rpartition('.')[0]}.{part}" if part else path
-            shape = MatrixShape(self._in_features, features, self.shape.bias)
+            shape = MatrixShape(self.in_features, features, self.shape.bias)
             for tensor, form in self.method.of_part(part).checkpoint_tensors(shape).items():
                 load = partial(self._load, part, tensor, start)
                 yield CheckpointSlot(f"{owner}.{tensor}", form, load, tensor in self.method.filled)
@@ -114,7 +120,7 @@ class Matrix(nn.Module):
 
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
         loaded = loaded if self.shard is None else self.shard.own(loaded)
-        for rows in self._rows[part]:  # of a mapped file, the others are never read
+        for rows in self.rows[part]:  # of a mapped file, the others are never read
             self.method.load(self.weights, self.shape, tensor, loaded[rows.start : rows.stop], start)
             start += len(rows)
 
@@ -131,6 +137,13 @@ class Linear(Matrix):
 
     def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         """See the class; `step` is None for the output head, whose rows are not a step's tokens."""
-        if self.shard is None:
-            return self.method.apply(self.weights, self.shape, x, wide=wide)
-        return self.shard.give(self.method.apply(self.weights, self.shape, self.shard.bring(x), wide=wide))
+        x = x if self.shard is None else self.shard.bring(x)
+        y = self.method.apply(self.weights, self.shape, x, wide=wide)
+        if self.lora is not None:
+            y = ops.lora(x, y, self.lora, slots_of(step))
+        return y if self.shard is None else self.shard.give(y)
+
+
+def slots_of(step: Step | None) -> Tensor | None:
+    """Which adapter each row has, where any has one."""
+    return None if step is None or step.adapters is None else step.adapters.slots

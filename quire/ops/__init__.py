@@ -23,6 +23,11 @@ from quire.ops.gather import reduce as reduce
 from quire.ops.host import host as host
 from quire.ops.host import on_rows as on_rows
 from quire.ops.linear import linear as linear
+from quire.ops.lora import LoraLayer as LoraLayer
+from quire.ops.lora import LoraMatrices as LoraMatrices
+from quire.ops.lora import TokenSlots as TokenSlots
+from quire.ops.lora import lora as lora
+from quire.ops.lora import lora_rows as lora_rows
 from quire.ops.norm import layer_norm as layer_norm
 from quire.ops.norm import rms_norm as rms_norm
 from quire.ops.rope import AttentionSpec as AttentionSpec

@@ -231,6 +231,20 @@ class ProgramBuilder:
         self._held.append(tensor)
         return tensor.data_ptr()
 
+    def hold(self, owner: object, struct: ctypes.Structure) -> int:
+        """The address of a struct, for a spec; the program keeps whose it is."""
+        self._held.append(owner)
+        return ctypes.addressof(struct)
+
+    def tell(self, value: Value, **told: Any) -> Value:
+        """Tell the operation more that was just recorded and made `value`."""
+        last = self._steps[-1]
+        assert isinstance(last, NativeStep)
+        assert last.writes is value, "another operation was recorded since"
+        for name, what in told.items():
+            setattr(last.spec, name, what)
+        return value
+
     def finish(self, outputs: Value | Sequence[Value]) -> Program:
         """The program that computes `outputs`, one or several.
 

@@ -1,0 +1,131 @@
+"""Low-rank additions to the rows of a product, or of a table: each by the matrices of its own adapter, or none.
+
+A layer that adapters may change has a `LoraLayer`, with a place for each adapter that is in use. Recorded, it becomes
+part of the product before it (csrc/lora.h). What an adapter is otherwise is not known here.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.linear import linear
+from quire.ops.native.builder import Value
+from quire.ops.native.structs import c_struct
+from quire.ops.table import op
+
+_BLOCK = 16  # features
+
+
+class TokenSlots:
+    """Which adapter each row of a run has, for the programs that were recorded with it."""
+
+    def __init__(self) -> None:
+        self.struct = c_struct("LoraRows")()
+        self._slots: Tensor | None = None
+
+    def set(self, slots: Tensor | None) -> None:
+        """From now on these: int32 [rows], the adapter's place or -1; None where no row has one."""
+        self._slots = slots
+        self.struct.slots = None if slots is None else slots.data_ptr()
+
+
+@dataclass(frozen=True)
+class LoraMatrices:
+    """What an adapter adds to some output features: ``scale * x @ a.T @ b.T``.
+
+    Attributes:
+        a: [rank, in_features]; of a table [its rows, rank].
+        b: [features, rank].
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class LoraLayer:
+    """The adapters' matrices for one layer.
+
+    Args:
+        starts: where the features of each of its parts begin, and the end: [parts + 1].
+        rows: for native programs; None where torch computes.
+    """
+
+    def __init__(
+        self, starts: Sequence[int], num_slots: int, max_rank: int, dtype: torch.dtype, rows: TokenSlots | None
+    ) -> None:
+        self.starts, self.dtype = list(starts), dtype
+        self._rows = rows
+        self._held: list[Mapping[int, LoraMatrices]] = [{}] * num_slots
+        if rows is not None:
+            num_parts = len(starts) - 1
+            self._parts = (c_struct("LoraPart") * (num_slots * num_parts))()
+            self.struct = c_struct("LoraLayer")(num_parts=num_parts, max_rank=max_rank)
+            self.struct.rows, self.struct.parts = ctypes.addressof(rows.struct), ctypes.addressof(self._parts)
+
+    def packed(self, part: int, own: LoraMatrices) -> LoraMatrices:
+        """An adapter's matrices for a part as `put` wants them; this may take a while, and changes nothing."""
+        a, b = own.a.to(self.dtype).contiguous(), own.b.to(self.dtype)
+        if self._rows is not None:
+            first, start = self.starts[part] // _BLOCK, self.starts[part]
+            after = -self.starts[part + 1] % _BLOCK
+            padded = F.pad(b, (0, 0, start - first * _BLOCK, after))
+            b = padded.view(-1, _BLOCK, b.shape[1]).transpose(1, 2)
+        return LoraMatrices(a, b.contiguous(), own.scale)
+
+    def put(self, slot: int, packed: Mapping[int, LoraMatrices]) -> None:
+        """Let the adapter in this place be another one, or none ({})."""
+        self._held[slot] = packed
+        if self._rows is None:
+            return
+        num_parts = self.struct.num_parts
+        for part in range(num_parts):
+            entry, own = self._parts[slot * num_parts + part], packed.get(part)
+            entry.rank = 0 if own is None else own.b.shape[1]
+            if own is not None:
+                entry.a, entry.b, entry.scale = own.a.data_ptr(), own.b.data_ptr(), own.scale
+                entry.first = self.starts[part] // _BLOCK
+                entry.last = entry.first + len(own.b)
+
+    def at(self, slot: int) -> Mapping[int, LoraMatrices]:
+        """The matrices in a place, by part."""
+        return self._held[slot]
+
+
+@op
+def lora(x: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor:
+    """`y`, the product of `x`, with what adapters add: [T, K], [T, N], int32 [T] -> [T, N]; other rows as they are."""
+    for slot, rows in _by_slot(slots):
+        added = y[rows].float()
+        for part, own in layer.at(slot).items():
+            inner = linear(x[rows].float(), own.a.float()) * own.scale
+            added[:, layer.starts[part] : layer.starts[part + 1]] += linear(inner, own.b.float())
+        y = y.index_copy(0, rows, added.to(y.dtype))
+    return y
+
+
+@op
+def lora_rows(ids: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor:
+    """Likewise of `y`, the rows of a table by `ids`."""
+    for slot, rows in _by_slot(slots):
+        for own in layer.at(slot).values():
+            added = y[rows].float() + linear(own.a[ids[rows]].float() * own.scale, own.b.float())
+            y = y.index_copy(0, rows, added.to(y.dtype))
+    return y
+
+
+def _by_slot(slots: Tensor | None) -> list[tuple[int, Tensor]]:
+    """The rows of each adapter."""
+    if slots is None:
+        return []
+    return [(slot, torch.nonzero(slots == slot)[:, 0]) for slot in sorted({*slots.tolist()} - {-1})]
+
+
+@lora.native
+@lora_rows.native
+def _build(x: object, y: Value, layer: LoraLayer, slots: Tensor | None) -> Value:
+    return y.builder.tell(y, lora=y.builder.hold(layer, layer.struct))
