@@ -28,6 +28,7 @@ from quire.utils.suggest import nearest
 logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
+MAX_LORA_RANK = 256
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ class EngineArgs:
     speculative_config: dict[str, Any] | None = option(
         None, 'Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says.'
     )
+    enable_lora: bool = option(False, "Let requests run with adapters (LoRA).")
+    max_loras: int = option(8, "Most adapters that a step mixes; those unused for longest make room.", 1)
+    max_lora_rank: int = option(16, "Highest rank of an adapter.", 1, MAX_LORA_RANK)
+    max_cpu_loras: int | None = option(None, "Most adapters kept in memory; four times max_loras by default.", 1)
     enforce_eager: bool = option(True, "Run without captured graphs, as this version always does on a CPU.")
     stream_interval: int = option(
         1, "Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones.", 1
@@ -166,6 +171,8 @@ class EngineArgs:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if not self.enforce_eager:
             logger.warning("enforce_eager=False has no effect here: nothing is captured on a CPU")
+        if (most := self.max_cpu_loras) is not None and most < self.max_loras:
+            raise ConfigError(f"max_cpu_loras={most} is below max_loras={self.max_loras}: raise it, or lower that.")
         if self.kv_cache_dir is not None and self.swap_space == 0:
             raise ConfigError("kv_cache_dir needs swap_space: blocks come back through host memory. Set it above 0.")
         if self.kv_cache_dir is not None and not self.enable_prefix_caching:

@@ -7,10 +7,10 @@ _LATER = """
     additional_config allowed_local_media_path api_server_count async_scheduling calculate_kv_scales
     chat_template_content_format compilation_config config convert cpu_offload_gb data_parallel_rank
     decode_context_parallel_size default_chat_template_kwargs
-    enable_lora enable_server_load_tracking enable_sleep_mode
+    enable_server_load_tracking enable_sleep_mode
     enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin
     kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors long_prefill_token_threshold
-    lora_modules max_cpu_loras max_lora_rank max_loras max_num_partial_prefills middleware mm_processor_kwargs
+    max_num_partial_prefills middleware mm_processor_kwargs
     num_speculative_tokens override_generation_config pooler_config runner speculative_model
     structured_outputs_config tool_parser_plugin
 """

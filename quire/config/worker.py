@@ -41,6 +41,9 @@ class WorkerConfig:
         partition: layers of each stage, as `ParallelConfig.partition`; () for one of them all.
         enable_expert_parallel: ranks have whole experts of mixtures.
         tp_collective: "gather", or "reduce" where ranks sum up parts of products.
+        max_loras: adapters that a step may mix; 0 for none at all.
+        max_lora_rank: most that they may have.
+        max_cpu_loras: most of them that are kept in memory.
         group: name of the memory, or the store in a network, through which they meet; None for one alone.
         nodes: the machine of each rank; () for one.
     """
@@ -69,6 +72,9 @@ class WorkerConfig:
     partition: tuple[int, ...] = ()
     enable_expert_parallel: bool = False
     tp_collective: str = "gather"
+    max_loras: int = 0
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 0
     group: str | None = None
     nodes: tuple[str, ...] = ()
 

@@ -14,7 +14,8 @@ from quire.config.engine_args import EngineConfig
 from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType
-from quire.protocol.requests import Terms
+from quire.lora.request import LoRARequest
+from quire.protocol.requests import AdapterRef, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.renderer import Renderer
@@ -59,6 +60,11 @@ class AsyncInputs:
         if not isinstance(prompt, PreparedPrompt):
             prompt, params = await self.prepare(prompt, params), None  # type: ignore[arg-type]  (None is refused there)
         return self._inputs.process(request_id, prompt, params, arrival_time, terms)
+
+    async def find_adapter(self, request: LoRARequest | None) -> AdapterRef | None:
+        """`AdapterBook.find`; files are read in a thread."""
+        book = self._inputs.adapters
+        return book.find(request) if book.knows(request) else await self._encodings.run(lambda: book.find(request))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""

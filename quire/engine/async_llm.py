@@ -25,11 +25,11 @@ from quire.errors import (
     EngineDeadError,
     EngineStoppedError,
     InvalidRequestError,
-    NotYetSupportedError,
     OverloadedError,
     RequestFailedError,
 )
 from quire.inputs import PreparedPrompt, PromptType
+from quire.lora.request import LoRARequest
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
 from quire.protocol.cache import PinnedPrefix
@@ -140,7 +140,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         arrival_time: float | None = None,
         client: str | None = None,
         ttft_target: float | None = None,
@@ -156,6 +156,7 @@ class AsyncLLM:
             request_id: shown in outputs and (quoted) in logs, and keys the random numbers of a request without a seed;
                 ids need not be unique. A number by default.
             priority: lower runs first, under scheduling_policy="priority".
+            lora_request: the adapter to run it with.
             arrival_time: in seconds of `time.monotonic`; now by default.
             client, ttft_target, tpot_target: see `LLMEngine.add_request`.
 
@@ -166,8 +167,6 @@ class AsyncLLM:
             EngineDeadError: the engine is dead, or died meanwhile.
         """
         self._monitor.attach()
-        if lora_request is not None:
-            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         if isinstance(prompt, PreparedPrompt):
             params = prompt.params
         else:
@@ -176,7 +175,10 @@ class AsyncLLM:
         finished = False
         try:
             arrival = time.monotonic() if arrival_time is None else arrival_time
-            terms = Terms(priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target)
+            adapter = await self._inputs.find_adapter(lora_request)
+            terms = Terms(
+                priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
+            )
             given = await self._inputs.process(external, prompt, sampling_params, arrival, terms)
             self._submit(given.renamed(internal))
             while not finished:
@@ -194,12 +196,23 @@ class AsyncLLM:
         prompt: PromptType | PreparedPrompt,
         request_id: str | None,
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Search for the likeliest continuations of a prompt, and yield them once, whole. Raises as `generate` does."""
         asked = params.sampling_params()
         asked.output_kind = RequestOutputKind.FINAL_ONLY
         return self.generate(prompt, asked, request_id, lora_request=lora_request)
+
+    def check_adapter(self, request: LoRARequest) -> None:
+        """Read an adapter's files, and raise InvalidRequestError where they can't be used."""
+        self._inputs.processor.adapters.find(request)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        async for _ in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request):
+            pass
+        return True
 
     def check_room(self, num_requests: int = 1) -> None:
         """Check that the queue can take so many more requests: `generate` does for one, who has several asks before.

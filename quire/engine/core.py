@@ -12,12 +12,13 @@ from typing import Any, Protocol, TypeVar
 from quire.engine.interrupts import InterruptShield
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.executor.base import Executor
+from quire.lora.places import AdapterPlaces
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.kv_events import KVEventSink
 from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
-from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan
-from quire.protocol.worker import CheckIntegrity, Invoke, Returned
+from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutput, StepPlan
+from quire.protocol.worker import CheckIntegrity, Invoke, PlaceAdapters, Returned
 from quire.scheduler.outcomes import MANY_GUIDED
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import take_snapshot
@@ -61,6 +62,7 @@ class EngineCore:
     Attributes:
         first_scheduled: requests that were new, or back from a preemption, in the last step's plans.
         interrupts: holds Ctrl-C back while books are open.
+        places: of adapters on the workers, and the requests that wait for one.
         max_model_len: tokens; less than asked for where the KV cache holds no more.
         debug: check everything's integrity after each step.
 
@@ -76,10 +78,15 @@ class EngineCore:
         publisher: KVEventSink | None = None,
         debug: bool = False,
         clock: Callable[[], float] | None = None,
+        num_places: int = 0,
     ) -> None:
-        """`publisher` gets the KV manager's events; `clock` gives the seconds of arrival times, else the executor."""
+        """`publisher` gets the KV manager's events; `clock` gives the seconds of arrival times, else the executor.
+
+        num_places: adapters that a step may mix.
+        """
         self.scheduler = scheduler
         self.executor = executor
+        self.places = AdapterPlaces(num_places, scheduler.is_live)
         self.first_scheduled: list[str] = []
         self.interrupts = InterruptShield()
         self.max_model_len = scheduler.config.max_model_len
@@ -109,6 +116,8 @@ class EngineCore:
             raise OverloadedError(f"the engine sleeps (without {', '.join(sorted(self._asleep))}); wake it up first.")
         with self.interrupts:
             self.scheduler.add(request, self.clock())
+            if request.adapter is not None:
+                self.places.add(request.request_id, request.adapter)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request now; returns the final output of each sequence that was not finished."""
@@ -139,6 +148,8 @@ class EngineCore:
         self._check_alive()
         with self.interrupts:
             plans, self.first_scheduled = self._plans, []
+            if self.places.awaiting:
+                self._place_adapters(_IDLE_WAIT if self.executor.plans_alike else 0.0)
             if self.scheduler.guidance.is_compiling:
                 self._undelivered += self.scheduler.guidance.wake(0.0)
             while self.executor.plans_alike and self.scheduler.guidance.is_compiling:
@@ -158,6 +169,8 @@ class EngineCore:
                 self._undelivered += self.scheduler.update(plans.popleft(), result, self.clock())
             elif self.scheduler.guidance.is_compiling:  # nobody else can run: who comes meanwhile waits no longer
                 self._undelivered += self.scheduler.guidance.wake(_IDLE_WAIT)
+            elif self.places.awaiting:
+                self._place_adapters(_IDLE_WAIT)
             if self._publisher is not None:
                 self._publish()
             if self.debug:
@@ -252,7 +265,7 @@ class EngineCore:
             EngineDeadError: some did, so that workers are no more alike.
         """
         self._check_alive()
-        replies = self.executor.call(Invoke(method, arguments))
+        replies: list[Any] = self.executor.call(Invoke(method, arguments))
         faults = [reply.fault for reply in replies if reply.fault is not None]
         if faults and len(faults) < len(replies):
             self._dead = faults[0]
@@ -265,6 +278,7 @@ class EngineCore:
         """Forget what workers know, and cached prefixes."""
         self.scheduler.cancel()
         self.scheduler.kv.reset_prefix_cache(keep_disk)
+        self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
         self._publish()
 
     def snapshot(self) -> EngineSnapshot:
@@ -281,8 +295,28 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise AssertionError when scheduler, KV cache or rows are inconsistent."""
         self.scheduler.check_integrity()
-        for reply in self.executor.call(CheckIntegrity(self.scheduler.held_rows())):
+        replies: list[Any] = self.executor.call(CheckIntegrity(self.scheduler.held_rows()))
+        for reply in replies:
             assert reply.fault is None, reply.fault
+
+    def _place_adapters(self, seconds: float) -> None:
+        """Have workers load what requests await, and let those go on whose adapter is there."""
+        while True:
+            replies: list[Any] = []
+            if wanted := self.places.wanted:
+                replies = self._execute(self.executor.call, PlaceAdapters(wanted, seconds))
+            failed = {own: why for reply in replies for own, why in reply.failed}
+            ready = set.intersection(*(set(reply.ready) for reply in replies)) if replies else set[int]()
+            adapters = dict(self.places.awaiting)
+            found, lost = self.places.take(ready - failed.keys(), failed.keys())
+            for request_id in found:
+                self.scheduler.go_on(request_id)
+            for request_id in lost:
+                why = failed[adapters[request_id].adapter_id]
+                failure = Failure(FailureKind.BAD_REQUEST, why, "lora_request")
+                self._undelivered += self.scheduler.fail(request_id, failure)
+            if not (self.executor.plans_alike and self.places.loading):
+                return
 
     def _execute(self, function: Callable[..., T], *args: Any) -> T:
         """Let the executor work, interruptibly; after an interrupt workers and scheduler begin anew."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.config.engine_args import EngineConfig
+from quire.engine.adapters import AdapterBook
 from quire.engine.terms import NO_TERMS, check_terms
 from quire.errors import InvalidRequestError, broken
 from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
@@ -47,6 +48,7 @@ class InputProcessor:
 
     Attributes:
         policy: the scheduling policy's name, as of now; what another one reads of a request's terms is refused.
+        adapters: those that requests have named.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, is_engine_here: bool = True) -> None:
@@ -56,6 +58,7 @@ class InputProcessor:
         self._model = config.model
         self._tokenizer = tokenizer
         self.policy = config.scheduler.policy
+        self.adapters = AdapterBook(config.args.max_lora_rank if config.args.enable_lora else None)
 
     def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
         """Check parameters and prompt, and encode the prompt where it is text.

@@ -18,9 +18,10 @@ from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
+from quire.lora.request import LoRARequest
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
-from quire.protocol.requests import Terms
+from quire.protocol.requests import AdapterRef, Terms
 from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ class LLMEngine:
         prompt: PromptType | PreparedPrompt,
         params: SamplingParams | None,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         *,
         client: str | None = None,
@@ -82,6 +83,7 @@ class LLMEngine:
         """Queue a request; `step` will return its outputs. A prepared prompt has its `params` already: pass None.
 
         Args:
+            lora_request: the adapter to run it with.
             priority: lower runs first, under scheduling_policy="priority".
             client: whose request it is: "fair" gives clients equal shares.
             ttft_target, tpot_target: seconds to the first token, and between tokens, that "deadline" is to keep to;
@@ -91,14 +93,19 @@ class LLMEngine:
             InvalidRequestError: the prompt or a parameter breaks a rule, the request can never fit, or its id is used.
             OverloadedError: its targets can't be met now.
         """
-        if lora_request is not None:
-            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
-        terms = Terms(priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target)
+        adapter = self.find_adapter(lora_request)
+        terms = Terms(
+            priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
+        )
         self.submit(self.process_input(request_id, prompt, params, arrival_time, terms))
 
     def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
         """Check and encode a prompt: see `InputProcessor.prepare`."""
         return self._inputs.prepare(prompt, params, add_special_tokens)
+
+    def find_adapter(self, request: LoRARequest | None) -> AdapterRef | None:
+        """The adapter that a request names: see `AdapterBook.find`."""
+        return self._inputs.adapters.find(request)
 
     def process_input(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire.config.engine_args import EngineArgs
 from quire.engine.input_processor import ProcessedInput
 from quire.errors import InvalidRequestError
+from quire.lora.request import LoRARequest
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.protocol.step import Failure, FailureKind, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -162,6 +163,7 @@ class _RequestRecord:
             for rank, s in enumerate(chosen)
             if not delta or finished or self._is_due(s)
         ]
+        adapter = self.request.adapter
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
@@ -171,6 +173,7 @@ class _RequestRecord:
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            lora_request=adapter and LoRARequest(adapter.name, adapter.adapter_id, adapter.path),
             error=self.error,
         )
 

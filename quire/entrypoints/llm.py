@@ -21,9 +21,10 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
+from quire.lora.request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.cache import PinnedPrefix
-from quire.protocol.requests import Terms
+from quire.protocol.requests import AdapterRef, Terms
 from quire.protocol.stats import EngineStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.conversation import Conversation
@@ -91,7 +92,7 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: ParamsType | None = None,
         use_tqdm: bool = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         client: str | None = None,
     ) -> list[RequestOutput]:
@@ -102,7 +103,7 @@ class LLM:
                 carry a "cache_salt"), or a list of any of these.
             sampling_params: one for all, or one for each prompt; the model's defaults if None.
             use_tqdm: show a progress bar with input and output tokens per second.
-            lora_request: not supported yet.
+            lora_request: the adapter that they run with; one for all, or one (or None) each.
             priority: one for all or one each; lower runs first under scheduling_policy="priority".
             client: whose prompts they are, for scheduling_policy="fair".
 
@@ -114,12 +115,11 @@ class LLM:
                 message says which prompt. Or a schema, regex or grammar can't be held, which may be found out a moment
                 later: the other prompts are dropped then.
         """
-        if lora_request is not None:
-            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         many = _as_list(prompts)
         params = self._params_for(sampling_params, len(many))
         priorities = _one_each(priority or 0, len(many), "priorities", "priority")
-        terms = [Terms(priority=priority, client=client) for priority in priorities]
+        adapters = self._adapters_for(lora_request, len(many))
+        terms = [Terms(priority=p, client=client, adapter=a) for p, a in zip(priorities, adapters, strict=True)]
         return self._run(self._add_all(many, params, terms), use_tqdm)
 
     def chat(
@@ -132,7 +132,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
@@ -143,6 +143,7 @@ class LLM:
             continue_final_message: go on with the last message instead of answering it.
             tools: tool definitions handed to the template.
             chat_template_kwargs: further variables for the template.
+            lora_request: as of `generate`.
 
         Raises:
             InvalidRequestError: bad messages, no template, the template's own complaint, or as `generate`.
@@ -153,8 +154,6 @@ class LLM:
             raise InvalidRequestError(f"messages is {what}; pass a list of at least one message.", "messages")
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
-        if lora_request is not None:
-            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         texts: list[PromptType] = []
         for place, conversation in enumerate(conversations):
             try:
@@ -171,14 +170,14 @@ class LLM:
                 raise _of_prompt(error, place, len(conversations), "messages") from None
         params = self._params_for(sampling_params, len(texts))
         # A template writes its own special tokens.
-        terms = [Terms()] * len(texts)
+        terms = [Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(texts))]
         return self._run(self._add_all(texts, params, terms, add_special_tokens=False), use_tqdm)
 
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -196,8 +195,6 @@ class LLM:
             InvalidRequestError: a prompt or a parameter breaks a rule, the beams can never run at once, or the
                 parameters leave too few tokens to choose from.
         """
-        if lora_request is not None:
-            raise NotYetSupportedError("lora_request is not supported yet; leave it None.")
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(f"params must be BeamSearchParams, got {type(params).__name__}.", "params")
         many = _as_list(prompts)
@@ -205,10 +202,11 @@ class LLM:
         if size < 1 and many:
             raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}.", "concurrency_limit")
         one = params.sampling_params()
+        terms = [Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(many))]
         outputs: list[RequestOutput] = []
         for start in range(0, len(many), max(1, size)):
             part = many[start : start + size]
-            outputs += self._run(self._add_all(part, [one] * len(part), [Terms()] * len(part)), use_tqdm)
+            outputs += self._run(self._add_all(part, [one] * len(part), terms[start : start + size]), use_tqdm)
         return [self._beams_of(output, params) for output in outputs]
 
     def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
@@ -340,6 +338,10 @@ class LLM:
     def _params_for(self, given: ParamsType | None, num_prompts: int) -> list[SamplingParams]:
         given = self.get_default_sampling_params() if given is None else given
         return _one_each(given, num_prompts, "sampling params", "sampling_params")
+
+    def _adapters_for(self, given: Any, num_prompts: int) -> list[AdapterRef | None]:
+        requests = _one_each(given, num_prompts, "lora_requests", "lora_request")
+        return [self.llm_engine.find_adapter(request) for request in requests]
 
     def _add_all(
         self,

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
-from quire.attention.step import Step
+from quire.attention.step import AdapterBatch, Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
+from quire.lora.slots import LoraSlots
 from quire.models.builder import Builder
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
 from quire.protocol.cache import CacheGroup
@@ -32,8 +33,8 @@ class RunnableModel(Protocol):
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V]."""
+    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """[R, H] -> [R, V]; `adapters` of these rows."""
         ...
 
 
@@ -55,6 +56,8 @@ class CausalLM(nn.Module):
         num_incoming: features of what its stage of the model is given in place of token ids; 0 for the first one.
         is_last: its stage ends with the final norm and the head.
         num_parameters: of all stages.
+        elsewhere: checkpoint names of other stages' tensors.
+        lora: the places of adapters, where it has any.
     """
 
     def __init__(
@@ -88,13 +91,14 @@ class CausalLM(nn.Module):
         slots = weight_slots(self, form)
         self.filled_weights = {name for name, slot in slots.items() if slot.filled}
         self.missing_weights = slots.keys() - self.filled_weights
-        self._elsewhere: set[str] = set()  # checkpoint names of other stages' tensors
+        self.elsewhere: set[str] = set()
+        self.lora: LoraSlots | None = None
         self.num_parameters = sum(slot.form.num_weights or math.prod(slot.form.shape) for slot in slots.values())
 
     def leave(self, whole: "CausalLM") -> None:
         """Let other stages have the rest of what the whole model needs."""
-        self._elsewhere = whole.checkpoint_shapes().keys() - self.checkpoint_shapes().keys()
-        self.filled_weights |= self._elsewhere
+        self.elsewhere = whole.checkpoint_shapes().keys() - self.checkpoint_shapes().keys()
+        self.filled_weights |= self.elsewhere
         self.num_parameters = whole.num_parameters
 
     @property
@@ -109,11 +113,12 @@ class CausalLM(nn.Module):
         hidden = self.model(input_ids, step)
         return hidden if step.outgoing is None else step.outgoing.copy_(hidden)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[R, H] -> [R, V], in the model's dtype or float32; [R, 0] where a later stage has the head."""
         if not self.is_last:
             return hidden[:, :0]
-        logits = self.lm_head(hidden, wide=True)
+        step = None if adapters is None else Step(hidden, adapters=adapters)
+        logits = self.lm_head(hidden, step, wide=True)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
 
     def assign_groups(self, groups: list[CacheGroup], first: int) -> None:
@@ -138,7 +143,7 @@ class CausalLM(nn.Module):
         for name, tensor in weights:
             if name.endswith(self.form.ignored) or (self.tied and name == "lm_head.weight"):
                 continue
-            if (canonical := self.form.canonical(name)) in self._elsewhere:
+            if (canonical := self.form.canonical(name)) in self.elsewhere:
                 continue
             slot = slots.get(canonical)
             if slot is None:

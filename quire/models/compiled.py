@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.attention.step import Step, Taps
+from quire.attention.step import AdapterBatch, Step, Taps
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
@@ -35,6 +35,7 @@ class CompiledModel:
         self._width, self._tapped = widths[0], tuple(tapped)
         self._body, (_, *self._tap_widths) = _record(model, target, tapped) if tapped else (self._untapped, widths)
         self._num_incoming, self._head = model.num_incoming, None
+        self._adapted = None if model.lora is None else model.lora.tokens
         if model.is_last:
             builder = ProgramBuilder(model.dtype, target)
             logits: Any = model.compute_logits(recorded(builder.input(self._width)))
@@ -69,6 +70,8 @@ class CompiledModel:
         if self._num_incoming:  # where there is none, it is only measured
             shape = (input_ids.shape[0], self._num_incoming)
             inputs = [torch.zeros(shape, dtype=self._dtype) if step.incoming is None else step.incoming]
+        if self._adapted is not None:
+            self._adapted.set(step.adapters and step.adapters.slots)
         caches = self._caches
         if caches is None or caches.tensors is not step.caches:
             caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
@@ -82,10 +85,12 @@ class CompiledModel:
         step.taps.hidden.extend(tapped)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """[R, H] -> float32 [R, V]; [R, 0] where a later stage has the head."""
         if self._head is None:
             return hidden[:, :0]
+        if self._adapted is not None:
+            self._adapted.set(adapters and adapters.slots)
         logits = torch.empty(hidden.shape[0], self.vocab_size)
         self._head.run([hidden, logits])
         return logits

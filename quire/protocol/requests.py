@@ -56,16 +56,19 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     """The adapter (LoRA) that a request runs with."""
 
     adapter_id: int  # >= 1; unique in the engine's life
-    digest: bytes  # of its weights; part of every block's name in the prefix cache
+    digest: bytes  # of its files; part of every block's name in the prefix cache
+    name: str = ""  # for people
+    path: str = ""  # of its folder
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """On what terms a request is served; each field is one of `NewRequest`, and of interest to some policy."""
+    """On what terms a request is served; each field is one of `NewRequest`."""
 
     priority: int = 0
     client: str | None = None
     ttft_target: float | None = None
     tpot_target: float | None = None
+    adapter: AdapterRef | None = None
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.protocol.requests import AdapterRef
+
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker found and loaded."""
@@ -51,5 +53,19 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
     values: list[Any]
 
 
-WorkerCall = CheckIntegrity | Invoke
-WorkerReply = CallReply
+class PlaceAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Put adapters in their places, as soon as they are loaded; told again, and again answered, until they are."""
+
+    wanted: list[tuple[int, AdapterRef]]  # place, and who belongs there
+    seconds: float = 0.0  # to wait for those that are being loaded
+
+
+class AdapterReply(msgspec.Struct, frozen=True, tag=True):
+    """What became of those that `PlaceAdapters` wants, by id."""
+
+    ready: list[int]  # in their places
+    failed: list[tuple[int, str]]  # with the reason; they will not come
+
+
+WorkerCall = CheckIntegrity | Invoke | PlaceAdapters
+WorkerReply = CallReply | AdapterReply

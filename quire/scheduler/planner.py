@@ -195,7 +195,7 @@ class Planner:
             self._withdraw(sequence)
             self._prepare(sequence, "siblings")
         for sequence in [*self.preparing.values()]:
-            if not sequence.sits_out and sequence.awaits != "grammar":
+            if not sequence.sits_out and sequence.awaits not in ("adapter", "grammar"):
                 self.make_ready(sequence)
         for sequence in [*self.waiting, *self.preparing.values()]:
             sequence.num_in_flight = 0

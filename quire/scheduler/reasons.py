@@ -18,6 +18,7 @@ REASONS = {
     # Of those that prepare, which hold up nobody:
     "prefix": "its beginning is being computed for another request",
     "disk": "its beginning is being read from the disk",
+    "adapter": "its adapter is being loaded, or awaits a place",
     "grammar": "the grammar of its output is being compiled",
     "result": "it was preempted, and its next token is being computed",
     "siblings": "it was preempted, and its next token is chosen once the other beams of its request are computed",

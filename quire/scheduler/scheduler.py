@@ -19,7 +19,7 @@ from quire.metrics.drafts import DraftCounts
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats, Limits
-from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResult
+from quire.protocol.step import Failure, SampleGuide, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
 from quire.scheduler.guidance import Guidance
@@ -29,7 +29,7 @@ from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.policies.base import Load, Prompt
 from quire.scheduler.reasons import waiting_reasons, why
-from quire.scheduler.sequence import Sequence, SequenceStatus
+from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.scheduler.state import RequestState, SchedulerState, SequenceState
 from quire.structured.manager import GrammarManager
 
@@ -89,7 +89,30 @@ class Scheduler:
         group = self._outcomes.open(request, self._make_continuation(task), self._num_added)
         self._num_added += 1
         self._outcomes.make_sequence(group, 0, [])
+        self._prepare(group)
+
+    def _prepare(self, group: SequenceGroup) -> None:
+        """Set a new request's sequences aside, until it has all that it needs."""
+        if group.request.adapter is None:
+            self.guidance.open(group)
+        else:
+            for sequence in group.sequences.values():
+                self._planner.set_aside(sequence, "adapter")
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request has come and not ended."""
+        return request_id in self._outcomes.groups
+
+    def go_on(self, request_id: str) -> None:
+        """A request's adapter is in its place, and stays there."""
+        group = self._outcomes.groups[request_id]
+        for sequence in group.sequences.values():
+            self._planner.make_ready(sequence)
         self.guidance.open(group)
+
+    def fail(self, request_id: str, failure: Failure) -> list[SequenceOutput]:
+        """End a request that can't be served; returns its outputs."""
+        return self._outcomes.end_request(self._outcomes.groups[request_id], "error", failure)
 
     def _load(self) -> Load:
         """What a request finds that is just coming. O(all that wait)."""
@@ -321,4 +344,4 @@ class Scheduler:
                 outputs = sequence.output_token_ids.copy()
                 made = self._outcomes.make_sequence(group, sequence.index, outputs, sequence.sequence_id)
                 made.kept_drafts = made.num_tokens, sequence.draft_token_ids
-            self.guidance.open(group)
+            self._prepare(group)

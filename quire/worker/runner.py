@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from quire.attention.step import Taps
+from quire.attention.step import AdapterBatch, Taps
 from quire.distributed.links import AnyLink
 from quire.models.causal_lm import RunnableModel
 from quire.protocol.requests import SamplingTask
@@ -36,6 +36,7 @@ from quire.sampling.tokens import NO_DRAFT
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
+from quire.worker.adapters import Adapters
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
 from quire.worker.gather import gather
@@ -62,6 +63,7 @@ class _Begun:
     resting: bool = False  # nobody is to have drafts after it
     reads: bool = False  # the proposer is to see all of it
     reading: float = 0.0  # seconds that this took
+    adapters: AdapterBatch | None = None  # of the tokens
 
 
 class ModelRunner:
@@ -78,6 +80,7 @@ class ModelRunner:
     Attributes:
         pace: says how many drafts there are to be, where that is left to it.
         judge: draws where drafts are accepted by a rule.
+        adapters: those that rows run with, where the model has places for any.
         before, after: links to the stages whose layers come before and after the model's, where it has not all.
     """
 
@@ -98,6 +101,7 @@ class ModelRunner:
         self.poison = poison
         self.pace: Pace | None = None
         self.judge: Judge | None = None
+        self.adapters: Adapters | None = None
         self.before: AnyLink | None = None
         self.after: AnyLink | None = None
         self._passed: deque[StepPlan] = deque()  # to be sampled by the last stage
@@ -119,6 +123,9 @@ class ModelRunner:
         self._known_seconds = 0.0
         batch = gather(plan.scheduled, self.table)
         input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
+        adapters = None if self.adapters is None else self.adapters.batch(batch.rows, batch.ends)
+        if adapters is not None:
+            step = replace(step, adapters=adapters)
         taps: list[Tensor] = []
         pace, proposer, num_rows = self.pace, self.proposer, len(batch.rows)
         resting = pace is not None and pace.rests(num_rows)
@@ -137,7 +144,9 @@ class ModelRunner:
             if link is not None:
                 link.done()
         seconds = self.device.clock() - start if timed else 0.0
-        self._pass_on(_Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads))
+        self._pass_on(
+            _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads, adapters=adapters)
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -286,7 +295,7 @@ class ModelRunner:
             return
         start = self.device.clock() if self.pace is not None else 0.0
         hidden = self.device.take_rows(begun.hidden, token_rows)
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden, begun.adapters and begun.adapters.of(token_rows))
         if guide is not None:
             self._attach_masks(guide, lanes)
         ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling == Sampling.RANK}
@@ -447,7 +456,8 @@ class ModelRunner:
             entries: list[TokenLogprobs] = []
             for low in range(start, end, PROMPT_LOGPROBS_ROWS):
                 high = min(low + PROMPT_LOGPROBS_ROWS, end)
-                logits = self.model.compute_logits(begun.hidden[first + low : first + high])
+                adapters = begun.adapters and begun.adapters.of(range(first + low, first + high))
+                logits = self.model.compute_logits(begun.hidden[first + low : first + high], adapters)
                 targets = row.tokens.ids[low + 1 : high + 1].tolist()
                 entries.extend(self.device.prompt_logprobs(logits, targets, top))
             results[place] = SequenceResult(prompt_logprobs=PromptLogprobs(start=start + 1, entries=entries))

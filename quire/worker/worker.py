@@ -16,15 +16,17 @@ from msgspec import structs
 from quire.config.worker import WorkerConfig
 from quire.distributed.links import AnyLink, open_link
 from quire.errors import ConfigError
+from quire.lora.slots import LoraSlots
 from quire.models.causal_lm import RunnableModel
 from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
-from quire.protocol.worker import CallReply, CheckIntegrity, WorkerReply, WorkerReport
+from quire.protocol.worker import CallReply, CheckIntegrity, PlaceAdapters, WorkerReply, WorkerReport
 from quire.sampling.accept import Rule
 from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
+from quire.worker.adapters import Adapters
 from quire.worker.blockfiles import BlockFiles, BlockFolder
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
@@ -103,6 +105,7 @@ class Worker:
         self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
+        self._adapters: Adapters | None = None
         self._files: BlockFiles | None = None
         self._disk: DiskCache | None = None
         self._later: deque[StepPlan] = deque()  # not begun, as the last stage's sampling of another comes first
@@ -113,6 +116,16 @@ class Worker:
         config, device = self._config, self.device
         loaded = load_model_weights(self._model, config.model, load_format=config.load_format, progress=progress)
         self._store.finish()
+        if config.max_loras:
+            self._model.lora = LoraSlots(
+                self._model,
+                self._model.form.checkpoint_name,
+                config.max_loras,
+                config.max_lora_rank,
+                dtype=self._model.dtype,
+                native=device.packs_weights,
+            )
+            self._adapters = Adapters(self._model, config.max_cpu_loras)
         self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
         held = [*self._model.parameters()]
         if self._drafter is not None:
@@ -206,6 +219,7 @@ class Worker:
         elif speculative is not None and config.stage.is_last:
             proposer = make_proposer(speculative)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
+        runner.adapters = self._adapters
         if config.num_stages > 1:
             self.place.links = self.place.links or (open_link(config, True), open_link(config, False))
             runner.before, runner.after = self.place.links
@@ -260,9 +274,11 @@ class Worker:
             self._disk.reset()
 
     def close(self) -> None:
-        """Write to the disk what waits for it; safe to call twice."""
+        """Write to the disk what waits for it, and load no more adapters; safe to call twice."""
         if self._disk is not None:
             self._disk.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     @property
     def runner(self) -> ModelRunner:
@@ -276,8 +292,12 @@ class Worker:
         self._store.settle()
         return self._model
 
-    def call(self, call: CheckIntegrity) -> WorkerReply:
-        """Answer a call: whether the rows are consistent, and those of the live sequences."""
+    def call(self, call: CheckIntegrity | PlaceAdapters) -> WorkerReply:
+        """Answer a call: place adapters, or say whether the rows are consistent, and those of the live sequences."""
+        if isinstance(call, PlaceAdapters):
+            assert self._adapters is not None, "the model has no places for adapters"
+            with torch.no_grad():
+                return self._adapters.place(call)
         try:
             if self._runner is not None:
                 self._runner.table.check_integrity(call.live_sequence_ids)

@@ -79,8 +79,8 @@ def test_every_option_is_declared_by_one_function(options: type) -> None:
 
 
 def test_options_of_vllm_that_are_not_there_are_named() -> None:
-    with pytest.raises(NotYetSupportedError, match="^enable_lora is not supported yet.$"):
-        EngineArgs.from_kwargs(enable_lora=True)
+    with pytest.raises(NotYetSupportedError, match="^async_scheduling is not supported yet.$"):
+        EngineArgs.from_kwargs(async_scheduling=True)
     with pytest.raises(NotYetSupportedError, match="cpu_kvcache_space is not an option here: give kv_cache_memory"):
         EngineArgs.from_kwargs(cpu_kvcache_space=4)
     with pytest.raises(ConfigError, match="unknown engine argument 'max_modl_len'. Did you mean 'max_model_len'?"):

@@ -1,0 +1,109 @@
+"""Which layers of a model adapters can change, and the adapters that are in their places.
+
+A worker has one beside its model, and loads adapters with it. Names of layers are the checkpoint's, as PEFT's are. Of a
+model that several share it holds the part that is here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.embedding import TiedHead, VocabEmbedding
+from quire.layers.linear import Linear, Matrix
+from quire.layers.moe import MixtureOfExperts
+from quire.ops import LoraLayer, LoraMatrices, TokenSlots
+
+Packed = dict[LoraLayer, dict[int, LoraMatrices]]  # an adapter by layer and part
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a module of the checkpoint is here.
+
+    Attributes:
+        shapes: of A and B.
+        rows: of a matrix's output features, or of a table's ids, those that are here.
+        columns: likewise of its input features; None for all.
+    """
+
+    layer: LoraLayer
+    part: int
+    shapes: tuple[int, int]
+    rows: Sequence[range]
+    columns: range | None = None
+    is_table: bool = False
+
+    def pack(self, a: Tensor, b: Tensor, scale: float) -> LoraMatrices:
+        """What is here of an adapter's factors, as `LoraSlots.put` wants them; it changes nothing."""
+        if self.is_table:
+            own = LoraMatrices(_rows(a.t(), self.rows), b, scale)
+        else:
+            here = a if self.columns is None else a[:, self.columns.start : self.columns.stop]
+            own = LoraMatrices(here, _rows(b, self.rows), scale)
+        return self.layer.packed(self.part, own)
+
+
+class LoraSlots:
+    """The places of a model's adapters.
+
+    Args:
+        name_of: the checkpoint's name of a parameter here.
+        native: programs are recorded of the model, by kernels.
+
+    Attributes:
+        targets: what adapters can change, by the checkpoint's names of modules.
+        tokens: for who runs such programs; None where torch computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name_of: Callable[[str], str],
+        num_slots: int,
+        max_rank: int,
+        *,
+        dtype: torch.dtype,
+        native: bool = False,
+    ) -> None:
+        self.tokens = TokenSlots() if native else None
+        self._layers: list[LoraLayer] = []
+        self.targets: dict[str, Target] = {}
+        for path, module, parts in _adaptable(model):
+            sizes = [sum(map(len, rows)) for rows, _ in parts.values()]
+            is_table = isinstance(module, VocabEmbedding)
+            matrix = module.embedding if isinstance(module, TiedHead) else module
+            inner = matrix.in_features
+            starts = [0, inner] if is_table else [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+            module.lora = layer = LoraLayer(starts, num_slots, max_rank, dtype, self.tokens)
+            self._layers.append(layer)
+            columns = None if matrix.shard is None else matrix.shard.columns
+            for number, (part, (rows, size)) in enumerate(parts.items()):
+                owner = f"{path.rpartition('.')[0]}.{part}" if part else path
+                shapes = (size, inner) if is_table else (inner, size)
+                name = name_of(f"{owner}.weight").removesuffix(".weight")
+                self.targets[name] = Target(layer, number, shapes, rows, columns, is_table)
+
+    def put(self, slot: int, packed: Mapping[LoraLayer, dict[int, LoraMatrices]]) -> None:
+        """Let an adapter have this place."""
+        for layer in self._layers:
+            layer.put(slot, packed.get(layer, {}))
+
+
+Parts = dict[str, tuple[Sequence[range], int]]  # by name, the rows that are here, and how many there are
+
+
+def _adaptable(model: nn.Module, path: str = "") -> Iterator[tuple[str, Matrix | TiedHead, Parts]]:
+    """Each layer that an adapter can change."""
+    for name, module in model.named_children():
+        full = f"{path}.{name}" if path else name
+        if isinstance(module, Linear | VocabEmbedding | TiedHead):
+            matrix = module.embedding if isinstance(module, TiedHead) else module
+            yield full, module, {part: (matrix.rows[part], size) for part, size in matrix.parts.items()}
+        elif not isinstance(module, MixtureOfExperts):  # whose rows are other than a step's
+            yield from _adaptable(module, full)
+
+
+def _rows(tensor: Tensor, rows: Sequence[range]) -> Tensor:
+    return torch.cat([tensor[part.start : part.stop] for part in rows])

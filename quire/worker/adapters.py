@@ -1,0 +1,86 @@
+"""A worker's adapters: read in a thread beside the steps, kept in memory, and put in their places between two steps.
+
+The engine says which adapter belongs in which place, and says it again until that is so. It decides who makes room
+there; here only those that were unused for longest, and are in no place, are forgotten.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+
+from quire.attention.step import AdapterBatch
+from quire.lora.slots import Packed
+from quire.models.adapters import load_adapter
+from quire.models.causal_lm import CausalLM
+from quire.models.peft import AdapterError, read_adapter
+from quire.protocol.requests import AdapterRef
+from quire.protocol.worker import AdapterReply, PlaceAdapters
+from quire.worker.rows import Row
+
+
+class Adapters:
+    """Those of one model, which has places for them.
+
+    Args:
+        max_held: most adapters in memory.
+    """
+
+    def __init__(self, model: CausalLM, max_held: int) -> None:
+        self._model, self._max_held = model, max_held
+        self._held: dict[int, Packed] = {}  # by id; the one used last at the end
+        self._loading: dict[int, Future[Packed]] = {}
+        self._places: dict[int, int] = {}  # id -> place
+        self._threads = ThreadPoolExecutor(1, "quire-adapters")
+
+    def place(self, call: PlaceAdapters) -> AdapterReply:
+        """Put those that are loaded where they belong, and load the others; waits for `call.seconds` at most."""
+        for _, ref in call.wanted:
+            if ref.adapter_id not in self._held and ref.adapter_id not in self._loading:
+                self._loading[ref.adapter_id] = self._threads.submit(self._load, ref)
+        awaited = [self._loading[ref.adapter_id] for _, ref in call.wanted if ref.adapter_id in self._loading]
+        if awaited and call.seconds:
+            wait(awaited, call.seconds)
+        ready: list[int] = []
+        failed: list[tuple[int, str]] = []
+        for slot, ref in call.wanted:
+            own = ref.adapter_id
+            if own in self._loading and self._loading[own].done():
+                try:
+                    self._held[own] = self._loading.pop(own).result()
+                except (AdapterError, OSError) as error:
+                    failed.append((own, str(error)))
+            if own in self._held:
+                self._put(slot, own)
+                ready.append(own)
+        return AdapterReply(ready, failed)
+
+    def batch(self, rows: Sequence[Row], ends: Sequence[int]) -> AdapterBatch | None:
+        """The place of each token's adapter, where a row has any; `ends` as of `quire.worker.gather.StepBatch`."""
+        refs = [row.request.adapter for row in rows]
+        if not any(refs):
+            return None
+        slots = np.array([-1 if ref is None else self._places[ref.adapter_id] for ref in refs], np.int32)
+        return AdapterBatch(torch.from_numpy(np.repeat(slots, np.diff(ends, prepend=0))))
+
+    def close(self) -> None:
+        """Load no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _put(self, slot: int, own: int) -> None:
+        assert self._model.lora is not None, "the model has no places for adapters"
+        for other in [other for other, place in self._places.items() if place == slot]:
+            del self._places[other]
+        self._places[own] = slot
+        self._held[own] = packed = self._held.pop(own)
+        self._model.lora.put(slot, packed)
+        idle = [other for other in self._held if other not in self._places]
+        for other in idle[: max(0, len(self._held) - self._max_held)]:
+            del self._held[other]
+
+    def _load(self, ref: AdapterRef) -> Packed:
+        files = read_adapter(ref.path, ref.name)
+        if files.digest != ref.digest:
+            raise AdapterError(ref.name, "its files have changed since it was first used; give it a new lora_int_id.")
+        return load_adapter(self._model, files)

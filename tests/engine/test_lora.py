@@ -1,0 +1,198 @@
+"""Adapters end to end: those of merged weights within rounding, and the very bits whoever shares the batch."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loras import DEMO, TABLES, demo_adapters, factors, write_adapter
+from safetensors.torch import load_file, save_file
+
+import quire
+from quire import LLM, SamplingParams
+from quire.config.engine_args import EngineArgs
+from quire.errors import ConfigError, InvalidRequestError
+from quire.lora.request import LoRARequest
+from quire.ops.native.library import TORCH, levels
+from quire.outputs import RequestOutput
+
+DEMO_MODEL = Path(quire.__file__).parent / "demo"
+ASKED = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, prompt_logprobs=1)
+SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=5, logprobs=2)
+PROMPTS = ["Once upon a time there was a house", "The sea"]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    folder = tmp_path_factory.mktemp("adapters")
+    tables = write_adapter(folder / "tables", factors(DEMO | TABLES, 5, 77), 5, use_rslora=True)
+    return [*demo_adapters(folder, [4, 16, 7]), LoRARequest("tables", 4, str(tables))]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    found = LLM("demo", enable_lora=True, show_progress=False, debug=True)
+    yield found
+    found.llm_engine.shutdown()
+
+
+def told(output: RequestOutput) -> tuple[Any, ...]:
+    return output.prompt_logprobs, [(one.token_ids, one.logprobs) for one in output.outputs]
+
+
+def run(llm: LLM, prompts: list[str], loras: list[LoRARequest | None], params: SamplingParams = ASKED) -> list[Any]:
+    return [told(output) for output in llm.generate(prompts, params, use_tqdm=False, lora_request=loras)]
+
+
+def merged(folder: Path, adapter: Path, scale: float) -> Path:
+    """The demo with an adapter's matrices added to its weights."""
+    folder.mkdir()
+    for file in DEMO_MODEL.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    weights = {name: tensor.float() for name, tensor in load_file(DEMO_MODEL / "model.safetensors").items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if "_A" in name:
+            added = scale * (tensors[name.replace("_A", "_B")] @ a)
+            module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+            weights[f"{module}.weight"] += added.t() if "embedding" in name else added
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", sorted({levels()[0], TORCH}))
+def test_it_is_the_model_with_merged_weights(kernels: str, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    options: Any = {"dtype": "float32", "kernels": kernels, "show_progress": False, "weight_cache": False}
+    with_adapters = LLM("demo", enable_lora=True, **options)
+    for adapter, scale in ((adapters[1], 2.0), (adapters[3], 2 * 5**0.5)):
+        model = merged(tmp_path / adapter.lora_name, Path(adapter.lora_path), scale)
+        expected = LLM(str(model), **options).generate(PROMPTS, ASKED, use_tqdm=False)
+        found = with_adapters.generate(PROMPTS, ASKED, use_tqdm=False, lora_request=adapter)
+        for one, other in zip(found, expected, strict=True):
+            assert one.lora_request == adapter
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids
+            for mine, theirs in zip(one.outputs[0].logprobs or [], other.outputs[0].logprobs or [], strict=True):
+                for token in mine.keys() & theirs.keys():
+                    assert abs(mine[token].logprob - theirs[token].logprob) < 2e-5
+
+
+def test_no_neighbour_changes_a_bit(llm: LLM, adapters: list[LoRARequest]) -> None:
+    each = [None, *adapters]
+    for params in (ASKED, SEEDED):
+        alone = [run(llm, PROMPTS[:1], [one], params)[0] for one in each]
+        assert len({str(one) for one in alone}) == len(each)
+        llm.reset_prefix_cache()
+        assert run(llm, PROMPTS[:1] * 10, each * 2, params) == alone * 2
+    plain = LLM("demo", show_progress=False)
+    assert run(plain, PROMPTS[:1], [None], SEEDED) == alone[:1]
+
+
+def test_a_prefix_is_shared_by_those_of_one_adapter_only(llm: LLM, adapters: list[LoRARequest]) -> None:
+    prompt, params = " ".join(["The old house stood at the edge of the wood."] * 8), SamplingParams(max_tokens=1)
+    llm.reset_prefix_cache()
+    for one in (None, adapters[0], adapters[1]):
+        first, again = (llm.generate(prompt, params, use_tqdm=False, lora_request=one)[0] for _ in range(2))
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (again.num_cached_tokens or 0) or 1)
+        assert (again.num_cached_tokens or 0) >= 32
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "few blocks": {"num_kv_blocks": 12, "block_size": 8, "max_model_len": 64},
+    "small steps": {"max_num_batched_tokens": 5, "max_num_seqs": 4},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "two places": {"max_loras": 2, "max_cpu_loras": 2},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "a draft model": {"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 2}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_is_so_in_every_engine(name: str, adapters: list[LoRARequest]) -> None:
+    """Preempted, in chunks, with drafts, waiting for a place, on quantized weights."""
+    options = ENGINES[name]
+    base: Any = {key: value for key, value in options.items() if key == "quantization"}
+    loras, prompts = [*adapters, None] * 2, (PROMPTS * 5)[:10]
+    plain = LLM("demo", enable_lora=True, show_progress=False, enable_prefix_caching=False, **base)
+    expected = [run(plain, [prompt], [lora])[0] for prompt, lora in zip(prompts, loras, strict=True)]
+    mixed = LLM("demo", enable_lora=True, show_progress=False, debug=True, **options)
+    assert run(mixed, prompts, loras) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "tp_collective": "reduce"},
+    ],
+    ids=str,
+)
+def test_ranks_share_an_adapter(options: dict[str, Any], adapters: list[LoRARequest]) -> None:
+    loras, prompts = [*adapters, None], ["Once upon a time"] * 5
+    dtype: Any = {"dtype": "float32" if "tp_collective" in options else "auto"}  # where sums are others
+    whole = LLM("demo", enable_lora=True, show_progress=False, **dtype)
+    shared = LLM("demo", enable_lora=True, show_progress=False, **dtype, **options)
+    try:
+        found, expected = run(shared, prompts, loras), run(whole, prompts, loras)
+        if "tp_collective" in options:
+            assert [one[1][0][0] for one in found] == [one[1][0][0] for one in expected]
+        else:
+            assert found == expected
+    finally:
+        shared.llm_engine.shutdown()
+
+
+def test_a_bad_adapter_hurts_nobody(llm: LLM, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    def adapter(number: int, tensors: dict[str, torch.Tensor]) -> LoRARequest:
+        return LoRARequest(f"bad-{number}", number, str(write_adapter(tmp_path / str(number), tensors, 4)))
+
+    name = "model.layers.0.self_attn.q_proj"
+    other = adapter(101, factors({name: (512, 512)}, 4, 1))
+    with pytest.raises(InvalidRequestError, match=r"bad-101.*lora_A.weight' and its B are \[4, 512\].*another base"):
+        llm.generate("x", ASKED, use_tqdm=False, lora_request=other)
+    unknown = adapter(102, factors({"model.layers.9.self_attn.q_proj": (256, 256)}, 4, 1))
+    with pytest.raises(
+        InvalidRequestError, match=r"model\.layers\.9\.self_attn\.q_proj', which is no layer that adapters"
+    ):
+        llm.generate("x", ASKED, use_tqdm=False, lora_request=unknown)
+    broken = factors({name: (256, 256)}, 4, 1)
+    broken[f"base_model.model.{name}.lora_B.weight"][3, 1] = float("nan")
+    with pytest.raises(InvalidRequestError, match=r"lora_B\.weight' that are not finite"):
+        llm.generate("x", ASKED, use_tqdm=False, lora_request=adapter(103, broken))
+    run(llm, ["x"], [adapters[0]])
+    with pytest.raises(InvalidRequestError, match=r"lora_int_id=1 stands for the adapter 'voice-1'"):
+        llm.generate("x", ASKED, use_tqdm=False, lora_request=LoRARequest("other", 1, adapters[1].lora_path))
+    engine = llm.llm_engine
+    engine.add_request("good", "Once", SEEDED, lora_request=adapters[2])
+    engine.add_request("bad", "Once", SEEDED, lora_request=adapter(104, factors({name: (8, 8)}, 4, 1)))
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert done["bad"].outputs[0].finish_reason == "error"
+    assert [told(done["good"])] == run(llm, ["Once"], [adapters[2]], SEEDED)
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="max_cpu_loras=2 is below max_loras=8"):
+        EngineArgs(max_cpu_loras=2)
+    with pytest.raises(ConfigError, match="max_lora_rank must be an integer, from 1 to 256, got 257"):
+        EngineArgs(max_lora_rank=257)
+
+
+def test_an_engine_without_adapters_says_so(adapters: list[LoRARequest]) -> None:
+    plain = LLM("demo", show_progress=False)
+    with pytest.raises(InvalidRequestError, match="enable_lora=True"):
+        plain.generate("x", ASKED, lora_request=adapters[0])
+    with pytest.raises(InvalidRequestError, match=r"LoRARequest, got str"):
+        plain.generate("x", ASKED, lora_request=["voice"])  # type: ignore[list-item]

@@ -1,0 +1,90 @@
+"""What an adapter's files may say, and what is said of those that say something else."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loras import factors, write_adapter
+
+from quire.errors import InvalidRequestError
+from quire.lora.request import LoRARequest
+from quire.models.peft import read_adapter
+
+NAME = "model.layers.0.self_attn.q_proj"
+
+
+def test_ranks_and_scales_follow_the_patterns(tmp_path: Path) -> None:
+    tensors = factors({NAME: (8, 8)}, 4, 1) | factors({"model.layers.1.mlp.up_proj": (8, 8)}, 2, 1)
+    stated: dict[str, Any] = {"rank_pattern": {"up_proj": 2}, "alpha_pattern": {r"layers\.0\..*q_proj": 3}}
+    files = read_adapter(str(write_adapter(tmp_path / "a", tensors, 4, lora_alpha=16, **stated)), "a")
+    assert [files.rank(name) for name in files.tensors] == [4, 2]
+    assert [files.scale(name) for name in files.tensors] == [0.75, 8.0]
+    rooted = read_adapter(str(write_adapter(tmp_path / "b", tensors, 4, use_rslora=True, **stated)), "b")
+    assert [rooted.scale(name) for name in rooted.tensors] == [1.5, 8 / 2**0.5]
+    assert rooted.digest != files.digest
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True for magnitudes of its own (DoRA)"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] for whole modules"),
+        ({"bias": "all"}, "bias='all' for biases"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication=[[0, 2]]"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3', and 'LORA' is what"),
+        ({"r": 0}, "r=0, which must be a number from 1 on"),
+        ({"lora_alpha": "8"}, "lora_alpha='8'"),
+        ({"r": 5}, "are not of rank 5, as adapter_config.json says they are"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_named(stated: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, factors({NAME: (8, 8)}, 4, 1), 4, **stated)
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as error:
+        read_adapter(str(path), "voice")
+    assert "voice" in str(error.value)
+    assert str(tmp_path) not in str(error.value)
+
+
+def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"no adapter_config\.json that can be read"):
+        read_adapter(str(tmp_path / "none"), "voice")
+    path = write_adapter(tmp_path / "voice", factors({NAME: (8, 8)}, 4, 1), 4)
+    with pytest.raises(InvalidRequestError, match=r"has rank 4, over max_lora_rank=2"):
+        read_adapter(str(path), "voice", 2)
+    weights = path / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for length in (0, 5, 100, len(whole) - 1):
+        weights.write_bytes(whole[:length])
+        with pytest.raises(InvalidRequestError, match="truncated or damaged"):
+            read_adapter(str(path), "voice")
+    weights.unlink()
+    (path / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(InvalidRequestError, match=r"adapter_model\.bin is a pickle"):
+        read_adapter(str(path), "voice")
+    (path / "adapter_config.json").write_text("{")
+    with pytest.raises(InvalidRequestError, match="is no JSON"):
+        read_adapter(str(path), "voice")
+
+
+def test_tensors_that_are_no_factors(tmp_path: Path) -> None:
+    good = factors({NAME: (8, 8)}, 4, 1)
+    one = dict([*good.items()][:1])
+    for tensors, message in (
+        (good | {f"base_model.model.{NAME}.lora_magnitude_vector": torch.ones(8)}, "lora_magnitude_vector' [8], which"),
+        (one, "has but one factor"),
+        ({}, "has no tensors"),
+    ):
+        path = write_adapter(tmp_path, tensors, 4)
+        with pytest.raises(InvalidRequestError, match=re.escape(message)):
+            read_adapter(str(path), "voice")
+
+
+@pytest.mark.parametrize(
+    "wrong", [("", 1, "p"), ("n", 0, "p"), ("n", True, "p"), ("n", 2**31, "p"), ("n", 1, "")], ids=str
+)
+def test_requests_that_name_no_adapter(wrong: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="^lora_"):
+        LoRARequest(*wrong)
