@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import admin, info, live, pages, response_routes, turn_routes
+from quire.entrypoints.server import adapters, admin, info, live, pages, response_routes, turn_routes
 from quire.entrypoints.server.errors import ANTHROPIC, error_response
 from quire.entrypoints.server.fleet import Fleet, Leases
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
@@ -39,7 +39,7 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     app.state.quire, app.state.fleet = state, state if isinstance(state, Fleet) else None
     app.state.responses = ResponsesService(front)
     app.root_path = args.root_path
-    for module in (info, turn_routes, response_routes, admin, live, pages):
+    for module in (info, turn_routes, response_routes, adapters, admin, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)

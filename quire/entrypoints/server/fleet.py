@@ -66,7 +66,7 @@ class Fleet:
     def __init__(self, catalog: Catalog, args: ServerArgs, tend: _Tend) -> None:
         """`tend`: what runs beside each loaded model."""
         self.args, self.created, self.num_in_flight = args, int(time.time()), 0
-        self.model_names = [listed.name for listed in catalog.models]
+        self.model_names = self.names = [listed.name for listed in catalog.models]
         self._models = {listed.name: _Model(listed) for listed in catalog.models}
         sizes = {listed.name: sum(listed.room) for listed in catalog.models}
         self._policy, self._tend = LoadPolicy(sizes, catalog.limits), tend

@@ -42,7 +42,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.get("/v1/models", tags=["models"])
 async def list_models(state: State) -> ModelList:
     """The names that the model goes by, or the models with their state."""
-    return ModelList(data=[state.card(name) for name in state.model_names])
+    return ModelList(data=[state.card(name) for name in state.names])
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])

@@ -83,7 +83,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "quire"
     root: str
-    parent: None = None
+    parent: str | None = None  # of an adapter: the model that it is for
     max_model_len: int
 
 

@@ -27,6 +27,7 @@ import uvicorn
 import quire
 from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.entrypoints.server.adapters import load_modules, read_modules
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app
 from quire.entrypoints.server.catalog import Catalog
@@ -97,13 +98,19 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     logger.info("Quire %s: loading %s, engine %s", quire.__version__, engine_args.model, where)
     options = AsyncOptions(args.engine, args.max_num_queued_reqs, args.log_level, args.step_timeout)
     llm, replicas = start_engines(engine_args, options)
-    return ServerState(llm, args, args.served_model_name or [engine_args.model], replicas)
+    names = args.served_model_name or [engine_args.model]
+    try:
+        adapters = read_modules(args.lora_modules or [], names, llm)
+    except ConfigError:
+        llm.shutdown()
+        raise
+    return ServerState(llm, args, names, replicas, adapters)
 
 
 def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:
     """What runs beside a model."""
     name = "" if state.retain is None else f"{state.model_names[0]}: "
-    return [watch_stalls(state.llm.metrics), _log_throughput(state.llm, name), warm_up(state)]
+    return [watch_stalls(state.llm.metrics), _log_throughput(state.llm, name), warm_up(state), load_modules(state)]
 
 
 async def _run(

@@ -31,6 +31,12 @@ class ServerArgs:
     served_model_name: list[str] | None = option(
         None, "Names that requests may give for the model, the first one shown in answers; MODEL by default."
     )
+    lora_modules: list[str] | None = option(
+        None, "Adapters that requests may name as their model: name=path, or JSON of name and path, each."
+    )
+    allowed_adapter_dir: str | None = option(
+        None, "Folder of adapters that clients may load by /v1/load_lora_adapter; none may be without."
+    )
     models_dir: str | None = option(
         None, "Folder of models: each sub-folder with a config.json is one, under its name. Loaded at first use."
     )

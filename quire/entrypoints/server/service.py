@@ -19,6 +19,7 @@ from quire.entrypoints.server.sse import DONE, event
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.inputs import PreparedPrompt
+from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.protocol.requests import Terms
 from quire.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ class TurnRequest:
     prompts: list[PreparedPrompt]
     params: SamplingParams
     terms: Terms
+    lora_request: LoRARequest | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # what the engine's parameters are called in the body
 
 
@@ -134,6 +136,8 @@ def outputs_of(
     if state.args.enable_log_requests:
         _log(request, state.args.max_log_len)
     terms = msgspec.structs.asdict(request.terms)
+    terms["lora_request"] = request.lora_request
+    del terms["adapter"]
     if client is not None:
         terms["client"] = client
     ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]

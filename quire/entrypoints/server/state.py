@@ -7,6 +7,7 @@ hangs there, each loaded model has one.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -21,6 +22,7 @@ from quire.entrypoints.server.prometheus import Figures
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.entrypoints.server.unknown_fields import UnknownFieldLog
 from quire.errors import EngineDeadError
+from quire.lora.request import LoRARequest
 from quire.protocol.stats import EngineStats
 
 MODEL = "quire.model"  # in a request's scope: the state of the model that it asks for, where there are several
@@ -34,12 +36,18 @@ class ServerState:
     args: ServerArgs
     model_names: list[str]  # the first one is shown in answers
     replicas: ReplicasClient | None = None  # where there are several engines
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # further names, each of one
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     num_in_flight: int = 0  # HTTP requests for work that came and are not answered in full
     learned_forms: dict[str, Form | None] = field(default_factory=dict)  # chat template -> its calls, where no file is
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     live_feed: Any = None  # the page's, once somebody looks
     retain: Callable[[], Callable[[Any], None]] | None = None  # keep the model for more than the request, until called
+
+    @property
+    def names(self) -> list[str]:
+        """All that requests may give for the model: its own, and those of its adapters."""
+        return [*self.model_names, *self.adapters]
 
     @property
     def num_unfinished(self) -> int:
@@ -60,8 +68,9 @@ class ServerState:
 
     def card(self, name: str) -> ModelCard:
         """What /v1/models shows of a name."""
-        length = self.llm.config.model.max_model_len
-        return ModelCard(id=name, created=self.created, root=self.model_names[0], max_model_len=length)
+        length, base, adapter = self.llm.config.model.max_model_len, self.model_names[0], self.adapters.get(name)
+        root, parent = (base, None) if adapter is None else (Path(adapter.lora_path).name, base)
+        return ModelCard(id=name, created=self.created, root=root, parent=parent, max_model_len=length)
 
     async def check_health(self) -> None:
         """EngineDeadError when the server can't answer any more."""
@@ -94,8 +103,8 @@ class ServerState:
         """
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
-            raise ModelNotFoundError(name, self.model_names)
+        if name not in self.model_names and name not in self.adapters:
+            raise ModelNotFoundError(name, self.names)
         return name
 
 

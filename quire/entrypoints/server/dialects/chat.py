@@ -83,9 +83,8 @@ class ChatDialect:
         head = (f"chatcmpl-{request_id}", int(time.time()), model)
         role = args.response_role if _opens_turn(body) else body.messages[-1].role
         writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
-        return TurnRequest(
-            request_id, [prompt], params, terms_of(body, self._llm), names_of(body) | parsing.names
-        ), writer
+        adapter, names = self._state.adapters.get(model), names_of(body) | parsing.names
+        return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm), adapter, names), writer
 
     async def _render(self, body: ChatCompletionRequest) -> str:
         template = template_of(self._state, body.chat_template, body.tools)

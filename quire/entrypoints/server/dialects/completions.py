@@ -74,7 +74,8 @@ class CompletionDialect:
         logprobs = None if body.logprobs is None else _LogprobWriter(self._llm.tokenizer, as_ids, body)
         writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
         writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
-        return TurnRequest(request_id, prompts, params, terms_of(body, self._llm), names_of(body)), writer
+        adapter, terms = self._state.adapters.get(model), terms_of(body, self._llm)
+        return TurnRequest(request_id, prompts, params, terms, adapter, names_of(body)), writer
 
 
 class CompletionWriter:

@@ -1,0 +1,122 @@
+"""Adapters (LoRA) by name: those of `--lora-modules`, and the routes that load and unload others, with vLLM's bodies.
+
+A request whose `model` is an adapter's name runs with it. What clients load has to lie below `--allowed-adapter-dir`.
+"""
+
+import itertools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
+
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.state import ServerState, State
+from quire.errors import ConfigError, InvalidRequestError, QuireError
+from quire.lora.request import LoRARequest
+from quire.models.peft import CONFIG, WEIGHTS
+
+logger = logging.getLogger("quire")
+router = APIRouter(route_class=JsonRoute)
+_ids = itertools.count(1)
+
+
+def read_modules(texts: Sequence[str], names: Sequence[str], llm: AsyncLLM) -> dict[str, LoRARequest]:
+    """The adapters of `--lora-modules`, "name=path" or JSON each, by name; their files are read.
+
+    Raises:
+        ConfigError: a text of neither form, a name that is taken, or files that can't be used.
+    """
+    found: dict[str, LoRARequest] = {}
+    for text in texts:
+        try:
+            told = json.loads(text) if text.startswith("{") else None
+            name, path = text.split("=", 1) if told is None else (told["name"], told["path"])
+        except (ValueError, KeyError):
+            form = 'name=path, or {"name": ..., "path": ...}'
+            raise ConfigError(f"lora_modules has {text[:80]!r}; an adapter is given as {form}.") from None
+        if name in found or name in names:
+            raise ConfigError(f"lora_modules: the name {name!r} is taken; give each adapter one of its own.")
+        try:
+            found[name] = LoRARequest(name, next(_ids), path)
+            llm.check_adapter(found[name])
+        except InvalidRequestError as error:
+            raise ConfigError(f"lora_modules: {error}") from None
+    return found
+
+
+async def load_modules(state: ServerState) -> None:
+    """Have the adapters that there are from the start loaded before they are asked for; one that fails is logged."""
+    for request in [*state.adapters.values()]:
+        try:
+            await state.llm.add_lora(request)
+        except QuireError as error:
+            logger.error("%s", error)  # and who asks for it is told, too
+
+
+class LoadRequest(BaseModel):
+    """An adapter to be loaded."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str = Field(min_length=1, max_length=200, description="The model's name for requests.")
+    lora_path: str = Field(min_length=1, description="Its folder, below --allowed-adapter-dir.")
+
+
+class UnloadRequest(BaseModel):
+    """An adapter that requests may name no more."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str = Field(min_length=1)
+    lora_int_id: int | None = None
+
+
+@router.post("/v1/load_lora_adapter", tags=["models"], response_class=PlainTextResponse)
+async def load_adapter(body: LoadRequest, state: State) -> PlainTextResponse:
+    """Load an adapter, while others' requests go on; from then on its name is a model's."""
+    path = _allowed(body.lora_path, state)
+    if body.lora_name in state.adapters or body.lora_name in state.model_names:
+        raise InvalidRequestError(
+            f"the name {body.lora_name!r} is taken; unload it first, or give another.", "lora_name"
+        )
+    request = LoRARequest(body.lora_name, next(_ids), str(path))
+    await state.llm.add_lora(request)
+    if state.adapters.setdefault(body.lora_name, request) is not request:
+        raise InvalidRequestError(f"the name {body.lora_name!r} was taken meanwhile; give another.", "lora_name")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", tags=["models"], response_class=PlainTextResponse)
+async def unload_adapter(body: UnloadRequest, state: State) -> PlainTextResponse:
+    """Let requests name an adapter no more; those that run with it go on."""
+    _check_open(state)
+    if state.adapters.pop(body.lora_name, None) is None:
+        raise HTTPException(404, f"no adapter {body.lora_name!r} is loaded.")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_open(state: ServerState) -> Path:
+    if state.args.allowed_adapter_dir is None:
+        raise HTTPException(403, "adapters are loaded by a server that has --allowed-adapter-dir only.")
+    return Path(state.args.allowed_adapter_dir).expanduser().resolve()
+
+
+def _allowed(given: str, state: ServerState) -> Path:
+    """A folder that clients may name, whatever links lead there, as may the files in it."""
+    home = _check_open(state)
+    try:
+        path = (home / given).resolve()
+        places = [path, (path / CONFIG).resolve(), (path / WEIGHTS).resolve()]
+    except (OSError, ValueError, RuntimeError):
+        places = [path := home.parent]
+    if not all(place.is_relative_to(home) for place in places):
+        raise InvalidRequestError("lora_path leads out of --allowed-adapter-dir; give a folder below it.", "lora_path")
+    if not path.is_dir():
+        raise HTTPException(404, f"there is no folder {Path(given).name[:80]!r} at lora_path.")
+    return path

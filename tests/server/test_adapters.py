@@ -1,0 +1,85 @@
+"""Adapters of a real server: named as models in every dialect, loaded and unloaded while it runs, and refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+from loras import demo_adapters, factors, write_adapter
+from serving import RunningServer
+
+ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    demo_adapters(folder, [4, 8])
+    write_adapter(folder / "foreign", factors({"model.layers.0.mlp.up_proj": (64, 32)}, 4, 1), 4)
+    outside = write_adapter(tmp_path_factory.mktemp("outside"), factors({}, 4, 1), 4)
+    (folder / "link").symlink_to(outside)
+    (folder / "half").mkdir()
+    (folder / "half" / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(server_of: Callable[..., RunningServer], home: Path) -> RunningServer:
+    modules = f"one={home / 'voice-1'}"
+    return server_of("--enable-lora", "--lora-modules", modules, "--allowed-adapter-dir", str(home))
+
+
+def text(server: RunningServer, model: str) -> str:
+    return server.post("/v1/completions", ASKED | {"model": model}).json()["choices"][0]["text"]
+
+
+def test_an_adapter_is_a_model_of_its_name(adapted: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
+        models = {model.id: model for model in client.models.list()}
+        assert models["one"].model_extra is not None
+        assert (models["one"].model_extra["parent"], models["one"].model_extra["root"]) == ("demo", "voice-1")
+        texts = [client.completions.create(model=name, **ASKED).choices[0].text for name in ("demo", "one")]  # type: ignore[arg-type]
+        assert texts[0] != texts[1]
+        answer = client.chat.completions.create(
+            model="one", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, temperature=0
+        )
+        assert answer.model == "one"
+        said = client.responses.create(model="one", input="Hi", max_output_tokens=4, temperature=0, store=False)
+        assert said.output_text == answer.choices[0].message.content
+
+
+def test_adapters_come_and_go(adapted: RunningServer) -> None:
+    before = text(adapted, "one")
+    told = {"lora_name": "two", "lora_path": "voice-2"}
+    assert adapted.post("/v1/load_lora_adapter", told).status == 200
+    again = adapted.post("/v1/load_lora_adapter", told)
+    assert (again.status, "is taken" in again.body.decode()) == (400, True)
+    assert len({text(adapted, name) for name in ("demo", "one", "two")}) == 3
+    assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "two"}).status == 200
+    assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "two"}).status == 404
+    assert adapted.post("/v1/completions", ASKED | {"model": "two"}).status == 404
+    assert text(adapted, "one") == before
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("../outside", 400, "leads out of --allowed-adapter-dir"),
+        ("/etc", 400, "leads out of --allowed-adapter-dir"),
+        ("link", 400, "leads out of --allowed-adapter-dir"),
+        ("half", 400, "leads out of --allowed-adapter-dir"),
+        ("a\0b", 400, "leads out of --allowed-adapter-dir"),
+        ("nobody", 404, "there is no folder 'nobody'"),
+        ("foreign", 400, "it was made for another base model"),
+    ],
+)
+def test_what_is_not_loaded(adapted: RunningServer, home: Path, path: str, status: int, message: str) -> None:
+    answer = adapted.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": path})
+    assert (answer.status, message in answer.body.decode()) == (status, True), answer.body
+    assert str(home) not in answer.body.decode()
+    assert adapted.post("/v1/completions", ASKED | {"model": "bad"}).status == 404
+
+
+def test_a_server_without_a_folder_loads_none(server: RunningServer) -> None:
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}).status == 403
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "a"}).status == 403
