@@ -7,6 +7,7 @@ parts of the program. `ProgramBuilder.finish` assigns the buffers and makes the 
 """
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -237,12 +238,13 @@ class ProgramBuilder:
         return ctypes.addressof(struct)
 
     def tell(self, value: Value, **told: Any) -> Value:
-        """Tell the operation more that was just recorded and made `value`."""
-        last = self._steps[-1]
-        assert isinstance(last, NativeStep)
-        assert last.writes is value, "another operation was recorded since"
-        for name, what in told.items():
-            setattr(last.spec, name, what)
+        """Tell the operations more that were just recorded and made `value`."""
+        made = list(itertools.takewhile(lambda step: step.writes is value, reversed(self._steps)))
+        assert made, "another operation was recorded since"
+        for step in made:
+            assert isinstance(step, NativeStep)
+            for name, what in told.items():
+                setattr(step.spec, name, what)
         return value
 
     def finish(self, outputs: Value | Sequence[Value]) -> Program:

@@ -31,10 +31,14 @@ def layers(inner: int, parts: list[int], dtype: torch.dtype, tokens: TokenSlots)
     return both
 
 
-def product(weight: Tensor, layer: LoraLayer, dtype: torch.dtype, gated: bool = False) -> Program:
+def product(
+    weight: Tensor, layer: LoraLayer, dtype: torch.dtype, gated: bool = False, parts: list[int] | None = None
+) -> Program:
+    """`parts`: the rows of each of several matrices."""
     builder = ProgramBuilder(dtype)
     x = recorded(builder.input(weight.shape[1]))
-    y = ops.lora(x, ops.linear(x, packed(weight, TYPE_OF[dtype])), layer, None)  # type: ignore[arg-type]
+    matrices = [packed(part, TYPE_OF[dtype]) for part in weight.split(parts or [len(weight)])]
+    y = ops.lora(x, ops.linear(x, matrices), layer, None)  # type: ignore[arg-type]
     return builder.finish(ops.silu_and_mul(y) if gated else y)  # type: ignore[arg-type]
 
 
@@ -67,6 +71,7 @@ def test_equals_the_reference_and_no_row_depends_on_another(
     tokens.set(slots)
     with Threads(2):
         assert torch.equal(ran(program, x, width), whole)
+    assert torch.equal(ran(product(weight, native, dtype, parts=parts), x, width), whole)
 
 
 @pytest.mark.parametrize("features", [32, 20])
