@@ -70,18 +70,16 @@ class CompiledModel:
         if self._num_incoming:  # where there is none, it is only measured
             shape = (input_ids.shape[0], self._num_incoming)
             inputs = [torch.zeros(shape, dtype=self._dtype) if step.incoming is None else step.incoming]
-        if self._adapted is not None:
-            self._adapted.set(step.adapters and step.adapters.slots)
         caches = self._caches
         if caches is None or caches.tensors is not step.caches:
             caches = self._caches = Caches(step.caches, TYPE_OF[step.caches[0].dtype])
         steps = [StepData(ids=input_ids, positions=step.positions, **vars(batch)) for batch in step.attention]
         if step.taps is None:
-            self._untapped.run([*inputs, hidden], steps, caches)
+            self._run(self._untapped, step.adapters, [*inputs, hidden], steps, caches)
             return hidden
         assert tuple(step.taps.layers) == self._tapped, "the program was recorded for other taps"
         tapped = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._tap_widths]
-        self._body.run([*inputs, hidden, *tapped], steps, caches)
+        self._run(self._body, step.adapters, [*inputs, hidden, *tapped], steps, caches)
         step.taps.hidden.extend(tapped)
         return hidden
 
@@ -89,11 +87,16 @@ class CompiledModel:
         """[R, H] -> float32 [R, V]; [R, 0] where a later stage has the head."""
         if self._head is None:
             return hidden[:, :0]
-        if self._adapted is not None:
-            self._adapted.set(adapters and adapters.slots)
         logits = torch.empty(hidden.shape[0], self.vocab_size)
-        self._head.run([hidden, logits])
+        self._run(self._head, adapters, [hidden, logits])
         return logits
+
+    def _run(self, program: Program, adapters: AdapterBatch | None, *arguments: Any) -> None:
+        if adapters is None or self._adapted is None:
+            return program.run(*arguments)
+        self._adapted.set(adapters.slots)
+        program.run(*arguments)
+        self._adapted.set(None)  # of others' programs too, with the same head: those that draft
 
 
 def _record(model: CausalLM, target: Target | None, tapped: Sequence[int]) -> tuple[Program, list[int]]:

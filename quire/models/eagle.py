@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.attention.step import Step
+from quire.attention.step import AdapterBatch, Step
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.norm import RMSNorm
@@ -211,5 +211,5 @@ class TimedHead:
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         return self._head(input_ids, self._hidden[: len(input_ids)], step)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         return self._head.spread(self._head.compute_logits(hidden))

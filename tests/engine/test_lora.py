@@ -111,6 +111,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "two places": {"max_loras": 2, "max_cpu_loras": 2},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "heads": {"speculative_config": {"method": "medusa", "model": "demo-medusa"}},
+    "eagle": {"speculative_config": {"method": "eagle3", "model": "demo-eagle3"}},
     "a draft model": {"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 2}},
 }
 
