@@ -41,8 +41,7 @@ class Processes:
     def start(self, config: WorkerConfig) -> WorkerConfig:
         num_ranks = config.num_ranks
         if num_ranks > (num_cores := len(os.sched_getaffinity(0))):
-            text = "%d ranks on %d cores: slower; lower tensor_ or pipeline_parallel_size"
-            logger.warning(text, num_ranks, num_cores)
+            logger.warning(f"{num_ranks} ranks on {num_cores} cores: slower; lower tensor_ or pipeline_parallel_size")
         memories = [make_memory(lines_bytes(num_ranks))]
         if num_ranks > 1:
             memories.append(make_memory(shared_bytes(config)))

@@ -62,8 +62,7 @@ class Actor:
             from quire.distributed.network import make_place  # with torch: not before the watch looks
 
             self._store, self._door = make_place(self._door), None
-        answers = [self._rank.carry_out(*order) for order in orders if not self._rank.fault]
-        return answers[-1] if answers else None
+        return [None, *(self._rank.carry_out(*order) for order in orders if not self._rank.fault)][-1]
 
     def beat(self) -> bytes:
         """A sign of life: the fault that ended the worker."""
@@ -97,8 +96,8 @@ class Actors:
         strategy = self._strategies.PlacementGroupSchedulingStrategy
         for rank in range(config.num_ranks):
             place = strategy(self._group, placement_group_bundle_index=rank * bundles // config.num_ranks)
-            actor = kind.options(num_cpus=num_cpus, scheduling_strategy=place)
-            self._actors.append(actor.remote(rank, logging.getLevelName(logger.getEffectiveLevel()), num_cpus))
+            actor, level = kind.options(num_cpus=num_cpus, scheduling_strategy=place), logger.getEffectiveLevel()
+            self._actors.append(actor.remote(rank, logging.getLevelName(level), num_cpus))
         try:
             self._places = ray.get([actor.place.remote() for actor in self._actors], timeout=_START_SECONDS)
         except ray.exceptions.RayError as error:
@@ -119,8 +118,8 @@ class Actors:
         asked = f"{ranks} ranks ask for {num_cpus or 1} CPU each (ray_placement={parallel.ray_placement!r})"
         there = f"the Ray cluster has {sum(nodes)} on {len(nodes)} node(s)"
         if num_cpus:
-            share = {"CPU": num_cpus * config.num_ranks // bundles}
-            self._group = ray.util.placement_group([share] * bundles, strategy=strategy)
+            share = num_cpus * config.num_ranks // bundles
+            self._group = ray.util.placement_group([{"CPU": share}] * bundles, strategy=strategy)
             if self._group.wait(_PLACE_SECONDS):
                 return num_cpus, bundles
             there += f", of which {ray.available_resources().get('CPU', 0):g} are free: end what holds them"
