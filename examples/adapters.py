@@ -1,4 +1,4 @@
-"""One prompt in several voices, in one batch: the bundled model, and the adapters (LoRA) that were trained for it.
+"""One prompt in three voices, in one batch: the bundled model, and two adapters (LoRA) that were trained for it.
 
 Run: python examples/adapters.py
 """
