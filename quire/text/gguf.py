@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from quire.config.gguf import GGUFFile
-from quire.errors import ModelLoadError, NotYetSupportedError
+from quire.errors import ModelLoadError, NotYetSupportedError, QuireError
 from quire.text.backend import sentencepiece_decoder
 from quire.text.files import TokenizerConfig
 
@@ -92,7 +92,9 @@ def read_gguf_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, Tokenizer
     named = vocabulary.named()
     try:
         fast = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary, named.get("unk_token"))
-    except (ValueError, TypeError, IndexError, KeyError) as error:
+    except QuireError:
+        raise
+    except Exception as error:  # what the tokenizers library raises is of no narrower class
         raise vocabulary.error(f"has a tokenizer whose parts don't fit ({error})") from error
     begins = kind == "llama" or vocabulary.get("pre") in _WHOLE_WORDS  # where the file is silent
     special = {

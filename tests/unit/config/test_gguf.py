@@ -1,5 +1,7 @@
 """GGUF headers: what they say, and every way in which they can lie."""
 
+import contextlib
+import random
 import struct
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 
 from quire.config.gguf import read_gguf
 from quire.config.model import ModelConfig
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, QuireError
 
 pytest.importorskip("gguf")
 
@@ -145,3 +147,15 @@ def test_folders(tmp_path: Path) -> None:
     llama(tmp_path / "b.gguf")
     with pytest.raises(ModelLoadError, match=r"several GGUF models: give one of a\.gguf, b\.gguf"):
         ModelConfig.from_pretrained(tmp_path)
+
+
+def test_any_damage_is_an_error_by_name_or_harmless(tmp_path: Path) -> None:
+    whole = llama(tmp_path / "m.gguf").read_bytes()
+    size, rng = whole.index(b"blk.0.ffn_up") + 60, random.Random(0)
+    for _ in range(100):
+        data = bytearray(whole)
+        for place in rng.sample(range(size), rng.choice((1, 1, 3))):
+            data[place] = rng.choice((0, 1, 127, 255, data[place] ^ 1 << rng.randrange(8)))
+        (tmp_path / "damaged.gguf").write_bytes(data[: rng.choice((len(data), len(data), rng.randrange(len(data))))])
+        with contextlib.suppress(QuireError):
+            ModelConfig.from_pretrained(tmp_path / "damaged.gguf")
