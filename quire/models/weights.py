@@ -2,7 +2,7 @@
 
 Names follow from the modules: a parameter is called by its path, a part of a merged linear layer as a sibling of
 that layer. How a family's checkpoints differ from that is the `CheckpointFormat` in its file. `CausalLM` loads by
-these. A checkpoint format is a `TensorSource` of the worker's; nothing here knows files.
+these. A checkpoint's files are a `TensorSource` (`quire.models.safetensors`, `gguf`, `pickled`), unknown here.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -14,10 +14,10 @@ from torch import nn
 from quire.config.model import parse_json
 from quire.errors import ModelLoadError
 from quire.models.heads import HeadCheckpoint, fill, slot_shapes
+from quire.models.pickled import SUFFIXES, PickledSource
+from quire.models.safetensors import SafetensorsSource
 from quire.models.weights import TensorSource
 from quire.worker.weights.dummy import DummySource
-from quire.worker.weights.pickled import SUFFIXES, PickledSource
-from quire.worker.weights.safetensors import SafetensorsSource
 
 
 def open_heads(path: Path, name: str, *, load_format: str = "auto") -> HeadCheckpoint:

@@ -21,8 +21,8 @@ from quire.entrypoints.cli.quantize_codes import Codes, Scheme, quantize, to_fp8
 from quire.entrypoints.cli.quantize_scales import fold
 from quire.errors import ConfigError
 from quire.models.layerwise import Inputs, Layer, Survey
+from quire.models.safetensors import SafetensorsSource
 from quire.text.tokenizer import load_tokenizer
-from quire.worker.weights.safetensors import SafetensorsSource
 
 _STORIES = Path(__file__).with_name("calibration.txt")
 _HELD_OUT = 8  # each of so many sequences is

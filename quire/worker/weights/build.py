@@ -11,11 +11,11 @@ from quire.config.worker import WorkerConfig
 from quire.models.gguf import GGUFTypes
 from quire.models.quantized import BlockTypes, find_matrices
 from quire.models.registry import CausalLM, build_model, checkpoint_format
+from quire.models.safetensors import SafetensorsSource
 from quire.models.sharding import Sharding
 from quire.worker.devices.base import Device
 from quire.worker.pages import huge_pages, zero_pages
 from quire.worker.weights.cache import place_of
-from quire.worker.weights.safetensors import SafetensorsSource
 from quire.worker.weights.store import StaleStoreError, WeightStore
 
 

@@ -16,8 +16,9 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.packings import Numbers
 from quire.models.quantized import BlockTypes, QuantizedSource, find_matrices
+from quire.models.safetensors import SafetensorsSource
 from quire.models.weights import CheckpointFormat
-from quire.worker.weights.safetensors import SafetensorsSource
+from quire.quantization.packings import Numbers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 files: Any = importlib.import_module("quantized_files")

@@ -15,9 +15,9 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.safetensors import read_header
 from quire.worker.weights import safetensors
 from quire.worker.weights.load import LoadReport, load_model_weights
-from quire.worker.weights.safetensors import read_header
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
