@@ -15,8 +15,8 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.models import safetensors
 from quire.models.safetensors import read_header
-from quire.worker.weights import safetensors
 from quire.worker.weights.load import LoadReport, load_model_weights
 
 CONFIG = {
