@@ -18,7 +18,6 @@ from quire.models.packings import Numbers
 from quire.models.quantized import BlockTypes, QuantizedSource, find_matrices
 from quire.models.safetensors import SafetensorsSource
 from quire.models.weights import CheckpointFormat
-from quire.quantization.packings import Numbers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 files: Any = importlib.import_module("quantized_files")
