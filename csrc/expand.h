@@ -28,6 +28,15 @@ struct I8Tables {
 };
 constexpr I8Tables kI8Tables;
 
+// bf16 of six bits, of which 32 means 0.
+struct SixBits {
+    alignas(64) uint16_t words[64];
+    constexpr SixBits() : words() {
+        for (int i = 0; i < 64; i++) words[i] = i < 32 ? uint16_t(0x8000 | kI8Tables.words[32 - i]) : kI8Tables.words[i - 32];
+    }
+};
+constexpr SixBits kSixBits;
+
 // 64 codes of a tile -> the two rows of 32 that they are.
 QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
 #if defined(__AVX512VBMI__)
@@ -144,8 +153,12 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
         return of_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes)), _mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1)));
     } else {
         if constexpr (f.bits == 6) {
-            const __m512i codes = joined(plane(0, 4, 0), plane(f.twos(), 2, 4), 4), mask = _mm512_set1_epi32(63);
-            return of_integers(_mm512_and_si512(codes, mask), _mm512_and_si512(_mm512_srli_epi32(codes, 16), mask));
+            const __m512i codes = joined(plane(0, 4, 0), plane(f.twos(), 2, 4), 4);  // a look-up reads six bits of them
+            const __m512i low = _mm512_load_si512(kSixBits.words), high = _mm512_load_si512(kSixBits.words + 32);
+            const __m512i numbers = _mm512_permutex2var_epi16(low, codes, high);
+            const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16));
+            const __m512 second = _mm512_castsi512_ps(_mm512_and_si512(numbers, _mm512_set1_epi32(int(0xffff0000))));
+            return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, last_scale), _mm512_mul_ps(first, scale));
         }
         const __m512 values = _mm512_fmadd_ps(steps, scale, shift);
         if constexpr (f.bits == 4) {  // the values are there twice: the fifth bit may be any
