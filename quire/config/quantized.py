@@ -5,6 +5,7 @@ refused here, before any weight is looked for. Must not know tensors.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def _activations(found: Mapping[str, Any]) -> list[Any]:
 
 def _check_groups(found: dict[str, Any], model: str) -> None:
     """Of compressed-tensors."""
-    sparsity = (found.get("sparsity_config") or {}).get("format", "dense") or "dense"
+    sparsity = found.get("sparsity_config") or {}
+    sparsity = (sparsity.get("format") if isinstance(sparsity, dict) else sparsity) or "dense"
     formats = [found.get("format"), *(group.get("format") for group in _groups(found) if isinstance(group, dict))]
     unread = next((name for name in formats if name is not None and name not in _FORMATS), None)
     if sparsity != "dense" or unread:
@@ -130,5 +132,9 @@ def _check_groups(found: dict[str, Any], model: str) -> None:
             raise ModelLoadError(
                 f"Model {model!r} has weights of {bits!r} bits in its config_groups; supported are 4 and 8."
             )
-        if not isinstance(group.get("targets"), list):
-            raise ModelLoadError(f"Model {model!r} has config_groups without a list of targets.")
+        targets = group.get("targets")
+        try:
+            for target in targets if isinstance(targets, list) else [None]:
+                re.compile(target)
+        except (re.error, TypeError) as error:
+            raise ModelLoadError(f"Model {model!r} has config_groups with targets = {targets!r}: {error}.") from error

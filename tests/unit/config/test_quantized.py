@@ -83,6 +83,11 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
         (GPTQ | {"checkpoint_format": "marlin"}, "gptq weights in the layout 'marlin', .* supported are 'gptq'"),
         (AWQ | {"bits": 8}, "with awq to 8 bits; supported are 4"),
         (AWQ | {"version": "gemv_fast"}, "awq weights in the layout 'gemv_fast', .* supported are 'gemm', 'gemv'"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["re:("], "weights": WEIGHTS}}},
+            r"targets = \['re:\('\]: missing \), unterminated subpattern",
+        ),
+        ({"quant_method": "compressed-tensors", "sparsity_config": ["odd"]}, "sparse weights"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "a format 'marlin-24' of compressed-tensors"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}} | PACKED,
@@ -97,7 +102,7 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": WEIGHTS}}},
-            "without a list of targets",
+            r"config_groups with targets = None: first argument must be string",
         ),
     ],
 )
