@@ -13,11 +13,11 @@ from torch import nn
 
 from quire.config.model import parse_json
 from quire.errors import ModelLoadError
+from quire.models.dummy import DummySource
 from quire.models.heads import HeadCheckpoint, fill, slot_shapes
 from quire.models.pickled import SUFFIXES, PickledSource
 from quire.models.safetensors import SafetensorsSource
 from quire.models.weights import TensorSource
-from quire.worker.weights.dummy import DummySource
 
 
 def open_heads(path: Path, name: str, *, load_format: str = "auto") -> HeadCheckpoint:

@@ -16,11 +16,11 @@ from torch import nn
 
 from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.dummy import DummySource
 from quire.models.gguf import GGUFSource
 from quire.models.quantized import QuantizedSource, find_matrices
 from quire.models.safetensors import SafetensorsSource, first_names
 from quire.models.weights import TensorSource, weight_slots
-from quire.worker.weights.dummy import DummySource
 
 
 @dataclass(frozen=True)
