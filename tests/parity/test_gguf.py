@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from quire import LLM, SamplingParams
+from quire.config.gguf import read_gguf
 from quire.config.model import ModelConfig
+from quire.models.gguf import GGUFTypes
 from quire.models.registry import build_model
 from quire.quantization.registry import uniform
 from quire.quantization.unquantized import Unquantized
@@ -54,3 +57,20 @@ def test_later_gemmas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     arguments = tiny.GEMMA | {"sliding_window": 24, "num_hidden_layers": num_layers, "query_pre_attn_scalar": 16}
     monkeypatch.setitem(tiny.CASES, name, (f"{name}{of_text}Config", f"{name}ForCausalLM", arguments))
     test_a_float32_file_computes_the_same(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2-moe", "mixtral", "gpt2"])
+def test_blocks_compute_what_their_values_do(tmp_path: Path, name: str) -> None:
+    """Experts, and matrices that checkpoints hold the other way around, too."""
+    directory = tiny.save(tiny.build_theirs(name), tmp_path / "model")
+    found: list[Any] = []
+    for dequantized in (False, True):
+        path = tmp_path / f"{dequantized}.gguf"
+        gguf_files.convert(directory, path, gguf_files.Kind.Q8_0, dequantized=dequantized)
+        assert bool(GGUFTypes(read_gguf(path))) != dequantized
+        llm = LLM(str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, show_progress=False)
+        params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True, detokenize=False)
+        [output] = llm.generate([{"prompt_token_ids": [5, 9, 17, 33, 41]}], params, use_tqdm=False)
+        found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert found[0] == found[1]
