@@ -23,7 +23,7 @@ QUIRE_ONE_COPY void add_adapted(const LoraLayer& l, int64_t t, int64_t index, in
         const T* b = static_cast<const T*>(part.b) + block * part.rank * 16;
         float sums[16] = {};
         for (int64_t j = 0; j < part.rank; j++)
-            for (int i = 0; i < 16; i++) sums[i] += to_float(a[j]) * part.scale * to_float(b[j * 16 + i]);
+            for (int i = 0; i < 16; i++) sums[i] += to_float(a[j]) * part.factor * to_float(b[j * 16 + i]);
         for (int64_t i = block * 16; i < size && i < (block + 1) * 16; i++) row[i] += sums[i - block * 16];
     }
 }

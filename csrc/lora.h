@@ -11,7 +11,7 @@ struct LoraPart {   // of one adapter, for some of a layer's output features
     const void* b;  // likewise, by blocks of 16 features: [blocks][rank][16], zeros where a block has others' features
     int64_t rank;   // 0: nothing is added
     int64_t first, last;  // blocks of the features
-    float scale;
+    float factor;
 };
 
 struct LoraRows {  // of a run
@@ -56,8 +56,8 @@ void lora_inner_rows(const LoraLayer& l, const Rows& x, int64_t num_rows, int64_
                 const T* a = static_cast<const T*>(parts[p].a);
                 float* out = inner + r * l.width() + p * l.max_rank;
                 int64_t j = 0;
-                for (; j + 4 <= parts[p].rank; j += 4) lora_dots<T, 4>(a + j * cols, x.row<T>(r), cols, parts[p].scale, out + j);
-                for (; j < parts[p].rank; j++) lora_dots<T, 1>(a + j * cols, x.row<T>(r), cols, parts[p].scale, out + j);
+                for (; j + 4 <= parts[p].rank; j += 4) lora_dots<T, 4>(a + j * cols, x.row<T>(r), cols, parts[p].factor, out + j);
+                for (; j < parts[p].rank; j++) lora_dots<T, 1>(a + j * cols, x.row<T>(r), cols, parts[p].factor, out + j);
             }
         }
     });

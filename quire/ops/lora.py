@@ -87,7 +87,7 @@ class LoraLayer:
             entry, own = self._parts[slot * num_parts + part], packed.get(part)
             entry.rank = 0 if own is None else own.b.shape[1]
             if own is not None:
-                entry.a, entry.b, entry.scale = own.a.data_ptr(), own.b.data_ptr(), own.scale
+                entry.a, entry.b, entry.factor = own.a.data_ptr(), own.b.data_ptr(), own.scale
                 entry.first = self.starts[part] // _BLOCK
                 entry.last = entry.first + len(own.b)
 

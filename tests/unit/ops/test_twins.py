@@ -39,11 +39,12 @@ SHAPES: dict[str, Arguments] = {
 }
 OF_STEPS = {"embedding"}  # given ids, see below
 OF_RANKS = {"gather", "gather_rows", "own_rows", "reduce"}  # tests/unit/distributed
+OF_ADAPTERS = {"lora", "lora_rows"}  # test_native_lora.py
 NOT_RECORDED = {"paged_attention", "rotary", "write_kv"}  # natively `prepare` and `attend`: tests/unit/attention
 
 
 def test_every_operation_has_shapes() -> None:
-    assert OPERATIONS.keys() == SHAPES.keys() | OF_STEPS | OF_RANKS | NOT_RECORDED
+    assert OPERATIONS.keys() == SHAPES.keys() | OF_STEPS | OF_RANKS | OF_ADAPTERS | NOT_RECORDED
     assert {name for name, operation in OPERATIONS.items() if operation.build is None} == NOT_RECORDED
     assert all(getattr(ops, name) is operation for name, operation in OPERATIONS.items())
 
