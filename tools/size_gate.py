@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 MAX_FILE_LINES = 400
@@ -51,9 +52,23 @@ def code_lines(source: str) -> set[int]:
         if token.type not in _NOT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in _statements(_parsed(source)):
+        documents: list[ast.stmt] = []
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+            documents.append(node.body[0])
+        if isinstance(node, ast.ClassDef):  # a text below a field documents the field
+            documents += [below for field, below in pairwise(node.body) if _is_field(field) and _is_text(below)]
+        for document in documents:
+            lines -= set(range(document.lineno, (document.end_lineno or 0) + 1))
     return lines & {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
+
+
+def _is_field(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.Assign, ast.AnnAssign))
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def functions(source: str, code: set[int]) -> Iterator[tuple[str, int]]:

@@ -40,100 +40,83 @@ class EngineArgs:
         NotYetSupportedError: the option asks for a feature that this version lacks.
     """
 
-    model: str = option("demo", "Model directory, hub id, or 'demo' for the small bundled model.")
-    tokenizer: str | None = option(None, "Tokenizer directory or hub id; the model's own by default.")
-    tokenizer_mode: Literal["auto", "slow", "mistral"] = option(
-        "auto", "'auto' reads tokenizer.json, 'slow' a SentencePiece tokenizer.model."
-    )
-    skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
-    trust_remote_code: bool = option(False, "Accepted and without effect: code shipped with a model is never run.")
-    dtype: str = option("auto", "Weights and activations: auto (the checkpoint's), float32, bfloat16, float16.")
+    model: str = option("demo")
+    """Model directory, hub id, or 'demo' for the small bundled model."""
+    tokenizer: str | None = option(None)
+    """Tokenizer directory or hub id; the model's own by default."""
+    tokenizer_mode: Literal["auto", "slow", "mistral"] = option("auto")
+    """'auto' reads tokenizer.json, 'slow' a SentencePiece tokenizer.model."""
+    skip_tokenizer_init: bool = option(False)
+    """Load no tokenizer: prompts and outputs are token ids only."""
+    trust_remote_code: bool = option(False)
+    """Accepted and without effect: code shipped with a model is never run."""
+    dtype: str = option("auto")
+    """Weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     quantization: (
         Literal["int8", "int4", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"] | None
-    ) = option(
-        None,
-        "Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row). A "
-        "quantized checkpoint's own is recognized; naming it asserts that it is so.",
-        short="-q",
-    )
-    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"] = option(
-        "auto",
-        "CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, portable, or torch: none of the compiled ones.",
-    )
-    weight_cache: bool = option(
-        True, "Keep packed weights on disk, so that the next start maps them instead of packing again."
-    )
-    weight_cache_size: float = option(
-        64.0,
-        "Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first.",
-        over=0,
-    )
-    load_format: Literal["auto", "safetensors", "dummy"] = option(
-        "auto", "'dummy' fills the model with random weights, for measurements."
-    )
-    revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
-    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer on the hub.")
-    download_dir: str | None = option(None, "Where hub downloads are cached; the hub's default place if unset.")
-    hf_overrides: dict[str, Any] | None = option(None, "Entries that replace those of the model's config.json (JSON).")
-    generation_config: Literal["auto", "vllm", "quire"] = option(
-        "auto", "'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones."
-    )
-    seed: int = option(0, "Keys the random numbers of requests that bring no seed of their own.", -(2**63), 2**63 - 1)
-    max_model_len: int | None = option(
-        None, "Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default.", 1
-    )
-    max_num_seqs: int = option(256, "Most sequences that run in one step.", 1)
-    max_num_batched_tokens: int | None = option(
-        None, "Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default.", 1
-    )
-    enable_chunked_prefill: bool = option(
-        True, "Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."
-    )
-    enable_prefix_caching: bool = option(True, "Keep the KV blocks of finished prompts for requests that begin alike.")
-    scheduling_policy: Literal["fcfs", "priority", "fair", "shortest", "deadline"] = option(
-        "fcfs",
-        "Who comes first: first come first served; each request's priority (lower runs first); a fair share for each "
-        "client; shortest first, aged; or by targets for the first and for each further token.",
-    )
+    ) = option(None, short="-q")
+    """Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row). A
+    quantized checkpoint's own is recognized; naming it asserts that it is so."""
+    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"] = option("auto")
+    """CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, portable, or torch: none of the compiled ones."""
+    weight_cache: bool = option(True)
+    """Keep packed weights on disk, so that the next start maps them instead of packing again."""
+    weight_cache_size: float = option(64.0, over=0)
+    """Most that packed weights of all models take on the disk, in GiB; the one used longest ago goes first."""
+    load_format: Literal["auto", "safetensors", "dummy"] = option("auto")
+    """'dummy' fills the model with random weights, for measurements."""
+    revision: str | None = option(None)
+    """Branch, tag or commit of the model on the hub."""
+    tokenizer_revision: str | None = option(None)
+    """Branch, tag or commit of the tokenizer on the hub."""
+    download_dir: str | None = option(None)
+    """Where hub downloads are cached; the hub's default place if unset."""
+    hf_overrides: dict[str, Any] | None = option(None)
+    """Entries that replace those of the model's config.json (JSON)."""
+    generation_config: Literal["auto", "vllm", "quire"] = option("auto")
+    """'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones."""
+    seed: int = option(0, -(2**63), 2**63 - 1)
+    """Keys the random numbers of requests that bring no seed of their own."""
+    max_model_len: int | None = option(None, 1)
+    """Longest prompt plus output, in tokens; the model's own limit, or what the KV cache holds, by default."""
+    max_num_seqs: int = option(256, 1)
+    """Most sequences that run in one step."""
+    max_num_batched_tokens: int | None = option(None, 1)
+    """Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default."""
+    enable_chunked_prefill: bool = option(True)
+    """Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."""
+    enable_prefix_caching: bool = option(True)
+    """Keep the KV blocks of finished prompts for requests that begin alike."""
+    scheduling_policy: Literal["fcfs", "priority", "fair", "shortest", "deadline"] = option("fcfs")
+    """Who comes first: first come first served; each request's priority (lower runs first); a fair share for each
+    client; shortest first, aged; or by targets for the first and for each further token."""
     fair_input_weight: float = option_of(PolicyOptions, "fair_input_weight")
     fair_output_weight: float = option_of(PolicyOptions, "fair_output_weight")
     ageing_rate: float = option_of(PolicyOptions, "ageing_rate")
     ttft_target: float | None = option_of(PolicyOptions, "ttft_target")
     tpot_target: float | None = option_of(PolicyOptions, "tpot_target")
-    kv_cache_dtype: Literal["auto", "int8"] = option(
-        "auto", "Keys and values in the model's type, or in eight bits with a scale per token and head."
-    )
-    block_size: int = option(32, "Tokens in a KV block.", 1)
-    gpu_memory_utilization: float | None = option(
-        None,
-        "Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; "
-        "0.92 on a GPU and 0.4 on a CPU by default.",
-        most=1,
-        over=0,
-    )
-    kv_cache_memory: int | None = option(
-        None, "Size of the KV cache in bytes; overrides gpu_memory_utilization.", 1, aliases=("kv_cache_memory_bytes",)
-    )
-    num_kv_blocks: int | None = option(
-        None, "Number of KV blocks; overrides every measurement.", 1, aliases=("num_gpu_blocks_override",)
-    )
-    swap_space: float | None = option(
-        None,
-        "Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; on a CPU none by "
-        "default, where the KV cache itself can be as large.",
-        0,
-    )
-    kv_events_config: dict[str, Any] | None = option(
-        None, "Publish what happens to cached KV blocks, as vLLM does: enable_kv_cache_events, endpoint, ... (JSON)."
-    )
-    kv_cache_dir: str | None = option(
-        None,
-        "Folder in which prefixes outlive the engine: their KV blocks are written there, and read when they recur.",
-    )
-    kv_cache_dir_size: float = option(
-        32.0, "Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first.", over=0
-    )
-    max_logprobs: int = option(20, "Most logprobs that a request may ask for; -1 for no limit.", -1)
+    kv_cache_dtype: Literal["auto", "int8"] = option("auto")
+    """Keys and values in the model's type, or in eight bits with a scale per token and head."""
+    block_size: int = option(32, 1)
+    """Tokens in a KV block."""
+    gpu_memory_utilization: float | None = option(None, most=1, over=0)
+    """Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; 0.92 on a
+    GPU and 0.4 on a CPU by default."""
+    kv_cache_memory: int | None = option(None, 1, aliases=("kv_cache_memory_bytes",))
+    """Size of the KV cache in bytes; overrides gpu_memory_utilization."""
+    num_kv_blocks: int | None = option(None, 1, aliases=("num_gpu_blocks_override",))
+    """Number of KV blocks; overrides every measurement."""
+    swap_space: float | None = option(None, 0)
+    """Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; on a CPU none by default,
+    where the KV cache itself can be as large."""
+    kv_events_config: dict[str, Any] | None = option(None)
+    """Publish what happens to cached KV blocks, as vLLM does: enable_kv_cache_events, endpoint, ... (JSON)."""
+    kv_cache_dir: str | None = option(None)
+    """Folder in which prefixes outlive the engine: their KV blocks are written there, and read when they recur."""
+    kv_cache_dir_size: float = option(32.0, over=0)
+    """Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first."""
+    max_logprobs: int = option(20, -1)
+    """Most logprobs that a request may ask for; -1 for no limit."""
     tensor_parallel_size: int = option_of(ParallelConfig, "tensor_parallel_size")
     pipeline_parallel_size: int = option_of(ParallelConfig, "pipeline_parallel_size")
     pp_partition: str | None = option_of(ParallelConfig, "pp_partition")
@@ -148,19 +131,24 @@ class EngineArgs:
     ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option_of(ParallelConfig, "ray_placement")
     tp_collective: Literal["gather", "reduce"] = option_of(ParallelConfig, "tp_collective")
     cpu_bind: str = option_of(ParallelConfig, "cpu_bind")
-    speculative_config: dict[str, Any] | None = option(
-        None, 'Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says.'
-    )
-    enable_lora: bool = option(False, "Let requests run with adapters (LoRA).")
-    max_loras: int = option(8, "Most adapters that a step mixes; those unused for longest make room.", 1)
-    max_lora_rank: int = option(16, "Highest rank of an adapter.", 1, MAX_LORA_RANK)
-    max_cpu_loras: int | None = option(None, "Most adapters kept in memory; four times max_loras by default.", 1)
-    enforce_eager: bool = option(True, "Run without captured graphs, as this version always does on a CPU.")
-    stream_interval: int = option(
-        1, "Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones.", 1
-    )
-    disable_log_stats: bool = option(False, "Do not gather per-request timings: outputs have no metrics.")
-    debug: bool = option(False, "Check the engine's invariants at every step and poison fresh KV blocks with NaN.")
+    speculative_config: dict[str, Any] | None = option(None)
+    """Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says."""
+    enable_lora: bool = option(False)
+    """Let requests run with adapters (LoRA)."""
+    max_loras: int = option(8, 1)
+    """Most adapters that a step mixes; those unused for longest make room."""
+    max_lora_rank: int = option(16, 1, MAX_LORA_RANK)
+    """Highest rank of an adapter."""
+    max_cpu_loras: int | None = option(None, 1)
+    """Most adapters kept in memory; four times max_loras by default."""
+    enforce_eager: bool = option(True)
+    """Run without captured graphs, as this version always does on a CPU."""
+    stream_interval: int = option(1, 1)
+    """Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones."""
+    disable_log_stats: bool = option(False)
+    """Do not gather per-request timings: outputs have no metrics."""
+    debug: bool = option(False)
+    """Check the engine's invariants at every step and poison fresh KV blocks with NaN."""
 
     def __post_init__(self) -> None:
         check_options(self)

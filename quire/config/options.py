@@ -4,7 +4,10 @@
 `check_options` when they are made; `quire.entrypoints.cli.flags` makes flags of them. Must not know any one option.
 """
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import types
 import typing
 from collections.abc import Mapping
@@ -21,23 +24,21 @@ UNLIMITED = 2.0**62  # a number beyond it is no number that an option means; inf
 
 def option(
     default: Any,
-    help_text: str,
     least: float = -UNLIMITED,
     most: float = UNLIMITED,
     *,
     secret: bool = False,
     **facts: Any,
 ) -> Any:
-    """A field of a dataclass of options.
+    """A field of a dataclass of options; the docstring below it is its documentation, and its flag's text.
 
     Args:
-        help_text: the documentation, and the flag's text.
         least, most: the range of a number, both ends included. `over` among the facts leaves its end out.
         secret: not shown by repr.
         facts: further metadata, for the class itself. `aliases` among them: vLLM's other names for it; `short`: its
             flag of one dash.
     """
-    metadata = {"help": help_text, "least": least, "most": most, "over": None} | facts
+    metadata = {"least": least, "most": most, "over": None} | facts
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -64,7 +65,27 @@ def read_options(kind: type[Options], given: Mapping[str, Any], owner: str) -> O
 def option_of(options: type, name: str) -> Any:
     """The same option as another class of options has."""
     found = next(field for field in dataclasses.fields(options) if field.name == name)
-    return dataclasses.field(default=found.default, metadata=dict(found.metadata), repr=found.repr)
+    return dataclasses.field(default=found.default, metadata={**found.metadata, "of": options}, repr=found.repr)
+
+
+@cache
+def documentation(options: type) -> dict[str, str]:
+    """The docstring of each option by its name, in one line; those of another class's options are found there.
+
+    Empty where Python has no source of the class.
+    """
+    owners = {field.name: field.metadata.get("of") for field in dataclasses.fields(options)}
+    texts = {name: "" if owner is None else documentation(owner)[name] for name, owner in owners.items()}
+    try:
+        [declared] = ast.parse(inspect.getsource(options)).body
+    except (OSError, TypeError):
+        return texts
+    assert isinstance(declared, ast.ClassDef), "a class of options is declared at the top of its module"
+    for statement, below in itertools.pairwise(declared.body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def by_other_names(options: type) -> dict[str, str]:

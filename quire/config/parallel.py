@@ -30,38 +30,30 @@ class ParallelConfig:
         NotYetSupportedError: a size or a backend that this version lacks.
     """
 
-    tensor_parallel_size: int = option(1, "Processes that share each layer.", 1, short="-tp")
-    pipeline_parallel_size: int = option(1, "Processes that share the stack of layers.", 1, short="-pp")
-    pp_partition: str | None = option(
-        None, "Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."
-    )
-    data_parallel_size: int = option(1, "Engines, each with a copy of the model.", 1, short="-dp")
-    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option(
-        "cache_aware",
-        "Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; "
-        "or each in turn.",
-    )
-    enable_expert_parallel: bool = option(
-        False, "Each of the tensor_parallel_size ranks has some of the experts, and not a part of each."
-    )
-    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(
-        None,
-        "Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray' (actors on a cluster), or "
-        "'external_launcher' (this process and others that torchrun started); "
-        "'uni' by default for one worker, and 'mp' for more.",
-    )
-    ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option(
-        "PACK",
-        "Nodes of a Ray cluster: one for each stage where its ranks fit ('PACK'), one for all ranks, or one for each.",
-    )
-    tp_collective: Literal["gather", "reduce"] = option(
-        "gather",
-        "'gather': answers are those of one process, bit for bit; 'reduce': ranks meet half as often, but add up parts "
-        "of sums: answers are not those of one process, though the same in every run and batch.",
-    )
-    cpu_bind: str = option(
-        "auto", "Cores of the worker processes: 'auto' (an even share each), 'none', or a list by rank, as '0-1|2-3'."
-    )
+    tensor_parallel_size: int = option(1, 1, short="-tp")
+    """Processes that share each layer."""
+    pipeline_parallel_size: int = option(1, 1, short="-pp")
+    """Processes that share the stack of layers."""
+    pp_partition: str | None = option(None)
+    """Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."""
+    data_parallel_size: int = option(1, 1, short="-dp")
+    """Engines, each with a copy of the model."""
+    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option("cache_aware")
+    """Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; or
+    each in turn."""
+    enable_expert_parallel: bool = option(False)
+    """Each of the tensor_parallel_size ranks has some of the experts, and not a part of each."""
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(None)
+    """Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray' (actors on a cluster), or
+    'external_launcher' (this process and others that torchrun started); 'uni' by default for one worker, and 'mp'
+    for more."""
+    ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option("PACK")
+    """Nodes of a Ray cluster: one for each stage where its ranks fit ('PACK'), one for all ranks, or one for each."""
+    tp_collective: Literal["gather", "reduce"] = option("gather")
+    """'gather': answers are those of one process, bit for bit; 'reduce': ranks meet half as often, but add up parts of
+    sums: answers are not those of one process, though the same in every run and batch."""
+    cpu_bind: str = option("auto")
+    """Cores of the worker processes: 'auto' (an even share each), 'none', or a list by rank, as '0-1|2-3'."""
 
     def __post_init__(self) -> None:
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:

@@ -19,17 +19,16 @@ class PolicyOptions:
         ConfigError: a number is out of its range.
     """
 
-    fair_input_weight: float = option(1.0, "Policy 'fair': what a prompt token counts that has to be computed.", 0)
-    fair_output_weight: float = option(2.0, "Policy 'fair': what an output token counts.", over=0)
-    ageing_rate: float = option(
-        100.0, "Policy 'shortest': tokens that a request seems shorter by for each second that it has waited.", over=0
-    )
-    ttft_target: float | None = option(
-        None, "Policy 'deadline': seconds in which the first token is to come, for requests that don't say.", over=0
-    )
-    tpot_target: float | None = option(
-        None, "Policy 'deadline': most seconds between tokens, for requests that don't say.", over=0
-    )
+    fair_input_weight: float = option(1.0, 0)
+    """Policy 'fair': what a prompt token counts that has to be computed."""
+    fair_output_weight: float = option(2.0, over=0)
+    """Policy 'fair': what an output token counts."""
+    ageing_rate: float = option(100.0, over=0)
+    """Policy 'shortest': tokens that a request seems shorter by for each second that it has waited."""
+    ttft_target: float | None = option(None, over=0)
+    """Policy 'deadline': seconds in which the first token is to come, for requests that don't say."""
+    tpot_target: float | None = option(None, over=0)
+    """Policy 'deadline': most seconds between tokens, for requests that don't say."""
 
     def __post_init__(self) -> None:
         check_options(self)

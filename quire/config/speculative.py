@@ -54,58 +54,49 @@ class SpeculativeConfig:
         ConfigError: a value is out of its range, or of no use to the method.
     """
 
-    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3"] = option(
-        "ngram",
-        "'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest "
-        "such tokens, in past outputs too where asked, 'draft_model' asks a smaller model, 'medusa' heads that were "
-        "trained for the model, 'eagle' and 'eagle3' a layer that goes on from its hidden states. Left out: what suits "
-        "the files of `model`.",
-    )
-    model: str | None = option(
-        None,
-        "The draft model, of the same vocabulary, or the heads, trained for the model: a directory, a hub id, or "
-        "'demo-draft', 'demo-medusa', 'demo-eagle', 'demo-eagle3'.",
-    )
-    draft_tensor_parallel_size: int = option(1, "As vLLM has it; 1 is all there is.", 1, 1)
-    revision: str | None = option(None, "Branch, tag or commit of the draft model or heads on the hub.")
-    quantization: Literal["int8", "int4"] | None = option(
-        None, "The draft model's or heads' weights, as the option of the model."
-    )
-    num_threads: int | None = option(
-        None, "Threads that compute the draft model or heads, where not as many as the model's.", 1, 256
-    )
-    num_speculative_tokens: int = option(4, "Most drafts of a sequence in one step.", 1, MAX_DRAFTS)
-    speculative_token_tree: str | None = option(
-        None, "Heads draft a tree: its nodes by their choices, the best one 0, as '[(0,), (1,), (0, 0)]'."
-    )
-    acceptance: Literal["exact", "rejection", "typical"] = option(
-        "exact",
-        "'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts. 'rejection' takes "
-        "it with min(1, p/q), which keeps the model's distribution; 'typical' when it is likely enough, as in Medusa. "
-        "Greedy requests are exact under all of them.",
-    )
-    posterior_threshold: float | None = option(
-        None, "Of 'typical': a draft of this probability is always taken (default 0.09).", most=1, over=0
-    )
-    posterior_alpha: float | None = option(
-        None,
-        "Of 'typical': so is one of this times exp(-entropy) (default the square root of the threshold).",
-        most=1,
-        over=0,
-    )
-    adaptive: bool = option(
-        True,
-        "Draft as much as pays, by what was accepted and what steps cost; else, and with the acceptance 'typical', "
-        "always num_speculative_tokens.",
-    )
-    prompt_lookup_min: int | None = option(None, "Fewest tokens that must agree.", 1, 32)
-    prompt_lookup_max: int | None = option(None, "Most tokens that are compared.", 1, 32)
-    suffix_decoding_max_spec_factor: float = option(1.0, "Drafts per token that agrees.", most=100, over=0)
-    suffix_decoding_max_cached_requests: int = option(
-        0, "Past outputs that are searched, too; the oldest go first.", 0, 1_000_000
-    )
-    disable_by_batch_size: int | None = option(None, "No drafts in steps of so many sequences or more.", 1)
-    disable_logprobs: bool = option(False, "Refuse requests that ask for logprobs and don't say speculative=False.")
+    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3"] = option("ngram")
+    """'ngram' copies what followed the same tokens earlier in prompt or output, 'suffix' what followed the longest such
+    tokens, in past outputs too where asked, 'draft_model' asks a smaller model, 'medusa' heads that were trained for
+    the model, 'eagle' and 'eagle3' a layer that goes on from its hidden states. Left out: what suits the files of
+    `model`."""
+    model: str | None = option(None)
+    """The draft model, of the same vocabulary, or the heads, trained for the model: a directory, a hub id, or
+    'demo-draft', 'demo-medusa', 'demo-eagle', 'demo-eagle3'."""
+    draft_tensor_parallel_size: int = option(1, 1, 1)
+    """As vLLM has it; 1 is all there is."""
+    revision: str | None = option(None)
+    """Branch, tag or commit of the draft model or heads on the hub."""
+    quantization: Literal["int8", "int4"] | None = option(None)
+    """The draft model's or heads' weights, as the option of the model."""
+    num_threads: int | None = option(None, 1, 256)
+    """Threads that compute the draft model or heads, where not as many as the model's."""
+    num_speculative_tokens: int = option(4, 1, MAX_DRAFTS)
+    """Most drafts of a sequence in one step."""
+    speculative_token_tree: str | None = option(None)
+    """Heads draft a tree: its nodes by their choices, the best one 0, as '[(0,), (1,), (0, 0)]'."""
+    acceptance: Literal["exact", "rejection", "typical"] = option("exact")
+    """'exact' takes a draft when the sampler draws it: tokens are those of a run without drafts. 'rejection' takes it
+    with min(1, p/q), which keeps the model's distribution; 'typical' when it is likely enough, as in Medusa. Greedy
+    requests are exact under all of them."""
+    posterior_threshold: float | None = option(None, most=1, over=0)
+    """Of 'typical': a draft of this probability is always taken (default 0.09)."""
+    posterior_alpha: float | None = option(None, most=1, over=0)
+    """Of 'typical': so is one of this times exp(-entropy) (default the square root of the threshold)."""
+    adaptive: bool = option(True)
+    """Draft as much as pays, by what was accepted and what steps cost; else, and with the acceptance 'typical', always
+    num_speculative_tokens."""
+    prompt_lookup_min: int | None = option(None, 1, 32)
+    """Fewest tokens that must agree."""
+    prompt_lookup_max: int | None = option(None, 1, 32)
+    """Most tokens that are compared."""
+    suffix_decoding_max_spec_factor: float = option(1.0, most=100, over=0)
+    """Drafts per token that agrees."""
+    suffix_decoding_max_cached_requests: int = option(0, 0, 1_000_000)
+    """Past outputs that are searched, too; the oldest go first."""
+    disable_by_batch_size: int | None = option(None, 1)
+    """No drafts in steps of so many sequences or more."""
+    disable_logprobs: bool = option(False)
+    """Refuse requests that ask for logprobs and don't say speculative=False."""
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
-from quire.config.options import split_optional
+from quire.config.options import documentation, split_optional
 from quire.errors import ConfigError
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -114,7 +114,7 @@ def add_option_flags(
     only: Collection[str] | None = None,
 ) -> None:
     """Add a flag for every field of a dataclass of options, or those of `only`; `defaults` replaces some defaults."""
-    hints = typing.get_type_hints(options)
+    hints, texts = typing.get_type_hints(options), documentation(options)
     for field in dataclasses.fields(options):
         if only is not None and field.name not in only:
             continue
@@ -124,7 +124,7 @@ def add_option_flags(
         if (short := facts.get("short")) and short not in group._option_string_actions:  # a command may have its own
             others.append(short)
         default = (defaults or {}).get(field.name, own)
-        add_typed_flag(group, field.name, hints[field.name], default, facts["help"], others)
+        add_typed_flag(group, field.name, hints[field.name], default, texts[field.name], others)
 
 
 def options_given(namespace: Namespace, options: type) -> dict[str, Any]:

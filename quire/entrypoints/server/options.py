@@ -19,113 +19,110 @@ class ServerArgs:
         ConfigError: an option is out of its range; the message names the option, the value and the range.
     """
 
-    host: str | None = option(None, "Address to listen on; all IPv4 interfaces by default.")
-    port: int = option(8000, "TCP port; 0 takes any that is free.", 0, 65535)
-    uds: str | None = option(None, "Path of a Unix socket to listen on, instead of a port.")
-    api_key: list[str] | None = option(
-        None,
-        "Keys, one of which every request but /health and /ping has to bring. QUIRE_API_KEY in the environment sets "
-        "one that the list of processes does not show.",
-        secret=True,
-    )
-    served_model_name: list[str] | None = option(
-        None, "Names that requests may give for the model, the first one shown in answers; MODEL by default."
-    )
-    lora_modules: list[str] | None = option(
-        None, "Adapters that requests may name as their model: name=path, or JSON of name and path, each."
-    )
-    allowed_adapter_dir: str | None = option(
-        None, "Folder of adapters that clients may load by /v1/load_lora_adapter; none may be without."
-    )
-    models_dir: str | None = option(
-        None, "Folder of models: each sub-folder with a config.json is one, under its name. Loaded at first use."
-    )
-    keep_alive: float | None = option(
-        None,
-        "Seconds without work after which one of several models is unloaded, 300 by default; 0 at once, -1 never. One "
-        "model alone is loaded at the start and stays, unless this is given.",
-        -1,
-    )
-    max_loaded_models: int | None = option(
-        None, "Most of several models that are loaded at once, 3 by default; the one unused for longest makes room.", 1
-    )
-    max_model_wait: float = option(
-        60.0, "Seconds for which a request waits until its model finds room; then it gets 503 and Retry-After.", 0
-    )
-    root_path: str = option("", "Path under which a proxy shows the server, such as /llm.")
-    ssl_keyfile: str | None = option(None, "Private key of the certificate (PEM).")
-    ssl_certfile: str | None = option(None, "Certificate for HTTPS (PEM).")
-    ssl_ca_certs: str | None = option(None, "Certificates that sign clients' certificates (PEM).")
-    ssl_cert_reqs: Literal[0, 1, 2] = option(0, "Clients' certificates: 0 not asked for, 1 optional, 2 required.")
-    allowed_origins: list[str] = option(
-        [], "Origins whose pages may call the server (CORS), none by default; '*' for all."
-    )
-    allowed_methods: list[str] = option(["*"], "Methods that such pages may use.")
-    allowed_headers: list[str] = option(["*"], "Headers that such pages may send.")
-    allow_credentials: bool = option(False, "Let such pages send cookies and HTTP passwords.")
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = option(
-        "info", "Least severity that is logged; 'debug' adds a line for each request."
-    )
-    uvicorn_log_level: Literal["debug", "info", "warning", "error", "critical"] | None = option(
-        None, "The same of the web server's own log; errors only by default, as any client could fill it with more."
-    )
-    enable_log_requests: bool = option(
-        False, "Log what each request asks for, its prompts among it, when it goes to the engine."
-    )
-    max_log_len: int | None = option(
-        None, "Most characters of a prompt, or numbers of its token ids, that --enable-log-requests shows.", 0
-    )
-    disable_log_requests: bool = option(False, "No line for each request, at debug level either.")
-    disable_uvicorn_access_log: bool = option(False, "The same as --disable-log-requests; there is no other such log.")
-    disable_fastapi_docs: bool = option(False, "Do without /docs and /openapi.json.")
-    enable_prompt_tokens_details: bool = option(True, "Tell in each usage how many prompt tokens came from the cache.")
-    enable_force_include_usage: bool = option(False, "End each stream with its usage, asked for or not.")
-    enable_request_id_headers: bool = option(
-        False, "Answer with an X-Request-Id header: the request's own, or else a new one."
-    )
-    max_num_queued_reqs: int | None = option(
-        None, "Most requests that wait for the engine; further ones get 503 and Retry-After. No limit by default.", 1
-    )
-    shutdown_timeout: float = option(
-        0.0,
-        "Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once.",
-        0,
-    )
-    chat_template: str | None = option(None, "Jinja chat template, or a file of one; the model's own by default.")
-    trust_request_chat_template: bool = option(False, "Let requests bring chat templates of their own.")
-    tool_call_parser: str = option(
-        "auto", "Format in which the model calls tools (hermes, llama3_json, ...); 'auto' asks its chat template."
-    )
-    enable_auto_tool_choice: bool = option(
-        True, "Let the model choose whether it calls a tool, where a request leaves that open."
-    )
-    reasoning_parser: str | None = option(
-        None, "Format in which the model thinks (deepseek_r1, qwen3, ...), to tell thoughts apart; 'auto' looks for it."
-    )
-    response_role: str = option("assistant", "Role of the messages that the server writes.")
-    return_tokens_as_token_ids: bool = option(False, "Show tokens in logprobs as 'token_id:ID', not as text.")
-    max_answer_entries: int = option(
-        5_000_000,
-        "Most tokens, and alternatives to them, that the answer to a request may hold with ids or logprobs.",
-        1,
-    )
-    response_store: str | None = option(
-        None, "SQLite file in which the responses of /v1/responses are kept; in memory by default."
-    )
-    response_store_max_bytes: int = option(
-        256 * 2**20, "Most bytes of responses kept in memory; what was longest unused goes first.", 0
-    )
-    response_store_seconds: float = option(30 * 86400.0, "Seconds for which a response is kept.", 0)
-    max_body_bytes: int = option(16 * 2**20, "Largest body of a request, in bytes.", 1)
-    engine: Literal["process", "thread"] = option("process", "Where the engine computes: its own process, or a thread.")
-    step_timeout: float = option(
-        600.0, "Seconds after which a step of the engine counts as hung, and the engine dead.", 1
-    )
-    timeout_keep_alive: int = option(5, "Seconds for which an idle connection is kept.", 0)
-    timeout_headers: float = option(30.0, "Seconds in which a request's line and headers have to arrive.", 0.1)
-    timeout_body: float = option(300.0, "Seconds in which a request's body has to arrive.", 0.1)
-    h11_max_incomplete_event_size: int = option(65536, "Largest request line and headers, in bytes.", 1024)
-    h11_max_header_count: int = option(256, "Most headers of a request.", 1)
+    host: str | None = option(None)
+    """Address to listen on; all IPv4 interfaces by default."""
+    port: int = option(8000, 0, 65535)
+    """TCP port; 0 takes any that is free."""
+    uds: str | None = option(None)
+    """Path of a Unix socket to listen on, instead of a port."""
+    api_key: list[str] | None = option(None, secret=True)
+    """Keys, one of which every request but /health and /ping has to bring. QUIRE_API_KEY in the environment sets one
+    that the list of processes does not show."""
+    served_model_name: list[str] | None = option(None)
+    """Names that requests may give for the model, the first one shown in answers; MODEL by default."""
+    lora_modules: list[str] | None = option(None)
+    """Adapters that requests may name as their model: name=path, or JSON of name and path, each."""
+    allowed_adapter_dir: str | None = option(None)
+    """Folder of adapters that clients may load by /v1/load_lora_adapter; none may be without."""
+    models_dir: str | None = option(None)
+    """Folder of models: each sub-folder with a config.json is one, under its name. Loaded at first use."""
+    keep_alive: float | None = option(None, -1)
+    """Seconds without work after which one of several models is unloaded, 300 by default; 0 at once, -1 never. One
+    model alone is loaded at the start and stays, unless this is given."""
+    max_loaded_models: int | None = option(None, 1)
+    """Most of several models that are loaded at once, 3 by default; the one unused for longest makes room."""
+    max_model_wait: float = option(60.0, 0)
+    """Seconds for which a request waits until its model finds room; then it gets 503 and Retry-After."""
+    root_path: str = option("")
+    """Path under which a proxy shows the server, such as /llm."""
+    ssl_keyfile: str | None = option(None)
+    """Private key of the certificate (PEM)."""
+    ssl_certfile: str | None = option(None)
+    """Certificate for HTTPS (PEM)."""
+    ssl_ca_certs: str | None = option(None)
+    """Certificates that sign clients' certificates (PEM)."""
+    ssl_cert_reqs: Literal[0, 1, 2] = option(0)
+    """Clients' certificates: 0 not asked for, 1 optional, 2 required."""
+    allowed_origins: list[str] = option([])
+    """Origins whose pages may call the server (CORS), none by default; '*' for all."""
+    allowed_methods: list[str] = option(["*"])
+    """Methods that such pages may use."""
+    allowed_headers: list[str] = option(["*"])
+    """Headers that such pages may send."""
+    allow_credentials: bool = option(False)
+    """Let such pages send cookies and HTTP passwords."""
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = option("info")
+    """Least severity that is logged; 'debug' adds a line for each request."""
+    uvicorn_log_level: Literal["debug", "info", "warning", "error", "critical"] | None = option(None)
+    """The same of the web server's own log; errors only by default, as any client could fill it with more."""
+    enable_log_requests: bool = option(False)
+    """Log what each request asks for, its prompts among it, when it goes to the engine."""
+    max_log_len: int | None = option(None, 0)
+    """Most characters of a prompt, or numbers of its token ids, that --enable-log-requests shows."""
+    disable_log_requests: bool = option(False)
+    """No line for each request, at debug level either."""
+    disable_uvicorn_access_log: bool = option(False)
+    """The same as --disable-log-requests; there is no other such log."""
+    disable_fastapi_docs: bool = option(False)
+    """Do without /docs and /openapi.json."""
+    enable_prompt_tokens_details: bool = option(True)
+    """Tell in each usage how many prompt tokens came from the cache."""
+    enable_force_include_usage: bool = option(False)
+    """End each stream with its usage, asked for or not."""
+    enable_request_id_headers: bool = option(False)
+    """Answer with an X-Request-Id header: the request's own, or else a new one."""
+    max_num_queued_reqs: int | None = option(None, 1)
+    """Most requests that wait for the engine; further ones get 503 and Retry-After. No limit by default."""
+    shutdown_timeout: float = option(0.0, 0)
+    """Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once."""
+    chat_template: str | None = option(None)
+    """Jinja chat template, or a file of one; the model's own by default."""
+    trust_request_chat_template: bool = option(False)
+    """Let requests bring chat templates of their own."""
+    tool_call_parser: str = option("auto")
+    """Format in which the model calls tools (hermes, llama3_json, ...); 'auto' asks its chat template."""
+    enable_auto_tool_choice: bool = option(True)
+    """Let the model choose whether it calls a tool, where a request leaves that open."""
+    reasoning_parser: str | None = option(None)
+    """Format in which the model thinks (deepseek_r1, qwen3, ...), to tell thoughts apart; 'auto' looks for it."""
+    response_role: str = option("assistant")
+    """Role of the messages that the server writes."""
+    return_tokens_as_token_ids: bool = option(False)
+    """Show tokens in logprobs as 'token_id:ID', not as text."""
+    max_answer_entries: int = option(5_000_000, 1)
+    """Most tokens, and alternatives to them, that the answer to a request may hold with ids or logprobs."""
+    response_store: str | None = option(None)
+    """SQLite file in which the responses of /v1/responses are kept; in memory by default."""
+    response_store_max_bytes: int = option(256 * 2**20, 0)
+    """Most bytes of responses kept in memory; what was longest unused goes first."""
+    response_store_seconds: float = option(30 * 86400.0, 0)
+    """Seconds for which a response is kept."""
+    max_body_bytes: int = option(16 * 2**20, 1)
+    """Largest body of a request, in bytes."""
+    engine: Literal["process", "thread"] = option("process")
+    """Where the engine computes: its own process, or a thread."""
+    step_timeout: float = option(600.0, 1)
+    """Seconds after which a step of the engine counts as hung, and the engine dead."""
+    timeout_keep_alive: int = option(5, 0)
+    """Seconds for which an idle connection is kept."""
+    timeout_headers: float = option(30.0, 0.1)
+    """Seconds in which a request's line and headers have to arrive."""
+    timeout_body: float = option(300.0, 0.1)
+    """Seconds in which a request's body has to arrive."""
+    h11_max_incomplete_event_size: int = option(65536, 1024)
+    """Largest request line and headers, in bytes."""
+    h11_max_header_count: int = option(256, 1)
+    """Most headers of a request."""
 
     def __post_init__(self) -> None:
         check_options(self)

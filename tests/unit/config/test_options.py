@@ -10,7 +10,7 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.config.not_yet import not_yet
-from quire.config.options import check_options, choices_of, option
+from quire.config.options import check_options, choices_of, documentation, option, option_of
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, NotYetSupportedError
@@ -20,16 +20,26 @@ from quire.errors import ConfigError, NotYetSupportedError
 class Some:
     """One option of each kind."""
 
-    count: int = option(1, "Count.", 1)
-    share: float | None = option(None, "Share.", most=1, over=0)
-    rate: float = option(1.0, "Rate.", 0.5, math.inf)
-    port: int | None = option(None, "Port.", 0, 65535)
-    free: int = option(0, "Any.")
-    name: Literal["a", "b"] | None = option(None, "Name.")
-    flag: bool = option(False, "Flag.")
-    names: list[str] = option(["x"], "Names.")
-    key: str = option("sesame", "Key.", secret=True)
-    facts: dict[str, Any] | None = option(None, "Facts.")
+    count: int = option(1, 1)
+    """Count."""
+    share: float | None = option(None, most=1, over=0)
+    """Share."""
+    rate: float = option(1.0, 0.5, math.inf)
+    """Rate."""
+    port: int | None = option(None, 0, 65535)
+    """Port."""
+    free: int = option(0)
+    """Any."""
+    name: Literal["a", "b"] | None = option(None)
+    """Name."""
+    flag: bool = option(False)
+    """Flag."""
+    names: list[str] = option(["x"])
+    """Names."""
+    key: str = option("sesame", secret=True)
+    """Key."""
+    facts: dict[str, Any] | None = option(None)
+    """Facts."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -69,11 +79,28 @@ def test_what_is_taken() -> None:
     assert "sesame" not in repr(Some())
 
 
+@dataclass(frozen=True)
+class Others:
+    """Some options of another class, and one whose docstring is of two lines."""
+
+    count: int = option_of(Some, "count")
+    more: int = option(2, 1)
+    """More,
+    and more."""
+
+
+def test_docstrings_are_the_documentation() -> None:
+    assert documentation(Others) == {"count": "Count.", "more": "More, and more."}
+    built = type("Built", (Others,), {"__module__": "builtins"})  # of which Python has no source
+    assert documentation(dataclasses.dataclass(frozen=True)(built)) == {"count": "Count.", "more": ""}
+
+
 @pytest.mark.parametrize("options", [EngineArgs, ServerArgs, LoadArgs])
 def test_every_option_is_declared_by_one_function(options: type) -> None:
-    hints = get_type_hints(options)
+    hints, texts = get_type_hints(options), documentation(options)
     for field in dataclasses.fields(options):
-        assert {"help", "least", "most"} <= field.metadata.keys(), field.name
+        assert {"least", "most"} <= field.metadata.keys(), field.name
+        assert texts[field.name].endswith((".", ")")), "a docstring, a sentence"
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         assert not choices_of(hints[field.name]) or default in choices_of(hints[field.name])
 

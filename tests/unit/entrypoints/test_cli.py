@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.config.options import documentation
 from quire.entrypoints.cli.flags import engine_args_from, human_int
 from quire.entrypoints.cli.main import build_parser, main
 from quire.errors import ModelLoadError
@@ -51,7 +52,7 @@ def test_every_engine_option_is_a_flag(command: list[str], capsys: pytest.Captur
     shown = " ".join(capsys.readouterr().out.split())
     for field in dataclasses.fields(EngineArgs):
         assert "--" + field.name.replace("_", "-") in shown
-        assert " ".join(field.metadata["help"].split()[:3]) in shown
+        assert " ".join(documentation(EngineArgs)[field.name].split()[:3]) in shown
 
 
 def test_python_dash_m() -> None:

@@ -59,9 +59,13 @@ class A:
         """Doc."""
         "no docstring"
         return 1
+    y: int = 2
+    """What y is,
+    in two lines."""
+    """No docstring."""
 async def g(): """All on one line."""
 '''
-    assert size_gate.code_lines(source) == {2, 6, 7, 9, 10}
+    assert size_gate.code_lines(source) == {2, 6, 7, 9, 10, 11, 14}
     long = "def f():\n" + '    """' + "doc\n" * 500 + '    """\n' + "    # note\n\n" * 100 + "    x = 1\n" * 59
     assert list(size_gate.functions(long, size_gate.code_lines(long))) == [("f", 60)]
 
@@ -155,7 +159,7 @@ def test_the_rooms_fit_in_the_house() -> None:
     assert sum(budget.rooms.values()) <= budget.package
     assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
     assert budget.engine <= 16_300
-    assert budget.package <= 31_900
+    assert budget.package <= 32_400
 
 
 def test_a_wrong_root_does_not_pass(tmp_path: Path) -> None:

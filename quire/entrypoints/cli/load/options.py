@@ -19,45 +19,60 @@ _RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom")
 class LoadArgs:
     """What load to put on which server, and what to tell of it."""
 
-    base_url: str | None = option(None, "The server, instead of host and port, such as http://localhost:8000/v1.")
-    host: str = option("127.0.0.1", "The server's host.")
-    port: int = option(8000, "The server's port.", 1, 65535)
-    backend: Literal["openai", "openai-chat", "vllm"] = option("openai", "Completions (vllm, too) or chat.")
-    model: str | None = option(None, "Model to ask for; the server's first by default.")
-    api_key: str | None = option(None, "Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default.")
+    base_url: str | None = option(None)
+    """The server, instead of host and port, such as http://localhost:8000/v1."""
+    host: str = option("127.0.0.1")
+    """The server's host."""
+    port: int = option(8000, 1, 65535)
+    """The server's port."""
+    backend: Literal["openai", "openai-chat", "vllm"] = option("openai")
+    """Completions (vllm, too) or chat."""
+    model: str | None = option(None)
+    """Model to ask for; the server's first by default."""
+    api_key: str | None = option(None)
+    """Key; $QUIRE_API_KEY or else $OPENAI_API_KEY by default."""
 
-    dataset_name: Literal["random", "trace", "custom"] = option("random", "Where prompts come from.")
-    dataset_path: str | None = option(
-        None,
-        "A trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines. Or custom prompts: "
-        'text, one a line, or .jsonl of {"prompt": ..., "max_tokens": ...}.',
-        datasets=_FILE,
-    )
-    num_prompts: int | None = option(None, "Requests; 1000 random ones, or all of the file, by default.", 1)
-    random_input_len: int | None = option(None, "Tokens of a random prompt; 1024 by default.", 1, datasets=_RANDOM)
-    random_output_len: int | None = option(
-        None, "Tokens to generate where no dataset says; 128 by default.", 1, datasets=("random", "custom")
-    )
-    random_range_ratio: float | None = option(None, "By which share random lengths differ.", 0, 1, datasets=_RANDOM)
-    random_prefix_len: int | None = option(None, "Tokens that all random prompts begin with.", 0, datasets=_RANDOM)
-    trace_scale: float | None = option(None, "Multiply a trace's lengths by this.", 1e-6, datasets=_TRACE)
-    seed: int = option(0, "Of prompts and arrivals.", 0)
-    ignore_eos: bool | None = option(
-        None, "Generate past the end of sequence; so by default, except for custom prompts."
-    )
-    temperature: float | None = option(None, "Of each request; the model's own by default.", 0, 2)
-    num_warmups: int = option(0, "Requests before the clock starts.", 0)
-    extra_body: dict[str, Any] | None = option(None, "Further fields of each request.")
+    dataset_name: Literal["random", "trace", "custom"] = option("random")
+    """Where prompts come from."""
+    dataset_path: str | None = option(None, datasets=_FILE)
+    """A trace: CSV with TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines. Or custom prompts: text, one
+    a line, or .jsonl of {"prompt": ..., "max_tokens": ...}."""
+    num_prompts: int | None = option(None, 1)
+    """Requests; 1000 random ones, or all of the file, by default."""
+    random_input_len: int | None = option(None, 1, datasets=_RANDOM)
+    """Tokens of a random prompt; 1024 by default."""
+    random_output_len: int | None = option(None, 1, datasets=("random", "custom"))
+    """Tokens to generate where no dataset says; 128 by default."""
+    random_range_ratio: float | None = option(None, 0, 1, datasets=_RANDOM)
+    """By which share random lengths differ."""
+    random_prefix_len: int | None = option(None, 0, datasets=_RANDOM)
+    """Tokens that all random prompts begin with."""
+    trace_scale: float | None = option(None, 1e-6, datasets=_TRACE)
+    """Multiply a trace's lengths by this."""
+    seed: int = option(0, 0)
+    """Of prompts and arrivals."""
+    ignore_eos: bool | None = option(None)
+    """Generate past the end of sequence; so by default, except for custom prompts."""
+    temperature: float | None = option(None, 0, 2)
+    """Of each request; the model's own by default."""
+    num_warmups: int = option(0, 0)
+    """Requests before the clock starts."""
+    extra_body: dict[str, Any] | None = option(None)
+    """Further fields of each request."""
 
-    request_rate: float | None = option(
-        None, "Requests a second; inf sends all at once. By default inf, or a trace's own times.", 1e-6, math.inf
-    )
-    burstiness: float | None = option(None, "1 is a Poisson process, less comes in bursts, more is steadier.", 0.01)
-    max_concurrency: int | None = option(None, "Hold requests back while so many are under way.", 1)
+    request_rate: float | None = option(None, 1e-6, math.inf)
+    """Requests a second; inf sends all at once. By default inf, or a trace's own times."""
+    burstiness: float | None = option(None, 0.01)
+    """1 is a Poisson process, less comes in bursts, more is steadier."""
+    max_concurrency: int | None = option(None, 1)
+    """Hold requests back while so many are under way."""
 
-    goodput: list[str] | None = option(None, "Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el).")
-    output_json: str | None = option(None, "Write the figures to this file.")
-    plot: str | None = option(None, "Draw the run as SVG: a timeline of the requests, and distributions.")
+    goodput: list[str] | None = option(None)
+    """Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el)."""
+    output_json: str | None = option(None)
+    """Write the figures to this file."""
+    plot: str | None = option(None)
+    """Draw the run as SVG: a timeline of the requests, and distributions."""
 
     def __post_init__(self) -> None:
         check_options(self)
