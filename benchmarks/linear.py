@@ -18,7 +18,7 @@ import torch
 from quire import ops
 from quire.ops.native import builder
 from quire.ops.native.library import Target, default_target
-from quire.ops.native.matrix import PackedMatrix, block_format
+from quire.ops.native.matrix import SCALED, PackedMatrix, block_format
 from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
@@ -57,7 +57,7 @@ def torch_products(rows: int, cols: int, x: torch.Tensor) -> list[Callable[[], o
 def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
     """Enough copies of one random matrix to fill TOTAL_BYTES."""
     shape = PackedMatrix.data_shape(rows, cols, type)
-    scales = torch.zeros(rows) if type is Type.I8 else None
+    scales = torch.zeros(rows) if type in SCALED else None
     first = PackedMatrix(huge_pages(shape, torch.uint8), scales, rows, cols, type)
     blocks = block_format(type)
     if blocks is None:

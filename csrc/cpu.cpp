@@ -34,12 +34,13 @@ std::vector<const Kernels*> supported_levels() {
     __builtin_cpu_init();
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+    const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #if defined(QUIRE_HAVE_AMX)
-    if (avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && amx_granted())
+    if (pairs && __builtin_cpu_supports("avx512vbmi") && amx_granted())
         found.push_back(&kAmxKernels);
 #endif
 #if defined(QUIRE_HAVE_AVX512_BF16)
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kAvx512Bf16Kernels);
+    if (pairs) found.push_back(&kAvx512Bf16Kernels);
 #endif
     if (avx512) found.push_back(&kAvx512Kernels);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Kernels);

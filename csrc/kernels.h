@@ -28,7 +28,7 @@ inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 // 16 x 32 one after the other, zeros beyond the last row and column. See pack.h for what is in a tile.
 struct Matrix {
     const uint8_t* data;
-    const float* scales;  // i8: one a row; else null
+    const float* scales;  // i8, w8a8: one a row; else null
     int64_t rows, cols;
     Type type;
 
@@ -41,7 +41,8 @@ struct Matrix {
         switch (type) {
             case Type::f32: return 2048;
             case Type::bf16: return 1024;
-            case Type::i8: return 512;
+            case Type::i8:
+            case Type::w8a8: return 512;
             case Type::i4: return 288;  // 16 scales in bf16, then 512 nibbles
             default: return block_format(type).tile_bytes();
         }
@@ -137,7 +138,7 @@ struct MoveArgs {  // tokens' keys and values of a layer's cache to other slots 
 // Rows of a dense matrix into a Matrix, quantizing where its type asks for it; of one in blocks, the blocks of a file.
 struct PackArgs {
     Matrix matrix;          // data and scales are written
-    const void* source;     // [num_rows, cols], f32 or bf16, or blocks
+    const void* source;     // [num_rows, cols], f32 or bf16, or blocks, or rows of w8a8
     int64_t source_stride;  // elements, or bytes
     int64_t start, num_rows;  // first row of the matrix
     Type source_type;

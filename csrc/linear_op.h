@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear.h"
+#include "linear_int8.h"
 #include "operation.h"
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
@@ -25,6 +26,7 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     void* out = static_cast<uint8_t*>(o.out.data) + s.first * type_bytes(o.out.type);
     const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
                           o.x.type, o.out.type, s.epilogue, s.lora, lora_inner(s.lora, o.x, o.num_rows, s.weight.cols, context), s.first};
+    if (args.weight.type == Type::w8a8) return linear_int8(args, context);
 #if defined(__AMX_BF16__)
     linear_amx(args, context);
 #elif defined(__AVX512BF16__)

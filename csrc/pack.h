@@ -3,6 +3,7 @@
 //   f32, bf16  16 rows of 32 elements.
 //   i8         sign and magnitude, |q| <= 127, times one scale a row. 64 bytes hold two rows, pieces of 8 columns in
 //              turn: row 2i columns 0..7, row 2i+1 columns 0..7, row 2i columns 8..15, ...
+//   w8a8       the same codes plus 128, for products with x in eight bits, too: of four columns in turn the rows' four bytes.
 //   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
 //   q4_0 ...   blocks (blocks.h).
@@ -16,6 +17,7 @@
 namespace quire::QUIRE_NS {
 
 inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }
+inline int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
 inline float i8_value(uint8_t q) { return q & 128 ? -float(q & 127) : float(q & 127); }
 
 // One tile's row of 32 values -> floats, without the row's scale in i8.
@@ -29,6 +31,9 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             break;
         case Type::i8:
             for (int c = 0; c < 32; c++) out[c] = i8_value(tile[i8_offset(row, c)]);
+            break;
+        case Type::w8a8:
+            for (int c = 0; c < 32; c++) out[c] = float(tile[w8a8_offset(row, c)]) - 128.0f;
             break;
         default: {  // i4
             float scale = to_float(reinterpret_cast<const bf16*>(tile)[row]);
@@ -50,7 +55,7 @@ inline void unpack_block(const Matrix& m, int64_t block, float* out) {
 
 inline void unpack_row(const Matrix& m, int64_t row, float* out) {
     float values[32];
-    float scale = m.type == Type::i8 ? m.scales[row] : 1.0f;
+    float scale = m.scales ? m.scales[row] : 1.0f;
     if (is_blocks(m.type)) return unpack_blocks(m, row / 16, m.cols / 32, int(row % 16), 1, out);  // which have whole tiles
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         unpack_tile_row(m, m.tile(row / 16, t), row % 16, values);
@@ -86,11 +91,19 @@ inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const
             vf bounded = min(max(round_product(load(x + t * 32 + c), inverse), splat(-127.0f)), splat(127.0f));
             vi v = __builtin_convertvector(bounded, vi);
             vi magnitude = v < 0 ? -v : v;
-            vi coded = magnitude | (v < 0 ? splat_int(128) : splat_int(0));
+            vi coded = m.type == Type::w8a8 ? v + 128 : magnitude | (v < 0 ? splat_int(128) : splat_int(0));
             std::memcpy(q + c, &coded, sizeof coded);
         }
-        for (int c = 0; c < 32; c++) first_tile[t * 512 + i8_offset(row % 16, c)] = uint8_t(q[c]);
+        auto offset = m.type == Type::w8a8 ? w8a8_offset : i8_offset;
+        for (int c = 0; c < 32; c++) first_tile[t * 512 + offset(row % 16, c)] = uint8_t(q[c]);
     }
+}
+
+// A row as a checkpoint has it: its codes plus 128, then its scale in f32.
+inline void pack_w8a8_row(const Matrix& m, int64_t row, const uint8_t* source) {
+    uint8_t* tile = const_cast<uint8_t*>(m.tile(row / 16, 0));
+    for (int64_t c = 0; c < m.cols; c++) tile[c / 32 * 512 + w8a8_offset(row % 16, c % 32)] = source[c];
+    std::memcpy(const_cast<float*>(m.scales) + row, source + m.cols, 4);
 }
 
 // The bf16 scale for 32 values, and their codes 0..15.
@@ -131,7 +144,7 @@ inline bf16 quantize_i4(const float* x, int32_t* codes) {
 inline void pack_row(const Matrix& m, int64_t row, const float* x) {  // x [tiles * 32], zeros beyond cols
     uint8_t* first = const_cast<uint8_t*>(m.tile(row / 16, 0));
     int64_t r = row % 16;
-    if (m.type == Type::i8) return pack_i8_row(m, first, row, x);
+    if (m.scales) return pack_i8_row(m, first, row, x);
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         uint8_t* tile = first + t * m.tile_bytes();
         const float* values = x + t * 32;
@@ -162,6 +175,10 @@ inline void pack(const PackArgs& a, Context& context) {
         high = high > a.start + a.num_rows ? a.start + a.num_rows : high;
         for (int64_t row = low; row < high; row++) {
             int64_t offset = (row - a.start) * a.source_stride;
+            if (a.source_type == Type::w8a8) {
+                pack_w8a8_row(m, row, static_cast<const uint8_t*>(a.source) + offset);
+                continue;
+            }
             if (is_blocks(m.type)) {
                 pack_blocks_row(m, row, static_cast<const uint8_t*>(a.source) + offset);
                 continue;

@@ -14,6 +14,7 @@ from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 
 logger = logging.getLogger(__name__)
 
+MADE_METHODS = ("int8", "int4", "w8a8")  # of plain checkpoints, as weights are loaded
 METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 _ALIASES = {"fbgemm_fp8": "fp8", "gptqmodel": "gptq", "auto_gptq": "gptq", "compressed_tensors": "compressed-tensors"}
 _OLDER_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AWQ's tools
@@ -55,7 +56,7 @@ def read_quantization(
         _check_groups(found, model)
     elif method in _BITS:
         _check_integers(found, method, model)
-    if str(found.get("activation_scheme", "dynamic")) == "static" or any(_activations(found)):
+    if str(found.get("activation_scheme", "dynamic")) == "static" or any(map(_is_other, _activations(found))):
         logger.info("%s names a quantization of activations: they are kept in the model's type here", model)
     return found
 
@@ -68,7 +69,7 @@ def check_method(requested: str | None, config: Mapping[str, Any], model: str) -
     """
     found = config.get("quantization_config")
     method = found["quant_method"] if found else None
-    made = requested in (None, "int8", "int4")
+    made = requested in (None, *MADE_METHODS)
     if found and requested not in (None, method):
         what = f"{method}: {', '.join(found['types'])}" if "types" in found else method
         raise ConfigError(
@@ -78,7 +79,7 @@ def check_method(requested: str | None, config: Mapping[str, Any], model: str) -
     if not found and not made:
         raise ConfigError(
             f"quantization={requested!r} contradicts model {model!r}, whose config.json says that its weights are not "
-            "quantized: leave it out, or choose 'int8' or 'int4', which are made as weights are loaded."
+            "quantized: leave it out, or choose 'int8', 'int4' or 'w8a8', which are made as weights are loaded."
         )
     return requested or method
 
@@ -107,6 +108,11 @@ def _check_integers(found: dict[str, Any], method: str, model: str) -> None:
 def _groups(found: Mapping[str, Any]) -> list[Any]:
     groups = found.get("config_groups")
     return list(groups.values()) if isinstance(groups, dict) else []
+
+
+def _is_other(activations: Any) -> bool:
+    """Whether they are to be rounded to something else than the integers of eight bits that products take."""
+    return bool(activations) and (activations.get("num_bits"), activations.get("type", "int")) != (8, "int")
 
 
 def _activations(found: Mapping[str, Any]) -> list[Any]:

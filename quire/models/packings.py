@@ -89,6 +89,10 @@ class Numbers:
             rows[:, :, _PIECE + 4] = zeros[:, pieces].to(torch.int8).view(torch.uint8)
         return rows.flatten(1)
 
+    def whole_rows(self) -> Tensor:
+        """As rows of one scale, for the kernels' W8A8: codes, which are signed ones plus 128, and the scale's bytes."""
+        return torch.cat([self.codes, _bytes(self.scales).flatten(1)], dim=1)
+
     def _values(self, codes: Tensor) -> Tensor:
         if self.kind == "integer":
             return codes.float()

@@ -41,7 +41,8 @@ class QuantizedMatrix:
         parts: its tensors by the ends of their names.
         read: makes numbers of those.
         group: columns that share a scale; 0 where these lie apart.
-        kind: of codes: "U4", "U8", "F8" or "C4", as the kernels' types begin.
+        kind: of codes: "U4", "U8", "F8", "C4" or, where activations have eight bits, too, "W8", as the kernels' types
+            begin.
     """
 
     name: str
@@ -55,6 +56,8 @@ class QuantizedMatrix:
     def type(self) -> str | None:
         """The kernels' type of blocks that keeps it as it is; None where it has to be dequantized."""
         num_columns = self.shape[1]
+        if self.kind == "W8":
+            return "W8A8"
         if num_columns % 32 or not self.group:
             return None
         if self.kind != "C4" and (self.group % 128 == 0 or self.group >= num_columns):
@@ -169,10 +172,12 @@ class QuantizedSource:
         slot = self._slots.get(self._form.canonical(name))
         try:
             numbers = matrix.read(tensors)
-            if slot is not None and slot.form.dtypes == (torch.uint8,) and matrix.type is not None:
-                made = numbers.blocks(matrix.type.startswith("U8"), int(matrix.type.rpartition("_")[2]))
-            else:
+            if slot is None or slot.form.dtypes != (torch.uint8,) or matrix.type is None:
                 made = numbers.dense(self._dtype)
+            elif matrix.type == "W8A8":
+                made = numbers.whole_rows()
+            else:
+                made = numbers.blocks(matrix.type.startswith("U8"), int(matrix.type.rpartition("_")[2]))
         except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
             one = next(iter(matrix.parts.values()))
             raise ModelLoadError(
@@ -286,7 +291,16 @@ def _fp8(module: _Module) -> QuantizedMatrix | None:
     if "weight_zero_point" in module.parts:
         forms["weight_zero_point"] = (module.parts["weight_zero_point"].shape, ("I8",))
     read = partial(packings.read_bytes, rows=rows, group=group)
-    return module.matrix((num_rows, num_columns), forms, read, group, "U8" if weight.dtype == "I8" else "F8")
+    kind = "F8" if weight.dtype != "I8" else "U8"
+    if kind == "U8" and group == num_columns and "weight_zero_point" not in forms and _rounds_activations(module):
+        kind = "W8"
+    return module.matrix((num_rows, num_columns), forms, read, group, kind)
+
+
+def _rounds_activations(module: _Module) -> bool:
+    """To integers of eight bits; each token's scale is its own here, whatever was measured."""
+    stated = _group(module).get("input_activations") or {}
+    return stated.get("num_bits") == 8 and stated.get("type", "int") == "int"
 
 
 def _scale_block(module: _Module, num_rows: int, num_columns: int, num_groups: int) -> tuple[int, int]:
@@ -303,13 +317,18 @@ def _scale_block(module: _Module, num_rows: int, num_columns: int, num_groups: i
 
 def _arguments(module: _Module) -> Mapping[str, Any]:
     """Of compressed-tensors, what is said of the weights of such a module."""
+    return _group(module).get("weights", {})
+
+
+def _group(module: _Module) -> Mapping[str, Any]:
+    """Of compressed-tensors, what is said of such modules."""
     groups = (module.stated.get("config_groups") or {}).values()
-    targeted = [(target, group["weights"]) for group in groups for target in group["targets"]]
-    for target, weights in targeted:
+    targeted = [(target, group) for group in groups for target in group["targets"]]
+    for target, group in targeted:
         exact = re.match(target[3:], module.name) if target.startswith("re:") else target == module.name
         if exact:
-            return weights
-    return next((weights for target, weights in targeted if target == "Linear"), targeted[0][1] if targeted else {})
+            return group
+    return next((group for target, group in targeted if target == "Linear"), targeted[0][1] if targeted else {})
 
 
 def _compressed(module: _Module) -> QuantizedMatrix | None:

@@ -11,53 +11,55 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.native.matrix import PackedMatrix, block_format
+from quire.ops.native.matrix import SCALED, PackedMatrix, row_bytes
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
 # (shape, dtype, name) -> zeroed memory, or what an earlier start left there under the name.
 Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
+_MADE = {"int8": Type.I8, "int4": Type.I4, "w8a8": Type.W8A8}
 
 
 class Packed(QuantizationMethod):
-    """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] in int8, and `bias` [out] where the layer has one.
+    """`packed` uint8 [blocks, tiles, bytes], `scales` float32 [out] in int8 and w8a8; `bias` [out] if there is one.
 
     Args:
-        bits: 8 or 4; None keeps the model's own type.
+        made: "int8", "int4" or "w8a8", made of floats; None keeps the model's own type.
         dtype: the model's, float32 or bfloat16.
         allocate: where weights live.
         filled: what `allocate` returns holds the packed weights already.
-        blocks: the type of a GGUF file's blocks, which are kept as they are, whatever `bits`: the checkpoint's `weight`
-            is uint8 [out, bytes of a row].
+        kept: the type of a checkpoint's matrices that are kept as they are, blocks or W8A8, whatever is `made`: its
+            `weight` is uint8 [out, bytes of a row].
     """
 
     def __init__(
         self,
-        bits: int | None,
+        made: str | None,
         dtype: torch.dtype,
         allocate: Allocate,
         filled: bool = False,
         *,
-        blocks: Type | None = None,
+        kept: Type | None = None,
     ) -> None:
-        self.type = {None: TYPE_OF[dtype], 8: Type.I8, 4: Type.I4}[bits] if blocks is None else blocks
+        self.type = kept if kept is not None else TYPE_OF[dtype] if made is None else _MADE[made]
+        self._kept = kept is not None
         self._allocate = allocate
         self.filled = frozenset({"weight"}) if filled else frozenset()
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         data_shape = PackedMatrix.data_shape(shape.out_features, shape.in_features, self.type)
         weights = {"packed": self._allocate(data_shape, torch.uint8, f"{name}.packed")}
-        if self.type is Type.I8:
+        if self.type in SCALED:
             weights["scales"] = self._allocate((shape.out_features,), torch.float32, f"{name}.scales")
         if shape.bias:
             weights["bias"] = torch.empty(shape.out_features, dtype=dtype)
         return weights
 
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
-        forms, blocks = super().checkpoint_tensors(shape), block_format(self.type)
-        if blocks is not None:
+        forms = super().checkpoint_tensors(shape)
+        if self._kept:
             rows, columns = shape.out_features, shape.in_features
-            forms["weight"] = TensorForm((rows, blocks.row_bytes(columns)), (torch.uint8,), rows * columns)
+            forms["weight"] = TensorForm((rows, row_bytes(self.type, columns)), (torch.uint8,), rows * columns)
         return forms
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:

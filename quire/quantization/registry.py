@@ -12,12 +12,10 @@ from quire.quantization.packed import Allocate, Packed, PackedParts
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
-# Name -> bits of linear layers, bits of embeddings and the output head. The head decides among all tokens at once and
-# embeddings have no neighbours to average with: they keep eight bits.
-_BITS: dict[str | None, tuple[int | None, int | None]] = {None: (None, None), "int8": (8, 8), "int4": (4, 8)}
-
-
-BLOCK_TYPES = frozenset(type.name for type in Type if type >= Type.Q4_0)
+# What is made as weights are loaded, of linear layers -> of embeddings and the output head. The head decides among all
+# tokens at once and embeddings have no neighbours to average with: they keep eight bits.
+MADE = {"int8": "int8", "int4": "int8", "w8a8": "int8"}
+KEPT_TYPES = frozenset(type.name for type in Type if type is Type.W8A8 or type >= Type.Q4_0)
 
 
 class TypesByLayer(Protocol):
@@ -81,16 +79,15 @@ def select_formats(
             kept plain, as is everything without kernels: its loader makes numbers of it.
     """
 
-    def method(bits: int | None) -> QuantizationMethod:
+    def method(made: str | None) -> QuantizationMethod:
         if allocate is not None:
-            return Packed(bits, dtype, allocate, filled)
-        return Unquantized() if bits is None else WeightOnly(bits)
+            return Packed(made, dtype, allocate, filled)
+        return Unquantized() if made is None else WeightOnly(made)
 
-    linear, table = _BITS.get(name, _BITS[None])
     plain = method(None)
     if not blocks:
-        return WeightFormats(method(linear), method(table), plain)
+        return WeightFormats(method(name), method(MADE[name]), plain) if name in MADE else uniform(plain)
     kept: dict[str, QuantizationMethod] = {}
     if allocate is not None:
-        kept = {kind: Packed(None, dtype, allocate, filled, blocks=Type[kind]) for kind in BLOCK_TYPES}
+        kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind]) for kind in KEPT_TYPES}
     return WeightFormats(plain, plain, plain, blocks=blocks, kept=kept)

@@ -1,8 +1,9 @@
-"""Weight-only quantization in plain torch: the twins of the packed formats, for machines without the kernels.
+"""Quantization in plain torch: the twins of the packed formats, for machines without the kernels.
 
 "int8" keeps one scale a row, "int4" one for 32 columns of a row; both are symmetric and made when the checkpoint is
-loaded. Activations are not quantized. The codes and scales are those of csrc/pack.h; what is saved here is memory, not
-time: a product expands the whole matrix first.
+loaded. "w8a8" is "int8" whose activations are rounded to eight bits, too, with a scale for each row; those of the
+others are not quantized. The codes and scales are those of csrc/pack.h; what is saved here is memory, not time: a
+product expands the whole matrix first.
 """
 
 from collections.abc import Mapping
@@ -22,11 +23,12 @@ class WeightOnly(QuantizationMethod):
     """`codes` int8 [out, in], `scales` [out, 1 or groups] and, where the layer has one, `bias` [out].
 
     Args:
-        bits: 8 or 4.
+        name: "int8", "int4" or "w8a8".
     """
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bits = 4 if name == "int4" else 8
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         groups = 1 if self.bits == 8 else -(-shape.in_features // GROUP)
@@ -48,6 +50,8 @@ class WeightOnly(QuantizationMethod):
             weights["scales"][rows].copy_(scales)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
+        if self.name == "w8a8":
+            return self._multiply_integers(weights, x)
         out = x.new_empty(x.shape[0], shape.out_features)
         for low in range(0, shape.out_features, _ROWS_AT_ONCE):
             rows = slice(low, low + _ROWS_AT_ONCE)
@@ -58,6 +62,12 @@ class WeightOnly(QuantizationMethod):
                 part = ops.linear(x, dense.to(torch.bfloat16).to(x.dtype))
             out[:, rows] = part.to(x.dtype)
         return out if not shape.bias else out.add_(weights["bias"])
+
+    def _multiply_integers(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        codes, scales = quantize_int8(x.float())
+        sums = codes.double() @ weights["codes"].double().t()  # which are exact
+        out = sums.float() * scales * weights["scales"].t()
+        return (out if "bias" not in weights else out + weights["bias"]).to(x.dtype)
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self._expand(weights["codes"][ids], weights["scales"][ids]).to(dtype)

@@ -371,7 +371,10 @@ def test_exactness_on_further_levels(
     check_variant(model_options, baseline, model, dtype, variant, kernels=kernels)
 
 
-COMPRESSED = [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}]
+COMPRESSED: list[dict[str, str]] = [
+    *({"quantization": name} for name in ("int8", "int4", "w8a8")),
+    {"kv_cache_dtype": "int8"},
+]
 
 
 @pytest.mark.sweep

@@ -1,5 +1,6 @@
 """The demo in the formats of quantized checkpoints: what it answers is what the dequantized demo answers."""
 
+import copy
 import importlib
 import logging
 import sys
@@ -56,6 +57,21 @@ def test_layers_that_are_left_alone_and_parts_of_several_types(tmp_path: Path, n
     values = files.write(tmp_path / "quantized", stated, quantize, ("q_proj", "layers.4."))
     files.write_values(tmp_path / "plain", values, torch.bfloat16)
     assert answers(tmp_path / "quantized") == answers(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_activations_in_eight_bits(tmp_path: Path, native: str) -> None:
+    """Where a checkpoint asks for them: near what its weights alone would say, and the same whoever shares a batch."""
+    stated, quantize = copy.deepcopy(files.CASES["ct-int8"][0]), files.CASES["ct-int8"][1]
+    files.write(tmp_path / "weights", stated, quantize)
+    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True}
+    files.write(tmp_path / "both", stated, quantize)
+    expected, found = answers(tmp_path / "weights"), answers(tmp_path / "both")
+    assert found != expected
+    for (tokens, logprobs), (near, others) in zip(found, expected, strict=True):
+        assert logprobs[0][tokens[0]].logprob == pytest.approx(others[0][near[0]].logprob, abs=0.3)
+    assert [answers(tmp_path / "both", [prompt])[0] for prompt in PROMPTS[:2]] == found[:2]
+    assert answers(tmp_path / "both", tensor_parallel_size=2) == found
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
 TILE_COLS = 32
-_TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288}
+_TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288, Type.W8A8: 512}
+SCALED = (Type.I8, Type.W8A8)
 
 
 class BlockFormat(NamedTuple):
@@ -47,13 +48,25 @@ def block_format(type: Type) -> BlockFormat | None:
     return BlockFormat(*sizes) if loaded_library().quire_block_format(type, ctypes.addressof(sizes)) else None
 
 
+def row_bytes(type: Type, cols: int) -> int:
+    """Bytes of a row of so many weights that are kept as a checkpoint has them (see `PackedMatrix.pack`).
+
+    Raises:
+        ValueError: they are no whole number of blocks, or the type is always made of floats.
+    """
+    blocks = block_format(type)
+    if blocks is None and type is not Type.W8A8:
+        raise ValueError(f"{type.name} can't be made from bytes")
+    return cols + 4 if blocks is None else blocks.row_bytes(cols)
+
+
 @dataclass(frozen=True)
 class PackedMatrix:
     """A matrix [rows, cols] of weights as the kernels want it.
 
     Attributes:
         data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], zeros where nothing was packed.
-        scales: float32 [rows], of Type.I8 only.
+        scales: float32 [rows], of Type.I8 and W8A8 only.
     """
 
     data: Tensor
@@ -75,8 +88,8 @@ class PackedMatrix:
             raise ValueError(
                 f"data must be contiguous uint8 {expected}, got {self.data.dtype} {tuple(self.data.shape)}"
             )
-        if (self.scales is None) == (self.type is Type.I8):
-            raise ValueError("scales belong to Type.I8, and to it only")
+        if (self.scales is None) == (self.type in SCALED):
+            raise ValueError("scales belong to Type.I8 and Type.W8A8, and to them only")
         if self.scales is not None and (self.scales.dtype != torch.float32 or self.scales.numel() != self.rows):
             raise ValueError(f"scales must be float32 [{self.rows}]")
 
@@ -90,16 +103,17 @@ class PackedMatrix:
     def pack(self, source: Tensor, start: int, target: Target | None = None) -> None:
         """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type.
 
-        Where that is of blocks: uint8 [n, bytes of a row], as a GGUF file has them, kept as they are.
+        From uint8 [n, bytes of a row] they are kept as they are: blocks as a GGUF file has them, or for Type.W8A8 the
+        codes plus 128, and the scale in float32.
         The bytes are the same whatever the `target` (default: `default_target`).
         """
-        blocks = block_format(self.type)
-        width = self.cols if blocks is None else blocks.row_bytes(self.cols)
+        ready = source.dtype == torch.uint8
+        width = row_bytes(self.type, self.cols) if ready else self.cols
         if source.dim() != 2 or source.shape[1] != width or start < 0 or start + source.shape[0] > self.rows:
             raise ValueError(f"rows {start}.. of [{self.rows}, {self.cols}] can't be filled from {tuple(source.shape)}")
-        if (source.dtype == torch.uint8) != (blocks is not None):
+        if not ready and block_format(self.type) is not None:
             raise ValueError(f"{self.type.name} can't be made from {source.dtype}")
-        if blocks is None and source.dtype not in (torch.float32, torch.bfloat16):
+        if not ready and source.dtype not in (torch.float32, torch.bfloat16):
             source = source.float()
         if source.stride(1) != 1:
             source = source.contiguous()
@@ -109,7 +123,7 @@ class PackedMatrix:
             source_stride=source.stride(0),
             start=start,
             num_rows=source.shape[0],
-            source_type=self.type if blocks else TYPE_OF[source.dtype],
+            source_type=self.type if ready else TYPE_OF[source.dtype],
         )
         target = target or default_target()
         loaded_library().quire_pack(target.kernels, target.num_threads, ctypes.addressof(arguments))

@@ -274,7 +274,7 @@ def test_layers_know_their_names_and_packed_weights_are_kept_by_them(make) -> No
 
     for config in (LLAMA, GPT2, OPT):
         asked.clear()
-        model = make(config, method=Packed(8, torch.float32, allocate))
+        model = make(config, method=Packed("int8", torch.float32, allocate))
         layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear | Embedding)]
         assert all(module.name == path for path, module in layers)
         assert sorted(asked) == sorted(f"{path}.{tensor}" for path, _ in layers for tensor in ("packed", "scales"))

@@ -16,12 +16,13 @@ from torch import Tensor
 from quire import ops
 from quire.ops import activation
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
-from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.matrix import SCALED, PackedMatrix
 from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
+from quire.quantization.weight_only import quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
-DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4]  # what a dense matrix is packed as
+DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8]  # what a dense matrix is packed as
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of one rounding
 MAX_ROWS = 300
 ROWS = [*range(1, 71), 129, 255, 256, 257, MAX_ROWS]
@@ -55,10 +56,16 @@ def packed(dense: Tensor, type: Type) -> PackedMatrix:
     """`dense` as a matrix for the kernels; it and its scales end where memory does."""
     rows, cols = dense.shape
     data = at_page_end(torch.zeros(PackedMatrix.data_shape(rows, cols, type), dtype=torch.uint8))
-    scales = at_page_end(torch.zeros(rows)) if type is Type.I8 else None
+    scales = at_page_end(torch.zeros(rows)) if type in SCALED else None
     matrix = PackedMatrix(data, scales, rows, cols, type)
     matrix.pack(dense, 0)
     return matrix
+
+
+def as_multiplied(x: Tensor, type: Type) -> Tensor:
+    """Rows as a product with weights of this type takes them."""
+    codes, scales = quantize_int8(x.float())
+    return codes * scales if type is Type.W8A8 else x
 
 
 def run(program: Program, inputs: list[Tensor], width: int, dtype: torch.dtype, step: StepData | None = None) -> Tensor:

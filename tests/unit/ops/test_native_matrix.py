@@ -7,7 +7,7 @@ from torch import Tensor
 from unpacking import unpacked
 
 from quire.ops.native.library import Target
-from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.matrix import SCALED, PackedMatrix
 from quire.ops.native.structs import Type
 from quire.quantization.weight_only import quantize_int4, quantize_int8
 
@@ -16,7 +16,7 @@ SOURCES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 def empty(rows: int, cols: int, type: Type) -> PackedMatrix:
     data = torch.zeros(PackedMatrix.data_shape(rows, cols, type), dtype=torch.uint8)
-    return PackedMatrix(data, torch.zeros(rows) if type is Type.I8 else None, rows, cols, type)
+    return PackedMatrix(data, torch.zeros(rows) if type in SCALED else None, rows, cols, type)
 
 
 def expanded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -32,7 +32,21 @@ def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, 
     assert torch.equal(unpacked(packed(dense, Type.BF16)), dense.bfloat16().float())
     codes, scales = quantize_int8(dense.float())
     assert torch.equal(unpacked(packed(dense, Type.I8)), codes * scales)
+    assert torch.equal(unpacked(packed(dense, Type.W8A8)), codes * scales)
     assert torch.equal(unpacked(packed(dense, Type.I4)), expanded(*quantize_int4(dense.float())))
+
+
+def test_rows_of_a_checkpoint_are_kept_as_they_are(level: str) -> None:
+    """Codes of all 256 values and the scales, also where rows begin inside a block and end inside a tile."""
+    codes = torch.randint(-128, 128, (37, 70), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
+    scales = draw(37, 1).abs()
+    rows = torch.cat([codes.view(torch.uint8) ^ 128, scales.view(torch.uint8).view(37, 4)], dim=1)
+    matrix = empty(37, 70, Type.W8A8)
+    for start, stop in ((5, 37), (0, 5)):
+        matrix.pack(rows[start:stop], start)
+    assert torch.equal(unpacked(matrix), codes * scales)
+    with pytest.raises(ValueError, match="I4 can't be made from bytes"):
+        empty(37, 70, Type.I4).pack(rows, 0)
 
 
 def test_quantization_is_as_good_as_its_bits(level: str) -> None:

@@ -56,61 +56,63 @@ def recorded(function: Any, *inputs: Tensor, width: int, dtype: torch.dtype) -> 
 
 
 def test_registry() -> None:
-    for name, bits in ((None, (None, None)), ("int8", (8, 8)), ("int4", (4, 8))):
+    types = {None: (Type.BF16, Type.BF16), "int8": (Type.I8, Type.I8), "int4": (Type.I4, Type.I8)}
+    for name, expected in (types | {"w8a8": (Type.W8A8, Type.I8)}).items():
         packed, plain = select_formats(name, BF16, zeros), select_formats(name, BF16, None)
-        for method, expected in zip((packed.linear, packed.table), bits, strict=True):
+        for method, twin, type in zip(
+            (packed.linear, packed.table), (plain.linear, plain.table), expected, strict=True
+        ):
             assert isinstance(method, Packed)
-            assert method.type == {None: Type.BF16, 8: Type.I8, 4: Type.I4}[expected]
-        for method, expected in zip((plain.linear, plain.table), bits, strict=True):
-            assert isinstance(method, Unquantized) if expected is None else isinstance(method, WeightOnly)
-            assert getattr(method, "bits", None) == expected
+            assert method.type == type
+            assert isinstance(twin, Unquantized) if name is None else isinstance(twin, WeightOnly)
+            assert getattr(twin, "name", None) == {Type.BF16: None, Type.I8: "int8", Type.I4: "int4"}.get(type, name)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("made", [None, "int8", "int4", "w8a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, bits: int | None) -> None:
-    method = Packed(bits, dtype, zeros)
-    twin = filled_linear(Unquantized() if bits is None else WeightOnly(bits), dtype, ["q_proj", "k_proj", "v_proj"])
+def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | None) -> None:
+    method = Packed(made, dtype, zeros)
+    twin = filled_linear(Unquantized() if made is None else WeightOnly(made), dtype, ["q_proj", "k_proj", "v_proj"])
     layer = filled_linear(method, dtype, ["v_proj", "q_proj", "k_proj"])
     x = draw(37, 70, dtype=dtype, seed=9)
     found = recorded(layer, x, width=66, dtype=dtype)
     assert torch.equal(layer.weights["bias"], twin.weights["bias"])
-    bound = {F32: 2e-5, BF16: 0.1}[dtype] if bits != 4 else {F32: 5e-3, BF16: 0.15}[dtype]
+    bound = {F32: 2e-5, BF16: 0.1}[dtype] if made != "int4" else {F32: 5e-3, BF16: 0.15}[dtype]
     torch.testing.assert_close(found, twin(x), atol=bound, rtol=bound)
     wide = recorded(lambda v: layer(v, wide=True), x, width=66, dtype=F32)
     torch.testing.assert_close(wide, twin(x).float(), atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("made", ["int8", "int4", "w8a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_twin_is_near_what_it_was_given(bits: int, dtype: torch.dtype) -> None:
-    method, shape = WeightOnly(bits), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
+def test_a_twin_is_near_what_it_was_given(made: str, dtype: torch.dtype) -> None:
+    method, shape = WeightOnly(made), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
     weights, dense, bias = method.create_weights(shape, dtype), draw(2500, 100), draw(2500, seed=1)
     for start, stop in ((1100, 2500), (0, 7), (7, 1100)):
         method.load(weights, shape, "weight", dense[start:stop], start)
     method.load(weights, shape, "bias", bias, 0)
     assert weights["codes"].dtype == torch.int8
-    assert weights["codes"].abs().amax() == (127 if bits == 8 else 8)
-    assert weights["scales"].shape == (2500, 1 if bits == 8 else 4)
+    assert weights["codes"].abs().amax() == (127 if made != "int4" else 8)
+    assert weights["scales"].shape == (2500, 1 if made != "int4" else 4)
     x = draw(70, 100, dtype=dtype, seed=2)
     found = method.apply(weights, shape, x)
     assert found.dtype == dtype
     expected = x.float() @ dense.t() + bias
     error = (found.float() - expected).square().mean().sqrt() / expected.std()
-    assert error < (0.01 if bits == 8 else 0.1)
+    assert error < (0.01 if made != "int4" else 0.1)
     for rows in (1, 33):
         assert torch.equal(method.apply(weights, shape, x[5 : 5 + rows]), found[5 : 5 + rows])
     ids = torch.tensor([2499, 0, 3])
     rows = method.lookup(weights, shape, ids, dtype)
     assert rows.dtype == dtype
-    assert (rows.float() - dense[ids]).abs().max() < (0.03 if bits == 8 else 0.6)
+    assert (rows.float() - dense[ids]).abs().max() < (0.03 if made != "int4" else 0.6)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("made", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dtype, bits: int | None) -> None:
-    plain = Unquantized() if bits is None else WeightOnly(bits)
-    pair = [VocabEmbedding(Place("", m, dtype), 50, 40) for m in (Packed(bits, dtype, zeros), plain)]
+def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dtype, made: str | None) -> None:
+    plain = Unquantized() if made is None else WeightOnly(made)
+    pair = [VocabEmbedding(Place("", m, dtype), 50, 40) for m in (Packed(made, dtype, zeros), plain)]
     for embedding in pair:
         [slot] = embedding.checkpoint_slots("")
         slot.load(draw(50, 40, dtype=dtype))
@@ -121,10 +123,10 @@ def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dty
     torch.testing.assert_close(matrix.to(dtype), pair[1](torch.arange(50)), atol=0, rtol=0.01)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-def test_positions_are_offset_in_every_format(level: str, bits: int | None) -> None:
-    twin = Unquantized() if bits is None else WeightOnly(bits)
-    native, plain = (LearnedPositions(Place("", m, F32), 9, 40, offset=2) for m in (Packed(bits, F32, zeros), twin))
+@pytest.mark.parametrize("made", [None, "int8"])
+def test_positions_are_offset_in_every_format(level: str, made: str | None) -> None:
+    twin = Unquantized() if made is None else WeightOnly(made)
+    native, plain = (LearnedPositions(Place("", m, F32), 9, 40, offset=2) for m in (Packed(made, F32, zeros), twin))
     for layer in (native, plain):
         [slot] = layer.checkpoint_slots("")
         slot.load(draw(11, 40))
@@ -140,7 +142,7 @@ def test_a_layer_in_blocks_is_kept_as_the_file_has_it(level: str) -> None:
     """Its parts are loaded as bytes, and it computes what a matrix of their values does."""
     gguf = pytest.importorskip("gguf")
     parts = {"q_proj": 21, "k_proj": 5, "v_proj": 38}
-    layer = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros, blocks=Type.Q4_0), BF16), 96, parts)
+    layer = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros, kept=Type.Q4_0), BF16), 96, parts)
     plain = Linear(Place("attn.qkv_proj", Packed(None, BF16, zeros), BF16), 96, parts)
     slots = {slot.name: slot for slot in plain.checkpoint_slots("attn.qkv_proj")}
     for slot in reversed(list(layer.checkpoint_slots("attn.qkv_proj"))):
@@ -200,9 +202,9 @@ def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
 
 
 def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
-    assert Packed(8, F32, zeros).filled == frozenset()
-    assert Packed(8, F32, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
-    assert Unquantized().filled == WeightOnly(4).filled == frozenset()
+    assert Packed("int8", F32, zeros).filled == frozenset()
+    assert Packed("int8", F32, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
+    assert Unquantized().filled == WeightOnly("int4").filled == frozenset()
 
 
 def test_packed_weights_are_for_programs_only(level: str) -> None:
@@ -210,4 +212,4 @@ def test_packed_weights_are_for_programs_only(level: str) -> None:
     with pytest.raises(AssertionError, match="recorded programs only"):
         layer(torch.ones(2, 8))
     with pytest.raises(AssertionError, match="recorded programs only"):
-        Embedding(Place("", Packed(8, F32, zeros), F32), 3, 8)(torch.tensor([1]))
+        Embedding(Place("", Packed("int8", F32, zeros), F32), 3, 8)(torch.tensor([1]))

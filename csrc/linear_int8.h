@@ -1,0 +1,170 @@
+// Linear layers of eight bits on both sides: x is rounded to eight bits, with a scale for each row of its own, and integers
+// are multiplied.
+//
+// Sums of integers are exact, so a row's bits are its own, whatever is computed beside it and in which order. Weights are
+// bytes around 128 and x is signed, as VPDPBUSD (AVX512_VNNI) wants them; what 128 adds is taken off at the end.
+// x is laid out for the kernel: panels of kIntRows rows, in them by four columns: [columns / 4][kIntRows][4].
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "linear.h"
+
+namespace quire::QUIRE_NS {
+
+constexpr int kIntRows = 12;                  // rows of x whose sums with two blocks of weights stay in registers
+constexpr int64_t kIntBlocksBytes = 256 << 10;  // of weights that panels of x meet in turn: they stay in L2
+
+// x in eight bits.
+struct IntRows {
+    const int8_t* panels;
+    const float* scales;   // [rows]
+    const int32_t* excess; // [rows] what 128 adds to the sums of a row
+    int64_t panel_bytes;
+
+    const int8_t* panel(int64_t first_row) const { return panels + first_row / kIntRows * panel_bytes; }
+};
+
+// The codes and scale of one row, as those of int8 weights are chosen (pack.h).
+inline float quantize_row(const float* x, int64_t cols, int64_t padded, int8_t* out, int32_t& excess) {
+    const float most = largest_magnitude(x, padded), inverse = most > 0 ? 127.0f / most : 0.0f;
+    vi total{};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+        const vf bounded = min(max(round_product(load(x + i), inverse), splat(-127.0f)), splat(127.0f));
+        const vi codes = __builtin_convertvector(bounded, vi);
+        total += codes;
+        alignas(64) int32_t values[kLanes];
+        std::memcpy(values, &codes, sizeof codes);
+        for (int lane = 0; lane < kLanes; lane += 4)
+            for (int c = 0; c < 4; c++) out[(i + lane) * kIntRows + c] = int8_t(values[lane + c]);
+    }
+    (void)cols;
+    int32_t sum = 0;
+    for (int i = 0; i < kLanes; i++) sum += total[i];
+    excess = 128 * sum;
+    return most / 127.0f;  // NaN where any of the row is: it shows
+}
+
+inline IntRows quantize_rows(const LinearArgs& a, Context& context) {
+    const int64_t padded = a.weight.num_tiles() * 32, num_panels = divide_up(a.num_rows, kIntRows);
+    const int64_t panel_bytes = kIntRows * padded;
+    int8_t* panels = context.shared.get<int8_t>(num_panels * (panel_bytes + kIntRows * 8));
+    float* scales = reinterpret_cast<float*>(panels + num_panels * panel_bytes);
+    int32_t* excess = reinterpret_cast<int32_t*>(scales + num_panels * kIntRows);
+    context.pool.run(num_panels, [&](int64_t panel, int thread) {
+        float* values = context.thread_scratch[thread].get<float>(padded);
+        for (int64_t i = a.weight.cols; i < padded; i++) values[i] = 0;
+        for (int64_t row = panel * kIntRows; row < a.num_rows && row < (panel + 1) * kIntRows; row++) {
+            for_vectors(a.weight.cols, [&](int64_t i, int n) {
+                const vf v = a.type == Type::bf16 ? load_n(static_cast<const bf16*>(a.x) + row * a.x_stride + i, n)
+                                                  : load_n(static_cast<const float*>(a.x) + row * a.x_stride + i, n);
+                store_n(values + i, v, n);
+            });
+            scales[row] = quantize_row(values, a.weight.cols, padded, panels + panel * panel_bytes + row % kIntRows * 4, excess[row]);
+        }
+    });
+    return {panels, scales, excess, panel_bytes};
+}
+
+// Sums of kRows rows of a panel and the sixteen features of each of kBlocks blocks, over all columns.
+template <int kRows, int kBlocks>
+inline void int_tile(const uint8_t* const (&weights)[2], int64_t num_quads, const int8_t* x, int32_t (*sums)[kIntRows * 16]) {
+#if defined(__AVX512VNNI__)
+    __m512i acc[kBlocks][kRows];
+    for (auto& block : acc)
+        for (__m512i& sum : block) sum = _mm512_setzero_si512();
+    for (int64_t q = 0; q < num_quads; q++, x += kIntRows * 4) {
+        __m512i w[kBlocks];
+        for (int b = 0; b < kBlocks; b++) {
+            w[b] = _mm512_loadu_si512(weights[b] + q * 64);
+            _mm_prefetch(reinterpret_cast<const char*>(weights[b] + q * 64 + (kRows <= 4 ? 4096 : 1024)), _MM_HINT_T0);
+        }
+        for (int m = 0; m < kRows; m++) {
+            int32_t four;
+            std::memcpy(&four, x + m * 4, 4);
+            const __m512i v = _mm512_set1_epi32(four);
+            for (int b = 0; b < kBlocks; b++) acc[b][m] = _mm512_dpbusd_epi32(acc[b][m], w[b], v);
+        }
+    }
+    for (int b = 0; b < kBlocks; b++)
+        for (int m = 0; m < kRows; m++) _mm512_storeu_si512(sums[b] + m * 16, acc[b][m]);
+#elif defined(__AVX2__)
+    for (int b = 0; b < kBlocks; b++)
+        for (int m = 0; m < kRows; m++) {
+            __m256i acc[4] = {};  // two lanes a feature
+            for (int64_t q = 0; q < num_quads; q++) {
+                int32_t four;
+                std::memcpy(&four, x + q * kIntRows * 4 + m * 4, 4);
+                const __m256i v = _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(four)));
+                for (int i = 0; i < 4; i++) {
+                    const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weights[b] + q * 64 + i * 16)));
+                    acc[i] = _mm256_add_epi32(acc[i], _mm256_madd_epi16(w, v));
+                }
+            }
+            for (int i = 0; i < 4; i++) {
+                alignas(32) int32_t lanes[8];
+                std::memcpy(lanes, &acc[i], sizeof lanes);
+                for (int feature = 0; feature < 4; feature++) sums[b][m * 16 + i * 4 + feature] = lanes[2 * feature] + lanes[2 * feature + 1];
+            }
+        }
+#else
+    for (int b = 0; b < kBlocks; b++) {
+        int32_t acc[kRows][16] = {};
+        for (int64_t q = 0; q < num_quads; q++)
+            for (int m = 0; m < kRows; m++)
+                for (int feature = 0; feature < 16; feature++)
+                    for (int c = 0; c < 4; c++)
+                        acc[m][feature] += int32_t(weights[b][q * 64 + feature * 4 + c]) * x[q * kIntRows * 4 + m * 4 + c];
+        std::memcpy(sums[b], acc, sizeof acc);
+    }
+#endif
+}
+
+template <int kBlocks>
+inline void int_tile_of(int64_t num_rows, const uint8_t* const (&weights)[2], int64_t num_quads, const int8_t* x, int32_t (*sums)[kIntRows * 16]) {
+    if (num_rows == 1) return int_tile<1, kBlocks>(weights, num_quads, x, sums);
+    if (num_rows == 2) return int_tile<2, kBlocks>(weights, num_quads, x, sums);
+    if (num_rows <= 4) return int_tile<4, kBlocks>(weights, num_quads, x, sums);
+    if (num_rows <= 8) return int_tile<8, kBlocks>(weights, num_quads, x, sums);
+    int_tile<kIntRows, kBlocks>(weights, num_quads, x, sums);
+}
+
+inline void linear_int8(const LinearArgs& a, Context& context) {
+    if (a.num_rows == 0) return;
+    const IntRows rows = quantize_rows(a, context);
+    const Matrix& w = a.weight;
+    const bool gated = is_gated(a.epilogue);
+    const int64_t quads = w.num_tiles() * 8, count = gated ? w.num_blocks() / 2 : w.num_blocks();
+    const int64_t at_once = gated ? 1 : 2;  // blocks of the result; two of weights in any case
+    const int64_t pairs = divide_up(count, at_once), bytes = 2 * w.num_tiles() * w.tile_bytes();
+    int64_t group = kIntBlocksBytes / bytes, fair = pairs / (4 * context.pool.size());  // no thread waits long for another
+    group = group < fair ? group : fair;
+    group = group < 1 ? 1 : group;
+    context.pool.run(divide_up(pairs, group), [&](int64_t task, int) {
+        alignas(64) int32_t sums[2][kIntRows * 16];
+        alignas(64) float scaled[2][kIntRows * 16];
+        for (int64_t first = 0; first < a.num_rows; first += kIntRows) {
+            const int64_t n = a.num_rows - first < kIntRows ? a.num_rows - first : kIntRows;
+            for (int64_t pair = task * group; pair < pairs && pair < (task + 1) * group; pair++) {
+                const int64_t block = pair * at_once, other = gated ? block + count : block + 1;
+                const uint8_t* weights[2] = {w.tile(block, 0), w.tile(other, 0)};
+                const bool both = other < w.num_blocks();
+                if (both) int_tile_of<2>(n, weights, quads, rows.panel(first), sums);
+                else int_tile_of<1>(n, weights, quads, rows.panel(first), sums);
+                for (int b = 0; b < 1 + both; b++)
+                    for (int64_t m = 0; m < n; m++)
+                        for (int i = 0; i < 16; i += kLanes) {
+                            vi sum;
+                            std::memcpy(&sum, sums[b] + m * 16 + i, sizeof sum);
+                            store(scaled[b] + m * 16 + i, __builtin_convertvector(sum - rows.excess[first + m], vf) * rows.scales[first + m]);
+                        }
+                finish(a, {scaled[0], gated ? scaled[1] : nullptr, 16, 16, block * 16, other * 16, first, n});
+                if (both && !gated) finish(a, {scaled[1], nullptr, 16, 16, other * 16, 0, first, n});
+            }
+        }
+    });
+}
+
+}  // namespace quire::QUIRE_NS
