@@ -159,7 +159,7 @@ def test_a_layer_in_blocks_is_kept_as_the_file_has_it(level: str) -> None:
 def test_parts_of_several_types_are_products_side_by_side(level: str, kinds: tuple[str, ...]) -> None:
     gguf = pytest.importorskip("gguf")
     methods = {
-        part: Packed(None, BF16, zeros, blocks=None if kind == "BF16" else Type[kind])
+        part: Packed(None, BF16, zeros, kept=None if kind == "BF16" else Type[kind])
         for kind, part in zip(kinds, PARTS, strict=True)
     }
     methods["k_proj"] = methods["q_proj"] if kinds[0] == kinds[1] else methods["k_proj"]
