@@ -12,6 +12,8 @@ from quire.config.worker import WorkerConfig
 from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
+from quire.sampling.accept import draw_drafts
+from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.draft_model import DraftModelProposer, DraftRunner
 from quire.speculative.drawing import Order
@@ -87,8 +89,8 @@ class RowDraftRunner(DraftRunner):
         logits = self._model.compute_logits(self._compute([order.row for order in orders], starts, counts))
         states = [order.state for order in orders]
         if not self.draws_apart:
-            return self._device.draw_ahead(logits, states, num_drawn)
-        drawn, probs = self._device.draw_drafts(logits, states, num_drawn)
+            return sample_ahead(logits, states, num_drawn, self._device.target)
+        drawn, probs = draw_drafts(logits, states, num_drawn, self._device.target)
         for order, drawn_from in zip(orders, probs, strict=True):
             order.probs += [drawn_from] if drawn_from is not None else []
         return drawn

@@ -18,6 +18,7 @@ from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
 from quire.models.growing_tree import GrowingTrees
 from quire.models.weights import CheckpointFormat, weight_slots
+from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Order
 from quire.speculative.eagle import EagleProposer, EagleRunner
@@ -113,7 +114,7 @@ class RowEagleRunner(EagleRunner):
                 before = self._device.take_rows(before, kept)
             before = self._run([order.row for order in orders], starts, counts, before)
             logits = self._head.spread(self._head.compute_logits(before))
-            return self._device.draw_ahead(logits, [order.state for order in orders], num_drawn)
+            return sample_ahead(logits, [order.state for order in orders], num_drawn, self._device.target)
 
         return draft_in_steps(orders, draw)
 
@@ -125,8 +126,9 @@ class RowEagleRunner(EagleRunner):
         while True:
             logits, wanted = self._head.spread(self._head.compute_logits(hidden)), trees.wanted
             states, num_choices = [orders[i].state for i, _ in wanted], [num for _, num in wanted]
-            drawn = () if all(one.greedy for one in states) else self._device.draw_ahead(logits, states, trees.depth)
-            parents = trees.grow(rank_tokens(self._device, logits, states, num_choices), drawn)
+            greedy = all(one.greedy for one in states)
+            drawn = () if greedy else sample_ahead(logits, states, trees.depth, self._device.target)
+            parents = trees.grow(rank_tokens(self._device.target, logits, states, num_choices), drawn)
             if not parents:
                 return [trees.drafts(i) for i in range(len(orders))]
             for i in trees.growing:

@@ -12,10 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.sampling.accept import Rule
+from quire.ops.native.library import Target
+from quire.sampling.accept import Rule, judge_lanes
 from quire.sampling.lanes import Lane
+from quire.sampling.waves import draw_lanes
 from quire.speculative.base import Proposer
-from quire.worker.devices.base import Device
 from quire.worker.rows import Row
 
 _NO_HIDDEN = torch.empty(0, 0)
@@ -28,9 +29,9 @@ class Judge:
         restores: whether drafts of a preempted sequence are of use.
     """
 
-    def __init__(self, device: Device, proposer: Proposer, rule: Rule) -> None:
+    def __init__(self, target: Target | None, proposer: Proposer, rule: Rule) -> None:
         self.restores = not proposer.from_prefix
-        self._device, self._proposer = device, proposer
+        self._target, self._proposer = target, proposer
         self._rule = replace(rule, ask=self._ask if proposer.from_prefix else None)
 
     def draw(self, logits: Tensor, lanes: Sequence[Lane], rows: Sequence[Row]) -> None:
@@ -47,9 +48,9 @@ class Judge:
                 lane.probs = list(drafted.probs.numpy()[drafted.tokens.num - drafted.num_before :])
             judged.append(lane)
         if plain:
-            self._device.draw(logits, plain)
+            draw_lanes(logits, plain, self._target)
         if judged:
-            self._device.judge(logits, judged, self._rule)
+            judge_lanes(logits, judged, self._rule, self._target)
 
     def _ask(self, lanes: Sequence[Lane]) -> None:
         """One draft for the next position of each lane."""

@@ -16,6 +16,7 @@ from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
 from quire.sampling.state import SamplingState
+from quire.sampling.waves import sample_ahead
 from quire.speculative.base import Proposer
 from quire.speculative.medusa import HeadRunner, MedusaProposer
 from quire.speculative.pace import StepCosts
@@ -95,14 +96,15 @@ class RowHeadRunner(HeadRunner):
 
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         each = [state for state in states for _ in range(num_heads)]
-        return self._device.draw_ahead(self.logits(hidden, num_heads), each, [*range(num_heads)] * len(states))
+        ahead = [*range(num_heads)] * len(states)
+        return sample_ahead(self.logits(hidden, num_heads), each, ahead, self._device.target)
 
     def rank(
         self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int, num_choices: int
     ) -> list[Sequence[int]]:
         logits = self.logits(hidden, num_heads)
         each = [state for state in states for _ in range(num_heads)]
-        return rank_tokens(self._device, logits, each, [num_choices] * len(each))
+        return rank_tokens(self._device.target, logits, each, [num_choices] * len(each))
 
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
         """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""

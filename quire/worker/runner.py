@@ -30,9 +30,11 @@ from quire.protocol.step import (
     StepResult,
     TokenLogprobs,
 )
+from quire.sampling import prompt_logprobs, rank
 from quire.sampling.lanes import Lane
 from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import NO_DRAFT
+from quire.sampling.waves import draw_lanes
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
@@ -302,7 +304,7 @@ class ModelRunner:
         if ranked:
             self._rank(logits, ranked, results)
         if self.judge is None:
-            self.device.draw(logits, list(lanes.values()))
+            draw_lanes(logits, list(lanes.values()), self.device.target)
         else:
             self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])
         if self.pace is not None and begun.seconds and len(token_rows) == begun.ends[-1]:
@@ -359,7 +361,7 @@ class ModelRunner:
         several = list(lanes.values())
         for lane in several:
             lane.go_to(0)
-        for (place, lane), found in zip(lanes.items(), self.device.rank(logits, several), strict=True):
+        for (place, lane), found in zip(lanes.items(), rank(logits, several, self.device.target), strict=True):
             if isinstance(found, Failure):
                 result = SequenceResult(failure=found)
             else:
@@ -371,7 +373,7 @@ class ModelRunner:
         if not lane.state.num_logprobs:
             return None
         row = logits[lane.first_row : lane.first_row + 1]
-        return self.device.prompt_logprobs(row, candidates.token_ids[:1], lane.state.num_logprobs)
+        return prompt_logprobs(row, candidates.token_ids[:1], lane.state.num_logprobs, self.device.target)
 
     def _propose(
         self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane], hidden: Tensor
@@ -459,7 +461,7 @@ class ModelRunner:
                 adapters = begun.adapters and begun.adapters.of(range(first + low, first + high))
                 logits = self.model.compute_logits(begun.hidden[first + low : first + high], adapters)
                 targets = row.tokens.ids[low + 1 : high + 1].tolist()
-                entries.extend(self.device.prompt_logprobs(logits, targets, top))
+                entries.extend(prompt_logprobs(logits, targets, top, self.device.target))
             results[place] = SequenceResult(prompt_logprobs=PromptLogprobs(start=start + 1, entries=entries))
 
 

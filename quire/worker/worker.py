@@ -229,7 +229,7 @@ class Worker:
         # The rejection sampler takes a draft that is certain just when the sampler's own draw is it.
         judges = {"exact": False, "rejection": proposer.from_prefix, "typical": True}[speculative.acceptance]
         if judges:
-            runner.judge = Judge(self.device, proposer, Rule(speculative.threshold, speculative.alpha))
+            runner.judge = Judge(self.device.target, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
             seconds = self.device.meter(model, self._layers, len(self._groups)).step_seconds(sizes, PACE_SECONDS)

@@ -20,13 +20,7 @@ from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
-from quire.protocol.step import Failure, TokenLogprobs
 from quire.quantization.registry import TypesByLayer, WeightFormats
-from quire.sampling import Draw, prompt_logprobs, rank
-from quire.sampling.accept import Probs, Rule, draw_drafts, judge_lanes
-from quire.sampling.lanes import Lane
-from quire.sampling.state import SamplingState
-from quire.sampling.waves import draw_lanes, sample_ahead
 from quire.worker.devices.meter import Meter
 from quire.worker.gather import StepArrays
 from quire.worker.weights.store import WeightStore
@@ -43,7 +37,8 @@ class Device(ABC):
         num_threads: host threads that compute.
         group: of the ranks that share the model; None for one alone.
         clock: seconds, by rank 0's clock for all ranks: what follows from times is then the same on each.
-        target: what compiled kernels run on; None where the sampler's alone are used, on what there is.
+        target: what compiled kernels run on, the sampler's, too; None where the sampler's alone are used, on what
+            there is.
         is_small_model: one thread computes although there are more, as the model is small.
     """
 
@@ -136,36 +131,3 @@ class Device(ABC):
     @abstractmethod
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows [R], ascending, of hidden states [T, H]; where they are all of them, as they are."""
-
-    # Sampling, in the main memory.
-
-    def draw(self, logits: Tensor, lanes: Sequence[Lane]) -> None:
-        """Sample [N, V] logits into lanes, as `quire.sampling.waves.draw_lanes`."""
-        draw_lanes(logits, lanes, self.target)
-
-    def judge(self, logits: Tensor, lanes: Sequence[Lane], rule: Rule) -> None:
-        """Sample [N, V] logits into lanes, as `quire.sampling.accept.judge_lanes`."""
-        judge_lanes(logits, lanes, rule, self.target)
-
-    def draw_ahead(
-        self, logits: Tensor, states: Sequence[SamplingState], ahead: int | Sequence[int]
-    ) -> list[int | None]:
-        """Draw a token from each of [R, V] logits, as `draw` would `ahead` positions later; None where that fails.
-
-        The states are of parameters that don't look back. Nothing is appended.
-        """
-        return sample_ahead(logits, states, ahead, self.target)
-
-    def draw_drafts(
-        self, logits: Tensor, states: Sequence[SamplingState], ahead: int
-    ) -> tuple[list[int | None], list[Probs | None]]:
-        """Draw as `draw_ahead`, but with bits of their own, as `quire.sampling.accept.draw_drafts`."""
-        return draw_drafts(logits, states, ahead, self.target)
-
-    def rank(self, logits: Tensor, draws: Sequence[Draw]) -> list[TokenLogprobs | Failure]:
-        """The best tokens of some rows, as `quire.sampling.rank`."""
-        return rank(logits, draws, self.target)
-
-    def prompt_logprobs(self, logits: Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Of given tokens, as `quire.sampling.prompt_logprobs`."""
-        return prompt_logprobs(logits, token_ids, k, self.target)
