@@ -125,9 +125,7 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         ops.write_kv(key, value, cache, metadata.batch.slot_mapping)
         group_size = spec.num_heads // spec.num_kv_heads
         shape = _Shape(group_size, spec.num_kv_heads * spec.head_dim, spec.window, spec.causal, spec.start)
-        work = metadata.work(shape)
-        attended = ops.paged_attention(query, cache, work, spec.scale, softcap=spec.softcap, sinks=spec.sinks)
-        return attended.reshape(qkv.shape[0], -1)
+        return ops.paged_attention(query, cache, metadata.work(shape), spec).reshape(qkv.shape[0], -1)
 
 
 def _cut(batch: AttentionBatch, shape: _Shape) -> AttentionWork:

@@ -71,48 +71,27 @@ class AttentionWork:
 
 
 @op
-def paged_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    work: AttentionWork,
-    scale: float,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def paged_attention(query: Tensor, kv_cache: Tensor, work: AttentionWork, spec: AttentionSpec) -> Tensor:
     """Attend to cached keys and values.
 
     Args:
         query: [T, Hq, D].
         kv_cache: [blocks, block_size, 2, Hkv, D], keys then values; the step's own are written already.
         work: which query meets which slots; covers every row of `query`.
-        scale: factor on the scores.
-        softcap: scores s become ``softcap * tanh(s / softcap)``.
-        sinks: [Hq], scores of one more key for each head, whose value is zero.
+        spec: whose scale, softcap and sinks scores are made with.
 
     Returns:
         [T, Hq, D], in the dtype of `query`.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     slots = kv_cache.view(-1, *kv_cache.shape[2:])
-    scores = _Scores(work.query_rows, scale, softcap, sinks)
     for group in work.groups:
         rows = group.rows.flatten()
-        out.index_copy_(0, rows, _attend(query.index_select(0, rows), slots, group, scores))
+        out.index_copy_(0, rows, _attend(query.index_select(0, rows), slots, group, work.query_rows, spec))
     return out
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """What scores are made with, as in `paged_attention` and `AttentionWork`."""
-
-    query_rows: int
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-
-
-def _attend(query: Tensor, slots: Tensor, group: TileGroup, scores: _Scores) -> Tensor:
+def _attend(query: Tensor, slots: Tensor, group: TileGroup, query_rows: int, spec: AttentionSpec) -> Tensor:
     """Attention of one group: query [items * width, Hq, D] -> the same shape; slots is the cache as [slots, 2, Hkv, D].
 
     Inside, tensors are [Hkv, items, row, ...]: row = token * group size + query head within its KV head's group.
@@ -122,26 +101,24 @@ def _attend(query: Tensor, slots: Tensor, group: TileGroup, scores: _Scores) -> 
     group_size = query.shape[1] // num_kv_heads
     used = width * group_size  # rows above are padding: they are multiplied, and nothing else
     # Queries as columns: the product with keys as rows is the faster one.
-    columns = query.new_zeros((num_kv_heads, num_items, head_dim, scores.query_rows), dtype=torch.float32)
+    columns = query.new_zeros((num_kv_heads, num_items, head_dim, query_rows), dtype=torch.float32)
     split = query.view(num_items, width, num_kv_heads, group_size, head_dim)
     columns[..., :used].unflatten(3, (width, group_size)).copy_(split.permute(2, 0, 4, 1, 3))
-    columns.mul_(scores.scale)
+    columns.mul_(spec.scale)
     highest = columns.new_full((num_kv_heads, num_items, used, 1), _LOWEST)
     total = torch.zeros_like(highest)
-    if scores.sinks is not None:  # the first of all keys: the maximum so far, with a weight of 1
-        highest.view(num_kv_heads, num_items, width, group_size).copy_(
-            scores.sinks.view(num_kv_heads, 1, 1, group_size)
-        )
+    if spec.sinks is not None:  # the first of all keys: the maximum so far, with a weight of 1
+        highest.view(num_kv_heads, num_items, width, group_size).copy_(spec.sinks.view(num_kv_heads, 1, 1, group_size))
         total.fill_(1.0)
     weighted = columns.new_zeros((num_kv_heads, num_items, used, head_dim))
     for step in group.steps:
         items = slice(step.start, step.stop)
         keys, values = _gather(slots, step.slots)
-        weights = columns.new_zeros((num_kv_heads, step.stop - step.start, scores.query_rows, KEY_TILE))
+        weights = columns.new_zeros((num_kv_heads, step.stop - step.start, query_rows, KEY_TILE))
         visible = weights[:, :, :used]
         visible.copy_(_tile_product(keys, columns[:, items])[..., :used].transpose(2, 3))
-        if scores.softcap is not None:
-            visible.div_(scores.softcap).tanh_().mul_(scores.softcap)
+        if spec.softcap is not None:
+            visible.div_(spec.softcap).tanh_().mul_(spec.softcap)
         if step.hidden is not None:
             masked = slice(step.masked_start - step.start, step.masked_stop - step.start)
             visible[:, masked].masked_fill_(step.hidden, -torch.inf)
