@@ -38,16 +38,6 @@ _SEEN = struct.Struct("=QqQ")
 _COMPLETING_AT, _STOP_AT, _SEEN_AT = 72 + 2 * 16, 72 + 3 * 16, 72 + 5 * 16 + 8
 
 
-class _LiveRow:
-    """A record that changes; `completing` is what it points to."""
-
-    __slots__ = ("completing", "data")
-
-    def __init__(self, data: bytes) -> None:
-        self.data = bytearray(data)
-        self.completing: Ids = np.empty(0, np.int64)
-
-
 class _Call:
     """One call's arrays. All int64 that go in and out lie in one: logits_rows, positions, first_sample, errors, ids."""
 
@@ -201,23 +191,23 @@ def fixed_record(state: SamplingState) -> bytes:
 
 def _current(state: SamplingState, mask: Mask | None = None) -> bytes | bytearray:
     """The record of a row, new or brought up to date."""
-    live: _LiveRow | None = state.live_row
+    live = state.live_record
     if live is None:
         record = _pack(state)
         if state.counts is None and not state.bad_sequences and state.position >= state.min_tokens:
             state.record = record
             return record
-        live = state.live_row = _LiveRow(record)
+        live = state.live_record = bytearray(record)
     if state.counts is not None:
         state.counts.update()
         ids, counts = state.counts.addresses
-        _SEEN.pack_into(live.data, _SEEN_AT, ids, state.counts.num, counts)
+        _SEEN.pack_into(live, _SEEN_AT, ids, state.counts.num, counts)
     if state.bad_sequences:
-        live.completing = np.array(state.completing_ids(), np.int64)
-        _LIST.pack_into(live.data, _COMPLETING_AT, live.completing.ctypes.data, len(live.completing))
+        state.completing = np.array(state.completing_ids(), np.int64)
+        _LIST.pack_into(live, _COMPLETING_AT, *_list(state.completing))
     if state.stop_token_ids is not None:
-        _LIST.pack_into(live.data, _STOP_AT, *_list(state.stop_token_ids if state.bars_stops(mask) else None))
-    return live.data
+        _LIST.pack_into(live, _STOP_AT, *_list(state.stop_token_ids if state.bars_stops(mask) else None))
+    return live
 
 
 def _pack(state: SamplingState) -> bytes:

@@ -114,33 +114,20 @@ def _rank_one(logits: Tensor, draw: Draw) -> TokenLogprobs | Failure:
 
 def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> SamplerOutput:
     logits = logits.cpu()
+    output = SamplerOutput([[] for _ in draws], [None] * len(draws))
     in_numpy = native.library() is None  # all of them, or those that the compiled sampler can't do
     special = [i for i, draw in enumerate(draws) if in_numpy or draw.state.logits_processors]
-    if not special:
-        output = _sample_natively(target or default_target(), logits, draws)
-    else:
-        output = SamplerOutput([[] for _ in draws], [None] * len(draws))
-        if others := sorted(set(range(len(draws))) - set(special)):
-            some = _sample_natively(target or default_target(), logits, [draws[i] for i in others])
-            for i, token_ids, logprobs in zip(others, some.token_ids, some.logprobs, strict=True):
-                output.token_ids[i], output.logprobs[i] = token_ids, logprobs
-            output.failures.update((others[i], failure) for i, failure in some.failures.items())
-        _sample_in_numpy(logits, draws, special, output)
+    if others := [i for i in range(len(draws)) if i not in special]:
+        drawn, errors, listed = native.sample_rows(target or default_target(), logits, [draws[i] for i in others])
+        for place, i in enumerate(others):
+            output.token_ids[i], output.logprobs[i] = drawn[place], listed.get(place)
+        output.failures.update((others[place], _unusable(native.MAXIMA[errors[place]]).failure) for place in errors)
+    _sample_in_numpy(logits, draws, special, output)
     asking = [i for i, draw in enumerate(draws) if draw.state.num_logprobs is not None]
     for i in asking:  # what the compiled sampler has not answered
         if output.logprobs[i] is None and output.token_ids[i]:
             raw = float32_array(logits[draws[i].row])
             output.logprobs[i] = row_logprobs(raw, output.token_ids[i], draws[i].state.num_logprobs or 0)
-    return output
-
-
-def _sample_natively(target: Target, logits: Tensor, draws: Sequence[Draw]) -> SamplerOutput:
-    token_ids, errors, listed = native.sample_rows(target, logits, draws)
-    output = SamplerOutput(token_ids, [None] * len(token_ids))
-    for i, code in errors.items():
-        output.failures[i] = _unusable(native.MAXIMA[code]).failure
-    for i, entries in listed.items():
-        output.logprobs[i] = entries
     return output
 
 

@@ -141,7 +141,8 @@ class SamplingState:
         )
         # The native sampler's copy of all this (native.py): for good, or to be brought up to date at every step.
         self.record: bytes | None = None
-        self.live_row: Any = None
+        self.live_record: bytearray | None = None
+        self.completing: Ids | None = None  # what that points to
 
     @property
     def position(self) -> int:
