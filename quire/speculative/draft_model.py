@@ -103,8 +103,7 @@ class DraftModelProposer(Proposer):
                 budget = 0
         if not orders:
             return drafts
-        if len(orders) > 1:
-            orders.sort(key=lambda order: -order[1].num_drafts)
+        orders.sort(key=lambda order: -order[1].num_drafts)
         for (place, order), drawn in zip(orders, runner.draft([order for _, order in orders]), strict=True):
             reader = rows[place].memory
             reader.drafted = drawn[: order.num_drafts - 1]

@@ -110,8 +110,7 @@ class EagleProposer(Proposer):
                 orders.append((place, Order(row, own.state, own.num_read, num, count)))
         if not orders:
             return drafts
-        if len(orders) > 1:
-            orders.sort(key=lambda order: -order[1].num_drafts)
+        orders.sort(key=lambda order: -order[1].num_drafts)
         taken = [part for place, order in orders for part in rows[place].memory.take(order.stop)]
         drawn = self._runner.draft([order for _, order in orders], taken)
         for (place, _), found in zip(orders, drawn, strict=True):
