@@ -138,9 +138,11 @@ def _check_groups(found: dict[str, Any], model: str) -> None:
             raise ModelLoadError(
                 f"Model {model!r} has weights of {bits!r} bits in its config_groups; supported are 4 and 8."
             )
-        targets = group.get("targets")
+        targets: Any = group.get("targets")
         try:
-            for target in targets if isinstance(targets, list) else [None]:
+            if not isinstance(targets, list):
+                raise TypeError("it must be a list")
+            for target in targets:
                 re.compile(target)
         except (re.error, TypeError) as error:
             raise ModelLoadError(f"Model {model!r} has config_groups with targets = {targets!r}: {error}.") from error

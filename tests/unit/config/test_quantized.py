@@ -102,7 +102,7 @@ def test_contradictions_show_both(tmp_path: Path, stated: dict[str, Any] | None,
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": WEIGHTS}}},
-            r"config_groups with targets = None: first argument must be string",
+            r"config_groups with targets = None: it must be a list",
         ),
     ],
 )
