@@ -6,10 +6,10 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,17 +44,20 @@ class Reader:
         return self.num_read
 
 
-class DraftRunner(Protocol):
+class DraftRunner(ABC):
     """A draft model, its caches, and the sequences' rows."""
 
     max_tokens: int  # read at once
 
+    @abstractmethod
     def num_slots(self, row: DraftedSequence) -> int:
         """Positions of a sequence that have a place in the KV cache."""
 
+    @abstractmethod
     def read(self, row: DraftedSequence, start: int, count: int) -> None:
         """Compute tokens, and draw none."""
 
+    @abstractmethod
     def draft(self, orders: Sequence[Order]) -> list[list[int]]:
         """Read and draw, as the sampler would at those positions; fewer where it can't be done. Most drafts first."""
 

@@ -5,8 +5,8 @@ drafts that were accepted with their true hidden states. The worker gives it a `
 What a cached prefix, or a time without drafts, has left unknown is taken as its neighbour: that may cost acceptance.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wante
 _MOST_HELD_OF_ALL = 16384
 
 
-class EagleRunner(Protocol):
+class EagleRunner(ABC):
     """An EAGLE head, its caches, and the sequences' rows.
 
     Attributes:
@@ -30,17 +30,21 @@ class EagleRunner(Protocol):
 
     taps: Sequence[int]
 
+    @abstractmethod
     def num_slots(self, row: DraftedSequence) -> int:
         """Positions of a sequence that have a place in the KV cache."""
 
+    @abstractmethod
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """What the head reads of the model's hidden states, [T, H]."""
 
+    @abstractmethod
     def read(
         self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
     ) -> None:
         """Read so many tokens of each from a position on, with the hidden state before each; draw none."""
 
+    @abstractmethod
     def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
         """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
 

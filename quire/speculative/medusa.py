@@ -5,8 +5,8 @@ as the sampler will draw (`quire.speculative.drawing`). The worker gives it a `H
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -21,12 +21,14 @@ from quire.speculative.drawing import drafting_state
 _SHARPNESS = 2.0
 
 
-class HeadRunner(Protocol):
+class HeadRunner(ABC):
     """The heads, on a device, and the sequences' rows."""
 
+    @abstractmethod
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         """Tokens of the first heads for each of [R, H], one sequence's after another's; None where it can't be done."""
 
+    @abstractmethod
     def rank(
         self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int, num_choices: int
     ) -> list[Sequence[int]]:
