@@ -20,15 +20,15 @@ class SuffixAutomaton:
     """All substrings of a growing list of tokens.
 
     A state stands for substrings with the same ends; `_lengths` has the longest one's length, `_links` the state of the
-    longest suffix with more ends, `_ends` the index after one of their latest places.
+    longest suffix with more ends, `ends` the index after one of their latest places.
     """
 
-    __slots__ = ("_ends", "_last", "_lengths", "_links", "_next", "token_ids")
+    __slots__ = ("_last", "_lengths", "_links", "_next", "ends", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._next: list[dict[int, int]] = [{}]
-        self._links, self._lengths, self._ends = [-1], [0], [0]
+        self._links, self._lengths, self.ends = [-1], [0], [0]
         self._last = 0
 
     def append(self, token_id: int) -> None:
@@ -46,7 +46,7 @@ class SuffixAutomaton:
             if lengths[other] == lengths[state] + 1:
                 links[new] = other
             else:
-                copy = self._add(following[other].copy(), lengths[state] + 1, links[other], self._ends[other])
+                copy = self._add(following[other].copy(), lengths[state] + 1, links[other], self.ends[other])
                 while state >= 0 and following[state].get(token_id) == other:
                     following[state][token_id] = copy
                     state = links[state]
@@ -58,8 +58,8 @@ class SuffixAutomaton:
         state = self._links[self._last]
         if state <= 0:
             return 0, 0
-        end = self._ends[state]
-        self._ends[state] = len(self.token_ids)  # the next time, this one is the latest
+        end = self.ends[state]
+        self.ends[state] = len(self.token_ids)  # the next time, this one is the latest
         return self._lengths[state], end
 
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
@@ -72,15 +72,11 @@ class SuffixAutomaton:
         found = self._next[state].get(token_id)
         return (0, 0) if found is None else (found, length + 1)
 
-    def end_of(self, state: int) -> int:
-        """The index after one of a state's places."""
-        return self._ends[state]
-
     def _add(self, following: dict[int, int], length: int, link: int, end: int) -> int:
         self._next.append(following)
         self._lengths.append(length)
         self._links.append(link)
-        self._ends.append(end)
+        self.ends.append(end)
         return len(self._links) - 1
 
 
@@ -153,7 +149,7 @@ class SuffixProposer(Proposer):
             for token_id in new:
                 memory.state, memory.length = past.follow(memory.state, memory.length, token_id)
             if memory.length > length:
-                length, end, token_ids = memory.length, past.end_of(memory.state), past.token_ids
+                length, end, token_ids = memory.length, past.ends[memory.state], past.token_ids
         count = min(row.max_drafts, int(length * self._factor))
         if length < _LEAST_LENGTH or count <= 0:
             return []

@@ -47,7 +47,7 @@ def test_a_text_is_followed_in_one_that_grows() -> None:
         longest = next(n for n in range(len(text), -1, -1) if not n or ends_of(before, text[-n:]))
         # What was too short when it was matched may have come since; what is claimed is there.
         assert length <= longest
-        assert not length or automaton.end_of(state) in ends_of(before, text[-length:])
+        assert not length or automaton.ends[state] in ends_of(before, text[-length:])
 
 
 def drafts(proposer: SuffixProposer, row: DraftedSequence) -> list[int]:
