@@ -108,11 +108,11 @@ class PackedMatrix:
         The bytes are the same whatever the `target` (default: `default_target`).
         """
         ready = source.dtype == torch.uint8
+        if not ready and block_format(self.type) is not None:
+            raise ValueError(f"{self.type.name} can't be made from {source.dtype}")
         width = row_bytes(self.type, self.cols) if ready else self.cols
         if source.dim() != 2 or source.shape[1] != width or start < 0 or start + source.shape[0] > self.rows:
             raise ValueError(f"rows {start}.. of [{self.rows}, {self.cols}] can't be filled from {tuple(source.shape)}")
-        if not ready and block_format(self.type) is not None:
-            raise ValueError(f"{self.type.name} can't be made from {source.dtype}")
         if not ready and source.dtype not in (torch.float32, torch.bfloat16):
             source = source.float()
         if source.stride(1) != 1:

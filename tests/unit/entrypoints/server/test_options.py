@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.config.options import documentation
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
 
@@ -18,7 +19,7 @@ def test_defaults() -> None:
 
 def test_every_option_has_a_help_text_and_a_name_of_its_own() -> None:
     fields = dataclasses.fields(ServerArgs)
-    assert all(field.metadata["help"].endswith(".") for field in fields)
+    assert all(documentation(ServerArgs)[field.name].endswith(".") for field in fields)
     assert not {field.name for field in fields} & {field.name for field in dataclasses.fields(EngineArgs)}
 
 
