@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import quire.worker.devices.base
+import quire.worker.runner
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.ops.native.library import TORCH
@@ -34,7 +34,7 @@ def read(shared_data: Path):
     text = (shared_data / "text" / "children_and_adventure_pre1930.txt").read_text()[-100_000:]
     known: dict[tuple[Any, ...], Reading] = {}
     grabbed: list[Tensor] = []
-    real = quire.worker.devices.base.prompt_logprobs
+    real = quire.worker.runner.prompt_logprobs
 
     def grab(logits: Tensor, *arguments: Any) -> Any:
         grabbed.append(logits[::4].float().clone())
@@ -56,7 +56,7 @@ def read(shared_data: Path):
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.worker.devices.base.prompt_logprobs", grab)
+        patch.setattr("quire.worker.runner.prompt_logprobs", grab)
         yield reading
 
 

@@ -65,6 +65,7 @@ CHANGES = [
     *(("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")),
     ("POST", "/admin/engines/{rank}/restart"),
     *(("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/update_weights")),
+    *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")),  # nor is there a folder of adapters
     *(("DELETE", "/v1/responses/{response_id}"), ("POST", "/v1/responses/{response_id}/cancel")),  # there is none
 ]
 

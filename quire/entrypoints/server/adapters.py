@@ -103,7 +103,7 @@ async def unload_adapter(body: UnloadRequest, state: State) -> PlainTextResponse
 
 def _check_open(state: ServerState) -> Path:
     if state.args.allowed_adapter_dir is None:
-        raise HTTPException(403, "adapters are loaded by a server that has --allowed-adapter-dir only.")
+        raise InvalidRequestError("adapters are loaded by a server only that was started with --allowed-adapter-dir.")
     return Path(state.args.allowed_adapter_dir).expanduser().resolve()
 
 
