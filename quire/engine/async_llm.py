@@ -20,14 +20,7 @@ from quire.engine.monitor import Monitor
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
-from quire.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineStoppedError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestFailedError,
-)
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import LoRARequest
 from quire.metrics.serving import ServingMetrics
@@ -316,8 +309,7 @@ class AsyncLLM:
 
     def end_requests(self) -> None:
         """End what is running with EngineStoppedError, and take nothing more: the first half of `shutdown`, at once."""
-        if self._monitor.dead is None:
-            self._monitor.end(EngineStoppedError("the engine was shut down; the request is not complete."))
+        self._monitor.stop()
 
     def shutdown(self) -> None:
         """End all requests and the engine, which may take a few seconds. Safe to call twice."""

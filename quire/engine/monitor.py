@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, EngineStoppedError
 from quire.protocol.core import CoreClient, Event
 
 logger = logging.getLogger("quire")
@@ -69,6 +69,11 @@ class Monitor:
         if self.dead is None:
             self.end(EngineDeadError(f"{self._name} is dead: {reason}."))
             logger.error("%s", self.dead)
+
+    def stop(self) -> None:
+        """The engine is being shut down: its end, unless it was dead before."""
+        if self.dead is None:
+            self.end(EngineStoppedError("the engine was shut down; the request is not complete."))
 
     def end(self, error: EngineDeadError) -> None:
         """Tell whoever waits for the end, and whoever comes later."""

@@ -230,12 +230,10 @@ class SwapSpace:
     def _touch(self, group: int, name: bytes) -> bool:
         """Whether a block of that name is here; if so, it was used just now."""
         pool = self.pools[group]
-        block = pool.find(name)
-        if block is None:
-            return False
-        pool.acquire(block)
-        pool.release(block)
-        return True
+        if (block := pool.find(name)) is not None:
+            pool.acquire(block)
+            pool.release(block)
+        return block is not None
 
     def stats(self) -> TierStats:
         """The figures of this moment."""

@@ -5,7 +5,6 @@ in the order of `CacheLayout.groups`. Nothing here knows how blocks are counted 
 """
 
 import sys
-from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 NEVER = sys.maxsize  # a number of tokens that no sequence reaches
@@ -18,7 +17,6 @@ class Swapped(NamedTuple):
     block_ids: list[list[int]]  # by group, from the first one on that a window shows
 
 
-@dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks of one sequence: block i of a group holds its keys and values of tokens [i * size, (i + 1) * size).
 
@@ -39,28 +37,19 @@ class BlockTable:
         fetched: its prefix was asked of the disk; once is enough.
     """
 
-    sequence_id: int
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    root: bytes
-    num_groups: InitVar[int]
-    block_ids: list[list[int]] = field(init=False)
-    first_block: list[int] = field(init=False)
-    hashes: list[bytes] = field(default_factory=list)
-    num_committed: int = field(init=False)
-    num_found: int = field(init=False)
-    num_slots: int = field(init=False)
-    next_commit: int = field(init=False)
-    shared_block: int = field(init=False)
-    swapped: Swapped | None = None
-    fetched: bool = False
-
-    def __post_init__(self, num_groups: int) -> None:
+    def __init__(
+        self, sequence_id: int, prompt_token_ids: list[int], output_token_ids: list[int], root: bytes, num_groups: int
+    ) -> None:
+        self.sequence_id, self.root = sequence_id, root
+        self.prompt_token_ids, self.output_token_ids = prompt_token_ids, output_token_ids
+        self.hashes: list[bytes] = []
+        self.swapped: Swapped | None = None
+        self.fetched = False
         self.clear(num_groups)
 
     def clear(self, num_groups: int) -> None:
         """Forget all blocks, as a sequence that does not run."""
-        self.block_ids = [[] for _ in range(num_groups)]
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.first_block = [0] * num_groups
         self.num_committed = self.num_found = self.num_slots = 0
         self.next_commit = NEVER

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
-from quire.scheduler.continuation import Branch, Continuation, Ending, Independent
+from quire.scheduler.continuation import Branch, Continuation, Ending
 
 
 class Node(NamedTuple):
@@ -57,7 +57,7 @@ class _Candidate(NamedTuple):
     token_id: int
 
 
-class Beams:
+class Beams(Continuation):
     """A request's beams, at most `task.num_beams`; fewer where there are not so many candidates.
 
     Which beginnings are kept depends on the request alone: equal scores go by the beams' rank, then by the candidates'.
@@ -66,22 +66,16 @@ class Beams:
     tells_tokens = False
 
     def __init__(self, task: SamplingTask) -> None:
-        params = task.params
+        self._task = task
         self._width = task.num_beams
-        self._max_tokens = task.max_tokens
-        self._stop_token_ids = task.stop_token_ids
-        self._eos_token_id = task.eos_token_id
-        self._min_tokens = 0 if task.has_grammar else params.min_tokens  # as its group's
-        self._length_penalty = params.length_penalty
-        self._early_stopping = params.early_stopping
-        self._num_candidates = task.num_candidates
+        self._min_tokens = 0 if task.has_grammar else task.params.min_tokens  # as its group's
         self._beams = [(0, _PROMPT)]  # (index, its tokens), the best first
         self._hypotheses: list[Hypothesis] = []  # the best first, at most `width`
         self._found: dict[int, SequenceResult] = {}  # of the beams that sit out
 
     def sampling(self, index: int) -> tuple[Sampling, int]:
         """So many candidates that enough of them go on, whichever stop."""
-        return Sampling.RANK, self._num_candidates
+        return Sampling.RANK, self._task.num_candidates
 
     def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch] | None:
         """The beams' next tokens, once the candidates of all of them are known."""
@@ -89,30 +83,25 @@ class Beams:
         self._found[index] = result
         if len(self._found) < len(self._beams):
             return None
-        length = num_output_tokens + 1
+        task, length = self._task, num_output_tokens + 1
         running: list[_Candidate] = []
         ended: list[Hypothesis] = []
-        for place, candidate in enumerate(islice(self._candidates(), self._num_candidates)):
-            stops = candidate.token_id in self._stop_token_ids and length >= self._min_tokens
-            if not stops and length < self._max_tokens:
+        for place, candidate in enumerate(islice(self._candidates(), task.num_candidates)):
+            stops = candidate.token_id in task.stop_token_ids and length >= self._min_tokens
+            if not stops and length < task.max_tokens:
                 if len(running) < self._width:
                     running.append(candidate)
             elif place < self._width:  # what comes after them is there to go on only
                 ended.append(self._end(candidate, stops))
-        best = sorted([*self._hypotheses, *ended], key=lambda hypothesis: -hypothesis.score)
-        self._hypotheses = best[: self._width]
+        self._hypotheses = sorted(self._hypotheses + ended, key=lambda hypothesis: -hypothesis.score)[: self._width]
         branches = [] if self._is_over(running, length) else self._branches(running)
         self._found = {}
         return branches
 
     def endings(self) -> list[Ending]:
         """The best hypotheses."""
-        found: list[Ending] = []
-        for hypothesis in self._hypotheses:
-            entries = hypothesis.node.entries()
-            token_ids = [entry.token_ids[0] for entry in entries]
-            found.append(Ending(token_ids, entries, hypothesis.finish_reason, hypothesis.stop_reason))
-        return found
+        found = [(hypothesis, hypothesis.node.entries()) for hypothesis in self._hypotheses]
+        return [Ending([entry.token_ids[0] for entry in e], e, h.finish_reason, h.stop_reason) for h, e in found]
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
         """Any output may come of any beam."""
@@ -157,21 +146,22 @@ class Beams:
 
     def _end(self, candidate: _Candidate, stops: bool) -> Hypothesis:
         node, token_id = self._node(candidate), candidate.token_id
-        score = node.score / node.length**self._length_penalty
-        stop_reason = token_id if stops and token_id != self._eos_token_id else None
+        score = node.score / node.length**self._task.params.length_penalty
+        stop_reason = token_id if stops and token_id != self._task.eos_token_id else None
         return Hypothesis(score, node, "stop" if stops else "length", stop_reason)
 
     def _is_over(self, running: list[_Candidate], length: int) -> bool:
         """Whether nothing better can come, or nothing more at all."""
+        early_stopping, penalty = self._task.params.early_stopping, self._task.params.length_penalty
         if not running:
             return True
         if len(self._hypotheses) < self._width:
             return False
-        if self._early_stopping is True:
+        if early_stopping is True:
             return True
         # The length at which the best beam may score best, or (False) the one that it has.
-        reach = self._max_tokens if self._early_stopping == "never" and self._length_penalty > 0.0 else length
-        return running[0].score / reach**self._length_penalty <= self._hypotheses[-1].score
+        reach = self._task.max_tokens if early_stopping == "never" and penalty > 0.0 else length
+        return running[0].score / reach**penalty <= self._hypotheses[-1].score
 
     def _branches(self, running: list[_Candidate]) -> list[Branch]:
         """The chosen ones take the places of beams: a beam's best child its own, the others those that came free."""
@@ -192,7 +182,7 @@ class Beams:
 
 def continuation_of(task: SamplingTask) -> Continuation:
     """What a request's results mean."""
-    return Beams(task) if task.num_beams else Independent(task)
+    return Beams(task) if task.num_beams else Continuation(task)
 
 
 def _packed(node: Node) -> list[list[list[Any]]]:

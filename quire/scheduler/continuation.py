@@ -1,12 +1,12 @@
 """Continuations: what the results of a request's sequences mean, and which sequences go on from them.
 
 The scheduler asks a request's continuation what to do at a sequence's last position and, where that is more than one
-draw, what became of it. Independent samples are here; `quire.scheduler.beams` is another of this shape. It knows tokens
+draw, what became of it. Independent samples are here; `quire.scheduler.beams` has another. It knows tokens
 and logprobs, and nothing of queues, blocks or plans.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
@@ -32,51 +32,18 @@ class Ending:
     stop_reason: int | None
 
 
-class Continuation(Protocol):
+class Continuation:
     """How the sequences of one request go on. A sequence is known by its index.
 
     A request begins with its root, index 0; every other index has to come from `advance` while its parent lives.
+
+    What is here are `num_sequences` samples that share nothing but the prompt: drawn together at its end, then each by
+    itself. Another continuation has all of these methods of its own.
 
     Attributes:
         tells_tokens: sequences' tokens are told as they come, and 0 .. num_sequences - 1 are their indices; otherwise
             nothing is told before the `endings`.
     """
-
-    tells_tokens: bool
-
-    def sampling(self, index: int) -> tuple[Sampling, int]:
-        """What is done at a sequence's last position, and the number of samples; asked again after each `advance`.
-
-        A single DRAW is appended to the sequence without a question.
-        """
-        ...
-
-    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch] | None:
-        """What goes on from a sequence's result; without a branch of its own index it ends without a word.
-
-        None: that depends on siblings whose results are still to come, and it sits out until then. The answer to the
-        last of them is for all that sit out; no branch at all means that the request is over.
-        """
-        ...
-
-    def endings(self) -> list[Ending]:
-        """The request's outputs, the best first; asked once `advance` has returned no branch."""
-        ...
-
-    def carries(self, index: int, unfinished: set[int]) -> bool:
-        """Whether a sequence must go on although its own index has ended, as others are still to come from it."""
-        ...
-
-    def state(self) -> Any:
-        """What `restore` needs: numbers, strings, lists and dicts."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Continue from such a state."""
-
-
-class Independent:
-    """`num_sequences` samples that share nothing but the prompt: drawn together at its end, then each by itself."""
 
     tells_tokens = True
 
@@ -85,27 +52,39 @@ class Independent:
         self._forked = task.num_sequences == 1
 
     def sampling(self, index: int) -> tuple[Sampling, int]:
-        """One draw, or all first tokens at once."""
+        """What is done at a sequence's last position, and the number of samples; asked again after each `advance`.
+
+        A single DRAW is appended to the sequence without a question. Here: one draw, or all first tokens at once.
+        """
         return Sampling.DRAW, 1 if self._forked else self._num_sequences
 
-    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch]:
-        """The prompt is computed: each sequence gets its own first token."""
+    def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch] | None:
+        """What goes on from a sequence's result; without a branch of its own index it ends without a word.
+
+        None: that depends on siblings whose results are still to come, and it sits out until then. The answer to the
+        last of them is for all that sit out; no branch at all means that the request is over.
+
+        Here: the prompt is computed, and each sequence gets its own first token.
+        """
         self._forked = True
         logprobs = [[one] for one in result.logprobs] if result.logprobs else [None] * self._num_sequences
         return [Branch(i, token_id, logprobs[i]) for i, token_id in enumerate(result.token_ids)]
 
     def endings(self) -> list[Ending]:
-        """None: each sequence's tokens are told as they come."""
+        """The request's outputs, the best first; asked once `advance` has returned no branch."""
         return []
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
-        """The root computes the prompt for all."""
+        """Whether a sequence must go on although its own index has ended, as others are still to come from it.
+
+        Here: the root computes the prompt for all.
+        """
         return not self._forked and bool(unfinished)
 
-    def state(self) -> bool:
-        """Whether the sequences have been made."""
+    def state(self) -> Any:
+        """What `restore` needs: numbers, strings, lists and dicts. Here: whether the sequences have been made."""
         return self._forked
 
-    def restore(self, state: bool) -> None:
-        """Continue from there."""
+    def restore(self, state: Any) -> None:
+        """Continue from such a state."""
         self._forked = state

@@ -4,6 +4,8 @@ The scheduler's half that looks back; `Scheduler.update` calls it. It keeps the 
 the queues to the planner.
 """
 
+from msgspec import structs
+
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
 from quire.metrics.drafts import DraftCounts
@@ -99,7 +101,7 @@ class Outcomes:
             if prompt_logprobs is not None:
                 prompt_logprobs = self._undelivered(sequence, prompt_logprobs)
             if item.sampling is _DRAW and item.num_samples == 1:
-                self._draw(sequence, item, found, prompt_logprobs, outputs)
+                outputs += self._draw(sequence, item, found, prompt_logprobs)
                 continue
             self._advance(sequence, item.num_new_tokens)
             if item.sampling is not _NONE:
@@ -167,13 +169,8 @@ class Outcomes:
         return True
 
     def _draw(
-        self,
-        sequence: Sequence,
-        item: ScheduledSequence,
-        found: SequenceResult,
-        prompt_logprobs: PromptLogprobs | None,
-        outputs: list[SequenceOutput],
-    ) -> None:
+        self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult, prompt_logprobs: PromptLogprobs | None
+    ) -> list[SequenceOutput]:
         """A sequence goes on by the tokens drawn for it, or ends with one of them."""
         tokens, logprobs, group = found.token_ids, found.logprobs, sequence.group
         if item.num_drafts and not item.draft_token_ids:
@@ -181,10 +178,10 @@ class Outcomes:
         num_used, reason, stop_reason = self._extend(sequence, tokens)
         # After the tokens: a block that accepted drafts have filled is named by them.
         self._advance(sequence, item.num_new_tokens - item.num_drafts + len(tokens) - 1)
-        if num_used < len(tokens):
-            tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
+        outputs: list[SequenceOutput] = []
         if sequence.index in group.unfinished:
-            outputs.append(group.output(sequence.index, tokens, logprobs, prompt_logprobs, (reason, stop_reason)))
+            tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
+            outputs = [group.output(sequence.index, tokens, logprobs, prompt_logprobs, (reason, stop_reason))]
         if reason is None:
             drafts = found.draft_token_ids
             if drafts:
@@ -195,6 +192,7 @@ class Outcomes:
         else:
             group.unfinished.discard(sequence.index)
             self._drop(sequence)
+        return outputs
 
     def _branch(
         self, parent: Sequence, sampling: Sampling, found: SequenceResult, prompt_logprobs: PromptLogprobs | None
@@ -369,8 +367,9 @@ class Outcomes:
 
     def end_request(self, group: SequenceGroup, reason: str, failure: Failure | None = None) -> list[SequenceOutput]:
         """End all unfinished sequences of a request, each with an output."""
-        indices = sorted(group.unfinished)
-        outputs = [group.output(index, [], end=(reason, None), failure=failure) for index in indices]
+        outputs = [group.output(index, [], end=(reason, None)) for index in sorted(group.unfinished)]
+        if failure is not None:
+            outputs = [structs.replace(output, failure=failure) for output in outputs]
         group.unfinished.clear()
         self.drop_unneeded(group)
         return outputs

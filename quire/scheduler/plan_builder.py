@@ -83,22 +83,19 @@ class PlanBuilder:
     def drop(self, sequence: Sequence) -> None:
         """Take a preempted sequence out, and its tokens back; it is no longer announced if it was so in this plan."""
         sequence_id = sequence.sequence_id
-        if any(new.sequence_id == sequence_id for new in self.new_sequences):
-            self.new_sequences = [new for new in self.new_sequences if new.sequence_id != sequence_id]
-            sequence.announced = False
-        for place, item in enumerate(self.scheduled):
-            if item.sequence_id == sequence_id:
-                self.budget += item.num_new_tokens
-                sequence.num_in_flight -= 1
-                del self.scheduled[place], self.sequences[place]
-                break
+        num_new = len(self.new_sequences)
+        self.new_sequences = [new for new in self.new_sequences if new.sequence_id != sequence_id]
+        sequence.announced &= len(self.new_sequences) == num_new
+        if sequence in self.sequences:
+            place = self.sequences.index(sequence)
+            self.budget += self.scheduled.pop(place).num_new_tokens
+            sequence.num_in_flight -= 1
+            del self.sequences[place]
 
     def _announce(self, sequence: Sequence) -> None:
-        group = sequence.group
-        if not group.announced:
-            group.announced = True
-            self.new_requests.append(group.request)
-        sequence.announced = True
+        if not sequence.group.announced:
+            self.new_requests.append(sequence.group.request)
+        sequence.announced = sequence.group.announced = True
         # The announcement has all tokens.
         sequence.chosen_token_id = -1
         self.new_sequences.append(sequence.announcement())

@@ -4,21 +4,12 @@ Made and changed by the scheduler only; everything that leaves it is a frozen me
 knows its tokens and its block table, and nothing of queues or of the other requests.
 """
 
-from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from quire.kvcache.table import BlockTable
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.step import (
-    Failure,
-    NewSequence,
-    PromptLogprobs,
-    Sampling,
-    ScheduledSequence,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from quire.protocol.step import NewSequence, PromptLogprobs, Sampling, ScheduledSequence, SequenceOutput, TokenLogprobs
 from quire.scheduler.continuation import Continuation
 from quire.structured.matcher import Grammar, Matcher
 
@@ -32,7 +23,6 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True, eq=False)
 class SequenceGroup:
     """A request and the sequences drawn from its prompt.
 
@@ -51,32 +41,22 @@ class SequenceGroup:
         num_prompt_logprobs: prompt positions whose logprobs were delivered, the first (which has none) included.
     """
 
-    request: NewRequest
-    order: int
-    continuation: Continuation
-    max_model_len: InitVar[int]
-    request_id: str = field(init=False)
-    task: SamplingTask = field(init=False)
-    limit: int = field(init=False)
-    min_tokens: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
-    unfinished: set[int] = field(init=False)
-    lane: str | None = None
-    key: tuple[Any, ...] = ()
-    sequences: dict[int, "Sequence"] = field(default_factory=dict)
-    announced: bool = False
-    grammar: Grammar | None = None
-    num_cached_tokens: int | None = None
-    num_prompt_logprobs: int = 1
-
-    def __post_init__(self, max_model_len: int) -> None:
-        request, task = self.request, self.request.task
+    def __init__(self, request: NewRequest, order: int, continuation: Continuation, max_model_len: int) -> None:
+        task = request.task
         assert isinstance(task, SamplingTask), "only sampling requests are taken"
+        self.request, self.order, self.continuation = request, order, continuation
         self.request_id, self.task, self.stop_token_ids = request.request_id, task, task.stop_token_ids
         self.limit = min(len(request.prompt_token_ids) + task.max_tokens, max_model_len)
         # A grammar may allow nothing but an end before; it is drawn only then.
         self.min_tokens = 0 if task.has_grammar else task.params.min_tokens
         self.unfinished = set(range(task.num_sequences))
+        self.lane: str | None = None
+        self.key: tuple[Any, ...] = ()
+        self.sequences: dict[int, Sequence] = {}
+        self.announced = False
+        self.grammar: Grammar | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_prompt_logprobs = 1
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -91,20 +71,16 @@ class SequenceGroup:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         end: tuple[str | None, int | None] = (None, None),
-        failure: Failure | None = None,
     ) -> SequenceOutput:
         """What the sequence of this index brings upstairs; `end` is its finish_reason and stop_reason."""
         num_cached = self.num_cached_tokens or 0
-        return SequenceOutput(
-            self.request_id, index, new_token_ids, logprobs, num_cached, prompt_logprobs, *end, failure
-        )
+        return SequenceOutput(self.request_id, index, new_token_ids, logprobs, num_cached, prompt_logprobs, *end)
 
     def needs(self, index: int) -> bool:
         """Whether the sequence of this index must go on."""
         return index in self.unfinished or self.continuation.carries(index, self.unfinished)
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence: its tokens, how many of them have keys and values, and its block table.
 
@@ -134,39 +110,20 @@ class Sequence:
         awaits: while PREPARING, a reason of `Planner.waiting_reasons`.
     """
 
-    sequence_id: int
-    group: SequenceGroup
-    index: int
-    table: BlockTable
-    key: tuple[Any, ...] = field(init=False)
-    next_step: ScheduledSequence = field(init=False)
-    limit: int = field(init=False)
-    output_token_ids: list[int] = field(init=False)
-    num_tokens: int = field(init=False)
-    num_expected: int = field(init=False)
-    num_computed_tokens: int = 0
-    num_scheduled: int = 0
-    num_in_flight: int = 0
-    num_drafts: int = 0
-    matcher: Matcher | None = None
-    draft_token_ids: list[int] = field(default_factory=list)
-    forces: bool = False
-    proposes: bool = False
-    kept_drafts: tuple[int, list[int]] = field(default_factory=lambda: (0, []))
-    sits_out: bool = False
-    chosen_token_id: int = -1
-    status: SequenceStatus = SequenceStatus.WAITING
-    awaits: str = ""
-    announced: bool = False
-    sampling: Sampling = field(init=False)
-    num_samples: int = field(init=False)
-    draws_one: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key, self.limit = self.own_key, self.group.limit
-        self.next_step = ScheduledSequence(self.sequence_id, 1, Sampling.DRAW)
-        self.output_token_ids = self.table.output_token_ids
-        self.num_tokens = self.num_expected = self.table.num_tokens
+    def __init__(self, sequence_id: int, group: SequenceGroup, index: int, table: BlockTable) -> None:
+        self.sequence_id, self.group, self.index, self.table = sequence_id, group, index, table
+        self.key, self.limit = self.own_key, group.limit
+        self.next_step = ScheduledSequence(sequence_id, 1, Sampling.DRAW)
+        self.output_token_ids = table.output_token_ids
+        self.num_tokens = self.num_expected = table.num_tokens
+        self.num_computed_tokens = self.num_scheduled = self.num_in_flight = self.num_drafts = 0
+        self.matcher: Matcher | None = None
+        self.draft_token_ids: list[int] = []
+        self.kept_drafts: tuple[int, list[int]] = (0, [])
+        self.forces = self.proposes = self.sits_out = self.announced = False
+        self.chosen_token_id = -1
+        self.status: SequenceStatus = SequenceStatus.WAITING
+        self.awaits = ""
         self.ask_continuation()
 
     @property

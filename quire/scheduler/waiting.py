@@ -18,11 +18,8 @@ _key = attrgetter("key")
 
 
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
-    """Put a sequence at its place: at the end in O(1), elsewhere by a search and a short move of memory."""
-    if not queue or queue[-1].key < sequence.key:
-        queue.append(sequence)
-    else:
-        insort(queue, sequence, key=_key)
+    """Put a sequence at its place, by a search and a short move of memory."""
+    insort(queue, sequence, key=_key)
 
 
 def remove(queue: list[Sequence], sequence: Sequence) -> None:
@@ -104,11 +101,8 @@ class WaitingQueue:
         turn = self._turn_of.pop(lane, None)
         if turn is not None:
             del self._turns[bisect_left(self._turns, turn)]
-        queue = self._lanes.get(lane)
-        if queue is None:
-            return
-        if not queue:
-            del self._lanes[lane]
-            return
-        turn = self._turn_of[lane] = (self._rank(lane), queue[0].key, lane)
-        insort(self._turns, turn)
+        if queue := self._lanes.get(lane):
+            turn = self._turn_of[lane] = (self._rank(lane), queue[0].key, lane)
+            insort(self._turns, turn)
+        else:
+            self._lanes.pop(lane, None)

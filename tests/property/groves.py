@@ -10,10 +10,10 @@ from simulated import FakeModel, extend, root_fingerprint
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
 from quire.scheduler.beams import Beams
-from quire.scheduler.continuation import Branch, Ending
+from quire.scheduler.continuation import Branch, Continuation, Ending
 
 
-class Grove:
+class Grove(Continuation):
     """Sequence c > 0 branches off an earlier one, after a few tokens or, at the latest, where that one ends."""
 
     tells_tokens = True

@@ -22,7 +22,7 @@ from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
 from quire.protocol.step import Moves
-from quire.scheduler.continuation import Branch, Independent
+from quire.scheduler.continuation import Branch, Continuation
 from quire.scheduler.guidance import Guidance
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
@@ -213,8 +213,8 @@ def drafts_outlive_their_row(right: Callable[..., None], sequence: Sequence) -> 
     sequence.num_drafts = num_drafts
 
 
-@plant(Independent, "restore")
-def a_restart_forgets_the_forks(right: Callable[..., None], continuation: Independent, state: bool) -> None:
+@plant(Continuation, "restore")
+def a_restart_forgets_the_forks(right: Callable[..., None], continuation: Continuation, state: bool) -> None:
     """After a restart the prompt's end is taken for new, and the sequences are forked again."""
     right(continuation, False)
 

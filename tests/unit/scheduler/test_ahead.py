@@ -9,7 +9,7 @@ from quire.kvcache.manager import KVManager
 from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
-from quire.scheduler.continuation import Branch, Ending, Independent
+from quire.scheduler.continuation import Branch, Continuation, Ending
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.state import SchedulerState
 
@@ -180,7 +180,7 @@ def test_blocks_of_accepted_drafts_are_found_by_their_tokens(driver) -> None:
 # --- ranked candidates
 
 
-class Pair:
+class Pair(Continuation):
     """Two sequences: the second goes on from the first's second token, with the second candidate."""
 
     tells_tokens = True
@@ -275,7 +275,7 @@ def test_a_state_survives_its_journey(driver) -> None:
     d.schedule()
     saved = msgspec.msgpack.encode(d.scheduler.state())
     layout = CacheLayout(block_size=4, groups=[CacheGroup(layers=[0])], num_blocks=[100], max_model_len=200)
-    fresh = Scheduler(SchedulerConfig(max_model_len=200, max_num_batched_tokens=100), KVManager(layout), Independent)
+    fresh = Scheduler(SchedulerConfig(max_model_len=200, max_num_batched_tokens=100), KVManager(layout), Continuation)
     fresh.restore(msgspec.msgpack.decode(saved, type=SchedulerState))
     fresh.check_integrity()
     plan = fresh.schedule(5.0)
