@@ -166,7 +166,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
-        return self.core.reset_prefix_cache()
+        return self.core.call("reset_prefix_cache")
 
     def set_limits(self, **changes: Any) -> Limits:
         """Change limits, from the next step on; nothing that runs is ended. Those that hold are part of `stats`.
@@ -177,7 +177,7 @@ class LLMEngine:
         Raises:
             InvalidRequestError: no such limit, a value out of its range, or more than was reserved at the start.
         """
-        limits = self.core.set_limits(changes)
+        limits: Limits = self.core.call("set_limits", changes)
         self._inputs.policy = limits.policy
         return limits
 
@@ -193,7 +193,7 @@ class LLMEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the engine's state is inconsistent."""
-        self.core.check_integrity()
+        self.core.call("check_integrity")
 
     def shutdown(self) -> None:
         """Abort what is unfinished and release the model's memory."""

@@ -96,7 +96,7 @@ class CoreLoop:
 
     def _answer(self, call: Call) -> Reply:
         try:
-            return Reply(call.call_id, getattr(self.core, call.name)(*call.arguments))
+            return Reply(call.call_id, self.core.call(call.name, *call.arguments))
         except Exception as error:
             return Reply(call.call_id, fault=self._fault(error, call.name, f"{call.name} failed: {error}"))
 

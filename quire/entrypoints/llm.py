@@ -242,15 +242,15 @@ class LLM:
         prepared = self.llm_engine.prepare(prompt, params)
         self._run(self._add_all([prompt], [params], [Terms()]), use_tqdm=False)
         name = name or f"prefix-{next(self._request_ids)}"
-        return self.llm_engine.core.pin_prefix(name, prepared.token_ids, prepared.cache_salt)
+        return self.llm_engine.core.call("pin_prefix", name, prepared.token_ids, prepared.cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted like all others; False where there is none of this name."""
-        return self.llm_engine.core.unpin_prefix(name)
+        return self.llm_engine.core.call("unpin_prefix", name)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
-        return self.llm_engine.core.pinned_prefixes()
+        return self.llm_engine.core.call("pinned_prefixes")
 
     def sleep(self, level: int = 1) -> bool:
         """Give back the memory of weights and KV cache until `wake_up`; False (and nothing done) while requests run.
@@ -262,7 +262,7 @@ class LLM:
         Raises:
             InvalidRequestError: another level.
         """
-        return self.llm_engine.core.sleep(level)
+        return self.llm_engine.core.call("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Load what the engine sleeps without; until all is there, requests are refused (OverloadedError).
@@ -273,11 +273,11 @@ class LLM:
         Raises:
             InvalidRequestError: an unknown tag. RequestFailedError: the weights' files or the memory are gone.
         """
-        self.llm_engine.core.wake_up(tags)
+        self.llm_engine.core.call("wake_up", tags)
 
     def is_sleeping(self) -> bool:
         """Whether it takes no requests."""
-        return self.llm_engine.core.is_sleeping()
+        return self.llm_engine.core.call("is_sleeping")
 
     def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, Tensor]]) -> bool:
         """Use other weights of the same model; False (and nothing done) while requests run.
@@ -293,11 +293,11 @@ class LLM:
             RequestFailedError: a tensor is missing, too many, or of another shape or type, or a file is broken.
         """
         if isinstance(weights, str | PathLike):
-            return self.llm_engine.core.update_weights(str(Path(weights).expanduser().absolute()))
+            return self.llm_engine.core.call("update_weights", str(Path(weights).expanduser().absolute()))
         folder = TemporaryDirectory(prefix="quire-weights-")
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
         save_file(tensors, Path(folder.name) / "model.safetensors")
-        if done := self.llm_engine.core.update_weights(folder.name):
+        if done := self.llm_engine.core.call("update_weights", folder.name):
             self._weights = folder  # what it sleeps without is read from there
         return done
 
@@ -322,7 +322,7 @@ class LLM:
         if timeout is not None:
             raise NotYetSupportedError("timeout is not supported; leave it None.")
         if isinstance(method, str):
-            return self.llm_engine.core.call_workers(method, list(args)).values
+            return self.llm_engine.core.call("call_workers", method, list(args)).values
         if not isinstance(executor := self.llm_engine.executor, InProcessExecutor):
             raise NotYetSupportedError("a function needs a worker in this process, and this engine's is elsewhere.")
         return [method(executor.worker, *args, **(kwargs or {}))]

@@ -18,12 +18,10 @@ from quire.engine.async_llm import AsyncOptions
 from quire.engine.interrupts import InterruptShield
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event, Finish, News, Refused, Reply
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.stats import EngineStats, Limits
+from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, FailureKind, SequenceOutput
-from quire.protocol.worker import Returned
 
 
 class ReplicatedCore:
@@ -89,45 +87,9 @@ class ReplicatedCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def set_limits(self, changes: dict[str, Any]) -> Limits:
-        return self._call("set_limits", changes)
-
-    def reset_prefix_cache(self) -> bool:
-        return self._call("reset_prefix_cache")
-
-    def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix:
-        return self._call("pin_prefix", name, token_ids, cache_salt)
-
-    def unpin_prefix(self, name: str) -> bool:
-        return self._call("unpin_prefix", name)
-
-    def pinned_prefixes(self) -> list[PinnedPrefix]:
-        return self._call("pinned_prefixes")
-
-    def sleep(self, level: int = 1) -> bool:
-        done = self._call("sleep", level)
-        self._sleeps |= done
-        return done
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self._call("wake_up", tags)
-        self._sleeps = self.is_sleeping()
-
-    def is_sleeping(self) -> bool:
-        return self._call("is_sleeping")
-
-    def update_weights(self, path: str) -> bool:
-        return self._call("update_weights", path)
-
-    def call_workers(self, method: str, arguments: list[Any]) -> Returned:
-        return self._call("call_workers", method, arguments)
-
-    def check_integrity(self) -> None:
-        self._call("check_integrity")
-
     def stats(self) -> EngineStats:
         """All engines' counters and gauges at this moment, summed up."""
-        return self._call("snapshot").stats
+        return self.call("snapshot").stats
 
     def stop(self) -> None:
         self._end()
@@ -140,7 +102,7 @@ class ReplicatedCore:
         if self._end.alive:
             self._loop.call_soon_threadsafe(self._client.send, command)
 
-    def _call(self, name: CallName, *arguments: Any) -> Any:
+    def call(self, name: CallName, *arguments: Any) -> Any:
         self._check_alive()
         call_id = next(self._ids)
         self._send(Call(call_id, name, list(arguments)))
@@ -149,6 +111,8 @@ class ReplicatedCore:
             self._take()
         if reply.fault is not None:
             raise reply.fault.error()
+        if name in ("sleep", "wake_up"):
+            self._sleeps = self.call("is_sleeping")
         return reply.value
 
     def _take(self) -> None:

@@ -104,10 +104,10 @@ def test_calls_wait_for_their_answer_and_lose_no_news(client: Any) -> None:
 
     client.answer = answer
     core.add(request("a"))
-    assert core.reset_prefix_cache() is True
+    assert core.call("reset_prefix_cache") is True
     assert core.stats() is STATS
     with pytest.raises(InvalidRequestError, match="too short"):
-        core.pin_prefix("p", [1], None)
+        core.call("pin_prefix", "p", [1], None)
     assert [item.finish_reason for item in core.step()] == ["length"] * 3
 
 
