@@ -24,6 +24,7 @@ constexpr Field kFields[] = {
     FIELD(StepArgs, block_tables), FIELD(StepArgs, tail_starts), FIELD(StepArgs, tail_counts),
     FIELD(StepArgs, tail_slots), FIELD(StepArgs, max_tail),
     WHOLE(LoraPart), FIELD(LoraPart, a), FIELD(LoraPart, b), FIELD(LoraPart, rank), FIELD(LoraPart, first), FIELD(LoraPart, last), FIELD(LoraPart, factor),
+    FIELD(LoraPart, num_virtual),
     WHOLE(LoraRows), FIELD(LoraRows, slots),
     WHOLE(LoraLayer), FIELD(LoraLayer, rows), FIELD(LoraLayer, parts), FIELD(LoraLayer, num_parts), FIELD(LoraLayer, max_rank),
     WHOLE(MoveArgs), FIELD(MoveArgs, cache), FIELD(MoveArgs, block_size), FIELD(MoveArgs, num_kv_heads), FIELD(MoveArgs, head_dim),

@@ -12,6 +12,7 @@ struct LoraPart {   // of one adapter, for some of a layer's output features
     int64_t rank;   // 0: nothing is added
     int64_t first, last;  // blocks of the features
     float factor;
+    int64_t num_virtual;  // of a table: its rows at the first so many positions of a sequence are those of a, [num_virtual, cols]
 };
 
 struct LoraRows {  // of a run

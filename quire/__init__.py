@@ -16,6 +16,7 @@ _NAMES = {
     "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "quire.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence"),
+    "quire.lora.request": ("LoRARequest", "PromptAdapterRequest"),
     "quire.inputs": ("TextPrompt", "TokensPrompt", "PromptType"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.lora.request import LoRARequest
+from quire.lora.request import LoRARequest, PromptAdapterRequest
 
 # Modules of the demo's layers: (features out, features in).
 DEMO_LAYER = {
@@ -53,4 +53,23 @@ def demo_adapters(
     for number, rank in enumerate(ranks, 1):
         path = write_adapter(folder / f"voice-{number}", factors(DEMO, rank, number), rank)
         found.append(LoRARequest(f"voice-{number}", number, str(path)))
+    return found
+
+
+def write_virtual(path: Path, rows: Tensor, kind: str = "PROMPT_TUNING", **config: Any) -> Path:
+    """An adapter of virtual tokens, [tokens, width]."""
+    path.mkdir(parents=True, exist_ok=True)
+    stated = {"peft_type": kind, "task_type": "CAUSAL_LM", "num_virtual_tokens": len(rows)} | config
+    (path / "adapter_config.json").write_text(json.dumps(stated))
+    save_file({"prompt_embeddings": rows.contiguous()}, path / "adapter_model.safetensors")
+    return path
+
+
+def demo_prompts(folder: Path, sizes: Sequence[int], first: int = 50) -> list[PromptAdapterRequest]:
+    """One adapter for the demo of each number of virtual tokens, with ids from `first` on."""
+    found = []
+    for own, size in enumerate(sizes, first):
+        rows = torch.randn(size, 256, generator=torch.Generator().manual_seed(own)) * 0.5
+        path = write_virtual(folder / f"mood-{own}", rows, "P_TUNING" if own % 2 else "PROMPT_TUNING")
+        found.append(PromptAdapterRequest(f"mood-{own}", own, str(path), size))
     return found

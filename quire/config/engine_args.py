@@ -142,7 +142,13 @@ class EngineArgs:
     max_lora_rank: int = option(16, 1, MAX_LORA_RANK)
     """Highest rank of an adapter."""
     max_cpu_loras: int | None = option(None, 1)
-    """Most adapters kept in memory; four times max_loras by default."""
+    """Most adapters kept in memory; four times as many as a step mixes by default."""
+    enable_prompt_adapter: bool = option(False)
+    """Let requests run with prompt adapters: virtual tokens before their prompts."""
+    max_prompt_adapters: int = option(8, 1)
+    """Most adapters that a step mixes, beside max_loras: these and LoRAs share all their places."""
+    max_prompt_adapter_token: int = option(128, 1)
+    """Most virtual tokens of an adapter."""
     enforce_eager: bool = option(True)
     """Run without captured graphs, as this version always does on a CPU."""
     stream_interval: int = option(1, 1)
@@ -167,6 +173,11 @@ class EngineArgs:
             raise ConfigError("kv_cache_dir needs swap_space: blocks come back through host memory. Set it above 0.")
         if self.kv_cache_dir is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_cache_dir keeps prefixes: it needs enable_prefix_caching=True.")
+
+    @property
+    def num_adapter_places(self) -> int:
+        """Adapters that a step may mix, of both kinds."""
+        return self.max_loras * self.enable_lora + self.max_prompt_adapters * self.enable_prompt_adapter
 
     @property
     def parallel(self) -> ParallelConfig:

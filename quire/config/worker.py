@@ -42,7 +42,7 @@ class WorkerConfig:
         enable_expert_parallel: ranks have whole experts of mixtures.
         tp_collective: "gather", or "reduce" where ranks sum up parts of products.
         max_loras: adapters that a step may mix; 0 for none at all.
-        max_lora_rank: most that they may have.
+        max_lora_rank: most that they may have; 0 where they are virtual tokens alone.
         max_cpu_loras: most of them that are kept in memory.
         group: name of the memory, or the store in a network, through which they meet; None for one alone.
         nodes: the machine of each rank; () for one.

@@ -4,10 +4,12 @@ The engine's front end keeps one. Whether an adapter suits the model a worker fi
 """
 
 import threading
+from dataclasses import astuple
 
+from quire.config.engine_args import EngineArgs
 from quire.errors import InvalidRequestError
-from quire.lora.request import LoRARequest
-from quire.models.peft import read_adapter
+from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest, one_adapter
+from quire.models.peft import AdapterError, read_adapter
 from quire.protocol.requests import AdapterRef
 
 
@@ -15,41 +17,56 @@ class AdapterBook:
     """Id -> adapter.
 
     Args:
-        max_rank: None where the engine takes no adapters.
+        args: which adapters the engine takes.
     """
 
-    def __init__(self, max_rank: int | None) -> None:
-        self._max_rank = max_rank
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
         self._known: dict[int, AdapterRef] = {}
         self._lock = threading.Lock()
 
-    def knows(self, request: LoRARequest | None) -> bool:
+    def knows(self, request: AdapterRequest | None) -> bool:
         """Whether `find` has no file to read."""
-        return request is None or self._known.get(getattr(request, "lora_int_id", 0)) is not None
+        return not isinstance(request, AdapterRequest) or astuple(request)[1] in self._known
 
-    def find(self, request: LoRARequest | None) -> AdapterRef | None:
-        """The adapter that a request names, if any.
+    def find(
+        self, request: AdapterRequest | None, prompt_adapter: PromptAdapterRequest | None = None
+    ) -> AdapterRef | None:
+        """The adapter that a request names, if any, by the one parameter or the other.
 
         Raises:
-            InvalidRequestError: this engine takes none, the id is another adapter's, or the files can't be used.
+            InvalidRequestError: this engine takes none, the id is another adapter's, or the files can't be used; or
+                a request names two.
         """
+        request = one_adapter(request, prompt_adapter)
         if request is None:
             return None
-        if not isinstance(request, LoRARequest):
-            what = f"must be a quire.lora.request.LoRARequest, got {type(request).__name__}"
-            raise InvalidRequestError(f"lora_request {what}.", "lora_request")
-        if self._max_rank is None:
-            raise InvalidRequestError("lora_request needs an engine with enable_lora=True.", "lora_request")
-        own, name, path = request.lora_int_id, request.lora_name, request.lora_path
+        if not isinstance(request, AdapterRequest):
+            param = "lora_request" if prompt_adapter is None else "prompt_adapter_request"
+            what = f"must be a LoRARequest or a PromptAdapterRequest, got {type(request).__name__}"
+            raise InvalidRequestError(f"{param} {what}.", param)
+        is_lora = isinstance(request, LoRARequest)
+        param, option = ("lora_request", "lora") if is_lora else ("prompt_adapter_request", "prompt_adapter")
+        if not getattr(self._args, f"enable_{option}"):
+            raise InvalidRequestError(f"{param} needs an engine with enable_{option}=True.", param)
+        name, own, path, *stated = astuple(request)
         with self._lock:
             ref = self._known.get(own)
             if ref is None:
-                digest = read_adapter(path, name, self._max_rank).digest
-                ref = self._known[own] = AdapterRef(own, digest, name, path)
-        if ref.path != path:
+                try:
+                    files = read_adapter(path, name, self._args.max_lora_rank, self._args.max_prompt_adapter_token)
+                except AdapterError as error:
+                    error.param = param
+                    raise
+                ref = AdapterRef(own, files.digest, name, path, *files.shape[:1])
+                if stated != [*files.shape[:1]]:
+                    what = f"the adapter {name!r} has {ref.num_virtual} virtual tokens (0: it is a LoRA)"
+                    raise InvalidRequestError(f"{what}, and {sum(stated)} by what the request says of it.", param)
+                self._known[own] = ref
+        if (ref.path, ref.param) != (path, param):
+            word = "lora_int_id" if is_lora else "prompt_adapter_id"
             raise InvalidRequestError(
-                f"lora_int_id={own} stands for the adapter {ref.name!r}, and {name!r} has another lora_path: give it "
-                "another id.",
-                "lora_request",
+                f"{word}={own} stands for the adapter {ref.name!r}, and {name!r} has another path: give it another id.",
+                param,
             )
         return ref

@@ -14,7 +14,7 @@ from quire.config.engine_args import EngineConfig
 from quire.engine.input_processor import InputProcessor, ProcessedInput
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType
-from quire.lora.request import LoRARequest
+from quire.lora.request import AdapterRequest
 from quire.protocol.requests import AdapterRef, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
@@ -61,7 +61,7 @@ class AsyncInputs:
             prompt, params = await self.prepare(prompt, params), None  # type: ignore[arg-type]  (None is refused there)
         return self._inputs.process(request_id, prompt, params, arrival_time, terms)
 
-    async def find_adapter(self, request: LoRARequest | None) -> AdapterRef | None:
+    async def find_adapter(self, request: AdapterRequest | None) -> AdapterRef | None:
         """`AdapterBook.find`; files are read in a thread."""
         book = self._inputs.adapters
         return book.find(request) if book.knows(request) else await self._encodings.run(lambda: book.find(request))

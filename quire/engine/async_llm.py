@@ -22,7 +22,7 @@ from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.inputs import PreparedPrompt, PromptType
-from quire.lora.request import LoRARequest
+from quire.lora.request import AdapterRequest, PromptAdapterRequest, one_adapter
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
 from quire.protocol.cache import PinnedPrefix
@@ -133,7 +133,8 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
         arrival_time: float | None = None,
         client: str | None = None,
         ttft_target: float | None = None,
@@ -149,7 +150,7 @@ class AsyncLLM:
             request_id: shown in outputs and (quoted) in logs, and keys the random numbers of a request without a seed;
                 ids need not be unique. A number by default.
             priority: lower runs first, under scheduling_policy="priority".
-            lora_request: the adapter to run it with.
+            lora_request, prompt_adapter_request: the adapter to run it with; the first one takes either kind.
             arrival_time: in seconds of `time.monotonic`; now by default.
             client, ttft_target, tpot_target: see `LLMEngine.add_request`.
 
@@ -168,7 +169,7 @@ class AsyncLLM:
         finished = False
         try:
             arrival = time.monotonic() if arrival_time is None else arrival_time
-            adapter = await self._inputs.find_adapter(lora_request)
+            adapter = await self._inputs.find_adapter(one_adapter(lora_request, prompt_adapter_request))
             terms = Terms(
                 priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
             )
@@ -189,18 +190,18 @@ class AsyncLLM:
         prompt: PromptType | PreparedPrompt,
         request_id: str | None,
         params: BeamSearchParams,
-        lora_request: LoRARequest | None = None,
+        lora_request: AdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Search for the likeliest continuations of a prompt, and yield them once, whole. Raises as `generate` does."""
         asked = params.sampling_params()
         asked.output_kind = RequestOutputKind.FINAL_ONLY
         return self.generate(prompt, asked, request_id, lora_request=lora_request)
 
-    def check_adapter(self, request: LoRARequest) -> None:
+    def check_adapter(self, request: AdapterRequest) -> None:
         """Read an adapter's files, and raise InvalidRequestError where they can't be used."""
         self._inputs.processor.adapters.find(request)
 
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
+    async def add_lora(self, lora_request: AdapterRequest) -> bool:
         """Have an adapter loaded, before a request asks for it. Raises as `generate` does."""
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         async for _ in self.generate({"prompt_token_ids": [0]}, params, lora_request=lora_request):

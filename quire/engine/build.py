@@ -35,8 +35,9 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
     parallel = config.args.parallel
     ranks = {"rank": 0, "num_ranks": parallel.num_ranks, "group": None, "nodes": ()}
     ranks["partition"] = parallel.partition(config.model.num_layers)
-    most = config.args.max_loras if config.args.enable_lora else 0
+    most = config.args.num_adapter_places
     loras = {"max_loras": most, "max_cpu_loras": config.args.max_cpu_loras or 4 * most}
+    loras["max_lora_rank"] = config.args.max_lora_rank * config.args.enable_lora
     return _options(WorkerConfig, config, swaps=config.swap_bytes > 0, **ranks, **loras)
 
 
@@ -102,8 +103,9 @@ def build_core(
         publisher = KVEventPublisher(config.kv_events, rank)
     kv = KVManager(layout, config.args.enable_prefix_caching, publisher is not None, stored)
     scheduler = Scheduler(config.scheduler, kv, grammars=_grammars(config))
-    num_places = config.args.max_loras if config.args.enable_lora else 0
-    return EngineCore(scheduler, executor, publisher=publisher, debug=config.args.debug, num_places=num_places)
+    return EngineCore(
+        scheduler, executor, publisher=publisher, debug=config.args.debug, num_places=config.args.num_adapter_places
+    )
 
 
 def _grammars(config: EngineConfig) -> GrammarManager | None:

@@ -307,8 +307,8 @@ class EngineCore:
             for request_id in found:
                 self.scheduler.go_on(request_id)
             for request_id in lost:
-                why = failed[adapters[request_id].adapter_id]
-                failure = Failure(FailureKind.BAD_REQUEST, why, "lora_request")
+                ref = adapters[request_id]
+                failure = Failure(FailureKind.BAD_REQUEST, failed[ref.adapter_id], ref.param)
                 self._undelivered += self.scheduler.fail(request_id, failure)
             if not (self.executor.plans_alike and self.places.loading):
                 return

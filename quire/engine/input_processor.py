@@ -58,7 +58,7 @@ class InputProcessor:
         self._model = config.model
         self._tokenizer = tokenizer
         self.policy = config.scheduler.policy
-        self.adapters = AdapterBook(config.args.max_lora_rank if config.args.enable_lora else None)
+        self.adapters = AdapterBook(config.args)
 
     def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
         """Check parameters and prompt, and encode the prompt where it is text.
@@ -127,14 +127,17 @@ class InputProcessor:
         ends = not params.ignore_eos or params.structured_outputs is not None
         if ends:
             stop_token_ids |= set(eos_token_ids)
-        room = self._model.max_model_len - len(prompt.token_ids)
+        token_ids = [0] * (terms.adapter.num_virtual if terms.adapter else 0) + prompt.token_ids
+        room = self._model.max_model_len - len(token_ids)
+        if room < 1:
+            raise prompt_too_long(len(token_ids), self._model.max_model_len)
         ranked = params.best_of is not None and params.best_of > params.n and not params.use_beam_search
         if ranked and params.logprobs is None:
             drawn = copy.copy(params)
             drawn.logprobs = 0
         request = NewRequest(
             request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=token_ids,
             task=SamplingTask(
                 params=drawn,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),

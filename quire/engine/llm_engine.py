@@ -18,7 +18,7 @@ from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
-from quire.lora.request import LoRARequest
+from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
 from quire.protocol.requests import AdapterRef, Terms
@@ -79,11 +79,12 @@ class LLMEngine:
         client: str | None = None,
         ttft_target: float | None = None,
         tpot_target: float | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> None:
         """Queue a request; `step` will return its outputs. A prepared prompt has its `params` already: pass None.
 
         Args:
-            lora_request: the adapter to run it with.
+            lora_request, prompt_adapter_request: the adapter to run it with, of either kind.
             priority: lower runs first, under scheduling_policy="priority".
             client: whose request it is: "fair" gives clients equal shares.
             ttft_target, tpot_target: seconds to the first token, and between tokens, that "deadline" is to keep to;
@@ -93,7 +94,7 @@ class LLMEngine:
             InvalidRequestError: the prompt or a parameter breaks a rule, the request can never fit, or its id is used.
             OverloadedError: its targets can't be met now.
         """
-        adapter = self.find_adapter(lora_request)
+        adapter = self.find_adapter(lora_request, prompt_adapter_request)
         terms = Terms(
             priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
         )
@@ -103,9 +104,11 @@ class LLMEngine:
         """Check and encode a prompt: see `InputProcessor.prepare`."""
         return self._inputs.prepare(prompt, params, add_special_tokens)
 
-    def find_adapter(self, request: LoRARequest | None) -> AdapterRef | None:
+    def find_adapter(
+        self, request: AdapterRequest | None, prompt_adapter: PromptAdapterRequest | None = None
+    ) -> AdapterRef | None:
         """The adapter that a request names: see `AdapterBook.find`."""
-        return self._inputs.adapters.find(request)
+        return self._inputs.adapters.find(request, prompt_adapter)
 
     def process_input(
         self,

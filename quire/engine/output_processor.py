@@ -67,6 +67,7 @@ class _RequestRecord:
 
     def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
         self.request = request = processed.request
+        self.prompt_token_ids = request.prompt_token_ids[request.num_virtual :]  # as the user knows it
         self.num_sequences = processed.task.num_sequences
         self.prompt = processed.prompt
         self.params = params = processed.params
@@ -76,7 +77,7 @@ class _RequestRecord:
         ]
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None for _ in request.prompt_token_ids]
+            self.prompt_logprobs = [None for _ in self.prompt_token_ids]
         self.metrics = None if args.disable_log_stats else RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
         self.failed = False
@@ -87,7 +88,7 @@ class _RequestRecord:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
         return IncrementalDetokenizer(
             self.tokenizer,
-            self.request.prompt_token_ids,
+            self.prompt_token_ids,
             stop=self.params.stop,
             include_stop_str_in_output=self.params.include_stop_str_in_output,
             min_tokens=self.params.min_tokens,
@@ -104,7 +105,7 @@ class _RequestRecord:
         sequence = self.sequences[news.sequence_index]
         if sequence.finish_reason is not None:
             return False
-        self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens)
+        self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens - self.request.num_virtual)
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
         if news.new_token_ids and self.metrics is not None and self.metrics.first_token_time is None:
@@ -163,11 +164,11 @@ class _RequestRecord:
             for rank, s in enumerate(chosen)
             if not delta or finished or self._is_due(s)
         ]
-        adapter = self.request.adapter
+        adapter = None if self.request.num_virtual else self.request.adapter
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=completions,
             finished=finished,
@@ -187,8 +188,9 @@ class _RequestRecord:
     def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         # By position: a request that was preempted within its prompt computes, and reports, a part twice.
         assert self.prompt_logprobs is not None
-        for offset, entry in enumerate(part.entries):
-            self.prompt_logprobs[part.start + offset] = self._logprob_dict(entry)
+        for place, entry in enumerate(part.entries, part.start - self.request.num_virtual):
+            if place > 0:  # a prompt's first token has none, whatever stands before it
+                self.prompt_logprobs[place] = self._logprob_dict(entry)
 
     def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
         found: LogprobDict = {}

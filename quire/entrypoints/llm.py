@@ -21,7 +21,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
-from quire.lora.request import LoRARequest
+from quire.lora.request import LoRARequest, PromptAdapterRequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import AdapterRef, Terms
@@ -32,6 +32,7 @@ from quire.text.tokenizer import Tokenizer
 
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
+PromptAdapters = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None
 
 _NOT_YET = frozenset(("embed", "encode", "classify", "score", "reward"))  # methods of vLLM's LLM
 
@@ -95,6 +96,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         client: str | None = None,
+        prompt_adapter_request: PromptAdapters = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many.
 
@@ -106,6 +108,7 @@ class LLM:
             lora_request: the adapter that they run with; one for all, or one (or None) each.
             priority: one for all or one each; lower runs first under scheduling_policy="priority".
             client: whose prompts they are, for scheduling_policy="fair".
+            prompt_adapter_request: likewise, for adapters that are virtual tokens.
 
         Returns:
             One `RequestOutput` per prompt, in the order of the prompts.
@@ -118,7 +121,7 @@ class LLM:
         many = _as_list(prompts)
         params = self._params_for(sampling_params, len(many))
         priorities = _one_each(priority or 0, len(many), "priorities", "priority")
-        adapters = self._adapters_for(lora_request, len(many))
+        adapters = self._adapters_for(lora_request, len(many), prompt_adapter_request)
         terms = [Terms(priority=p, client=client, adapter=a) for p, a in zip(priorities, adapters, strict=True)]
         return self._run(self._add_all(many, params, terms), use_tqdm)
 
@@ -133,6 +136,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_adapter_request: PromptAdapters = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
@@ -143,7 +147,7 @@ class LLM:
             continue_final_message: go on with the last message instead of answering it.
             tools: tool definitions handed to the template.
             chat_template_kwargs: further variables for the template.
-            lora_request: as of `generate`.
+            lora_request, prompt_adapter_request: as of `generate`.
 
         Raises:
             InvalidRequestError: bad messages, no template, the template's own complaint, or as `generate`.
@@ -170,7 +174,9 @@ class LLM:
                 raise _of_prompt(error, place, len(conversations), "messages") from None
         params = self._params_for(sampling_params, len(texts))
         # A template writes its own special tokens.
-        terms = [Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(texts))]
+        terms = [
+            Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(texts), prompt_adapter_request)
+        ]
         return self._run(self._add_all(texts, params, terms, add_special_tokens=False), use_tqdm)
 
     def beam_search(
@@ -339,9 +345,10 @@ class LLM:
         given = self.get_default_sampling_params() if given is None else given
         return _one_each(given, num_prompts, "sampling params", "sampling_params")
 
-    def _adapters_for(self, given: Any, num_prompts: int) -> list[AdapterRef | None]:
-        requests = _one_each(given, num_prompts, "lora_requests", "lora_request")
-        return [self.llm_engine.find_adapter(request) for request in requests]
+    def _adapters_for(self, loras: Any, num_prompts: int, virtual: PromptAdapters = None) -> list[AdapterRef | None]:
+        each = _one_each(loras, num_prompts, "lora_requests", "lora_request")
+        others = _one_each(virtual, num_prompts, "prompt_adapter_requests", "prompt_adapter_request")
+        return [self.llm_engine.find_adapter(*both) for both in zip(each, others, strict=True)]
 
     def _add_all(
         self,

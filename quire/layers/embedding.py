@@ -19,7 +19,9 @@ class Embedding(Matrix):
 
     def forward(self, ids: Tensor, step: Step | None = None) -> Tensor:
         rows = self.method.lookup(self.weights, self.shape, ids, self.dtype)
-        return rows if self.lora is None else ops.lora_rows(ids, rows, self.lora, slots_of(step))
+        if self.lora is None or step is None:
+            return rows
+        return ops.lora_rows(ids, rows, self.lora, slots_of(step), step.positions)
 
 
 class VocabEmbedding(Embedding):

@@ -24,9 +24,50 @@ class LoRARequest:
     lora_path: str
 
     def __post_init__(self) -> None:
-        for name in ("lora_name", "lora_path"):
-            if not (isinstance(value := getattr(self, name), str) and value):
-                raise InvalidRequestError(f"{name} must be a non-empty text, got {repr(value)[:80]}.", "lora_request")
-        if (found := number(self.lora_int_id, int)) is None or not 1 <= found < 2**31:
-            got, most = repr(self.lora_int_id)[:80], 2**31 - 1
-            raise InvalidRequestError(f"lora_int_id must be an integer from 1 to {most}, got {got}.", "lora_request")
+        _check(self, "lora_request")
+
+
+@dataclass(frozen=True)
+class PromptAdapterRequest:
+    """An adapter of virtual tokens, which stand before the prompt: passed likewise.
+
+    Attributes:
+        prompt_adapter_name: for people.
+        prompt_adapter_id: as `LoRARequest.lora_int_id`, of which none may be the same.
+        prompt_adapter_local_path: as `LoRARequest.lora_path`.
+        prompt_adapter_num_virtual_tokens: how many it has, as its files say, too.
+
+    Raises:
+        InvalidRequestError: as by `LoRARequest`.
+    """
+
+    prompt_adapter_name: str
+    prompt_adapter_id: int
+    prompt_adapter_local_path: str
+    prompt_adapter_num_virtual_tokens: int
+
+    def __post_init__(self) -> None:
+        _check(self, "prompt_adapter_request")
+
+
+AdapterRequest = LoRARequest | PromptAdapterRequest  # both begin with name, id and path
+
+
+def one_adapter(
+    lora_request: AdapterRequest | None, prompt_adapter_request: AdapterRequest | None
+) -> AdapterRequest | None:
+    """What a request runs with, of the two that may be named. Raises InvalidRequestError for both."""
+    if lora_request is not None and prompt_adapter_request is not None:
+        message = "a request runs with a LoRA or with a prompt adapter: leave out lora_request or this"
+        raise InvalidRequestError(f"{message}.", "prompt_adapter_request")
+    return lora_request if prompt_adapter_request is None else prompt_adapter_request
+
+
+def _check(request: AdapterRequest, param: str) -> None:
+    for name, value in vars(request).items():
+        if name.endswith(("_name", "_path")):
+            if not (isinstance(value, str) and value):
+                raise InvalidRequestError(f"{name} must be a non-empty text, got {repr(value)[:80]}.", param)
+        elif (found := number(value, int)) is None or not 1 <= found < 2**31:
+            got, most = repr(value)[:80], 2**31 - 1
+            raise InvalidRequestError(f"{name} must be an integer from 1 to {most}, got {got}.", param)

@@ -4,7 +4,7 @@ A worker has one beside its model, and loads adapters with it. Names of layers a
 model that several share it holds the part that is here.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from quire.layers.embedding import TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix
 from quire.layers.moe import MixtureOfExperts
-from quire.ops import LoraLayer, LoraMatrices, TokenSlots
+from quire.ops import Adapted, LoraLayer, LoraMatrices, TokenSlots
 
-Packed = dict[LoraLayer, dict[int, LoraMatrices]]  # an adapter by layer and part
+Packed = dict[LoraLayer, dict[int, Adapted]]  # an adapter by layer and part
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class LoraSlots:
 
     Args:
         name_of: the checkpoint's name of a parameter here.
+        max_rank: 0 where adapters are virtual tokens alone.
         native: programs are recorded of the model, by kernels.
 
     Attributes:
@@ -71,6 +72,8 @@ class LoraSlots:
         self._layers: list[LoraLayer] = []
         self.targets: dict[str, Target] = {}
         for path, module, parts in _adaptable(model):
+            if not (max_rank or isinstance(module, VocabEmbedding)):
+                continue
             sizes = [sum(map(len, rows)) for rows, _ in parts.values()]
             is_table = isinstance(module, VocabEmbedding)
             matrix = module.embedding if isinstance(module, TiedHead) else module
@@ -85,7 +88,7 @@ class LoraSlots:
                 name = name_of(f"{owner}.weight").removesuffix(".weight")
                 self.targets[name] = Target(layer, number, shapes, rows, columns, is_table)
 
-    def put(self, slot: int, packed: Mapping[LoraLayer, dict[int, LoraMatrices]]) -> None:
+    def put(self, slot: int, packed: Packed) -> None:
         """Let an adapter have this place."""
         for layer in self._layers:
             layer.put(slot, packed.get(layer, {}))

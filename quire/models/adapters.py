@@ -1,10 +1,11 @@
 """The loading of an adapter for a model's places, by the names that PEFT gives; `quire.worker.adapters` calls it."""
 
 from safetensors import safe_open
+from torch import Tensor
 
 from quire.lora.slots import Packed
 from quire.models.causal_lm import CausalLM
-from quire.models.peft import WEIGHTS, AdapterError, AdapterFiles
+from quire.models.peft import VIRTUAL, WEIGHTS, AdapterError, AdapterFiles
 
 
 def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
@@ -16,6 +17,8 @@ def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
     assert model.lora is not None, "the model has no places for adapters"
     packed: Packed = {}
     with safe_open(files.path / WEIGHTS, framework="pt") as file:
+        if files.shape:
+            return _load_virtual(model, files, file.get_tensor(VIRTUAL))
         for module, factors in files.tensors.items():
             name = model.form.canonical(f"{module}.weight")
             target = model.lora.targets.get(name.removesuffix(".weight"))
@@ -28,10 +31,26 @@ def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
                 wanted = f"[r, {target.shapes[0]}] and [{target.shapes[1]}, r]"
                 what = f"{a_name!r} and its B are {list(a)} and {list(b)}, and {module!r} takes {wanted}"
                 raise AdapterError(files.name, f"{what}: it was made for another base model.")
-            tensors = {tensor: file.get_tensor(tensor).float() for tensor in (a_name, b_name)}
-            for tensor, values in tensors.items():
-                if not values.isfinite().all():
-                    raise AdapterError(files.name, f"{WEIGHTS} has numbers in {tensor!r} that are not finite.")
+            tensors = {tensor: _finite(files, tensor, file.get_tensor(tensor)) for tensor in (a_name, b_name)}
             own = target.pack(tensors[a_name], tensors[b_name], files.scale(module))
             packed.setdefault(target.layer, {})[target.part] = own
     return packed
+
+
+def _load_virtual(model: CausalLM, files: AdapterFiles, rows: Tensor) -> Packed:
+    """Virtual tokens stand in the table of embeddings, which the first stage has."""
+    if model.num_incoming:
+        return {}
+    layer, width = model.embedding.lora, model.embedding.in_features
+    assert layer is not None, "the model has no places for adapters"
+    if rows.shape[1] != width:
+        what = f"{VIRTUAL!r} is {[*rows.shape]}, and embeddings are {width} wide"
+        raise AdapterError(files.name, f"{what}: it was made for another base model.")
+    return {layer: {0: layer.virtual(_finite(files, VIRTUAL, rows))}}
+
+
+def _finite(files: AdapterFiles, name: str, tensor: Tensor) -> Tensor:
+    """A tensor in float32."""
+    if not tensor.isfinite().all():
+        raise AdapterError(files.name, f"{WEIGHTS} has numbers in {name!r} that are not finite.")
+    return tensor.float()

@@ -1,5 +1,6 @@
 """What an adapter's files say, as PEFT writes them: which is checked here, before any tensor is read.
 
+A LoRA's tensors are factors; those of virtual tokens (prompt tuning, P-tuning) are one table of what stands for them.
 The engine's front end reads them when an adapter is first named, a worker when it loads one. A file is named in
 messages without its folder. Knows no model: whether the shapes are those of its layers is found out there. No torch.
 """
@@ -16,9 +17,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import InvalidRequestError
+from quire.utils.values import number
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
+VIRTUAL = "prompt_embeddings"  # the tensor of virtual tokens
+_KINDS = ("LORA", "PROMPT_TUNING", "P_TUNING")
 # What an adapter may not ask for; where the value is one of these, it does not.
 _REFUSED = {
     "use_dora": "magnitudes of its own (DoRA)",
@@ -51,6 +55,7 @@ class AdapterFiles:
         digest: of all of it, SHA-256.
         tensors: by module and factor ("A" or "B"), names of tensors and their shapes.
         config: adapter_config.json.
+        shape: of the virtual tokens' tensor; () of a LoRA.
     """
 
     name: str
@@ -58,6 +63,7 @@ class AdapterFiles:
     digest: bytes
     tensors: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
     config: Mapping[str, Any]
+    shape: tuple[int, ...] = ()
 
     def rank(self, module: str) -> int:
         """What the configuration says of a module (its name in the base model)."""
@@ -75,7 +81,7 @@ class AdapterFiles:
         return self.config.get(name, default)
 
 
-def read_adapter(path: str, name: str, max_rank: int = MAX_RANK) -> AdapterFiles:
+def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: int = 2**31) -> AdapterFiles:
     """An adapter's description.
 
     Raises:
@@ -96,6 +102,9 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK) -> AdapterFiles
         digest = hashlib.sha256(text + weights.read_bytes()).digest()
     except (SafetensorError, OSError) as error:
         raise AdapterError(name, f"{WEIGHTS} is truncated or damaged ({error}); fetch it again.") from None
+    if config["peft_type"] != "LORA":
+        _check_virtual(name, config, shapes, max_virtual)
+        return AdapterFiles(name, folder, digest, {}, config, shapes[VIRTUAL])
     tensors: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for tensor, shape in shapes.items():
         if (found := _NAME.fullmatch(tensor)) is None or len(shape) != 2:
@@ -117,8 +126,10 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
         raise AdapterError(name, f"its folder has no {CONFIG} that can be read ({error.strerror}).") from None
     except ValueError as error:
         raise AdapterError(name, f"{CONFIG} is no JSON ({error}).") from None
-    if (kind := config.get("peft_type") if isinstance(config, dict) else None) != "LORA":
-        raise AdapterError(name, f"{CONFIG} says peft_type {repr(kind)[:80]}, and 'LORA' is what can be served.")
+    if (kind := config.get("peft_type") if isinstance(config, dict) else None) not in _KINDS:
+        raise AdapterError(
+            name, f"{CONFIG} says peft_type {repr(kind)[:80]}; what can be served is {', '.join(_KINDS)}."
+        )
     for key, what in _REFUSED.items():
         if config.get(key) not in _NOTHING:
             raise AdapterError(
@@ -132,6 +143,16 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
                     name, f"{CONFIG} has {key}={repr(value)[:80]}, which must be a number from {least} on."
                 )
     return text, config
+
+
+def _check_virtual(name: str, config: Mapping[str, Any], shapes: Mapping[str, Any], most: int) -> None:
+    stated, shape = number(config.get("num_virtual_tokens"), int), shapes.get(VIRTUAL, ())
+    if [*shapes] != [VIRTUAL] or len(shape) != 2 or not shape[0] or shape[0] != stated:
+        found = {tensor: [*size] for tensor, size in shapes.items()}
+        wanted = f"{VIRTUAL!r} [{stated}, width] alone, as num_virtual_tokens in {CONFIG} says"
+        raise AdapterError(name, f"{WEIGHTS} has {str(found)[:200]}, and must have {wanted}.")
+    if shape[0] > most:
+        raise AdapterError(name, f"it has {shape[0]} virtual tokens, over max_prompt_adapter_token={most}.")
 
 
 def _check_module(files: AdapterFiles, module: str, max_rank: int) -> None:

@@ -23,6 +23,7 @@ from quire.ops.gather import reduce as reduce
 from quire.ops.host import host as host
 from quire.ops.host import on_rows as on_rows
 from quire.ops.linear import linear as linear
+from quire.ops.lora import Adapted as Adapted
 from quire.ops.lora import LoraLayer as LoraLayer
 from quire.ops.lora import LoraMatrices as LoraMatrices
 from quire.ops.lora import TokenSlots as TokenSlots

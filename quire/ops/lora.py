@@ -1,5 +1,7 @@
 """Low-rank additions to the rows of a product, or of a table: each by the matrices of its own adapter, or none.
 
+Of a table an adapter may have other rows instead, at the first positions of a sequence: its virtual tokens.
+
 A layer that adapters may change has a `LoraLayer`, with a place for each adapter that is in use. Recorded, it becomes
 part of the product before it (csrc/lora.h). What an adapter is otherwise is not known here.
 """
@@ -47,6 +49,20 @@ class LoraMatrices:
     scale: float
 
 
+@dataclass(frozen=True)
+class VirtualRows:
+    """What stands at the first positions of a sequence instead of what is computed there.
+
+    Attributes:
+        rows: [virtual tokens, width].
+    """
+
+    rows: Tensor
+
+
+Adapted = LoraMatrices | VirtualRows
+
+
 class LoraLayer:
     """The adapters' matrices for one layer.
 
@@ -60,7 +76,7 @@ class LoraLayer:
     ) -> None:
         self.starts, self.dtype = list(starts), dtype
         self._rows = rows
-        self._held: list[Mapping[int, LoraMatrices]] = [{}] * num_slots
+        self._held: list[Mapping[int, Adapted]] = [{}] * num_slots
         if rows is not None:
             num_parts = len(starts) - 1
             self._parts = (c_struct("LoraPart") * (num_slots * num_parts))()
@@ -77,7 +93,11 @@ class LoraLayer:
             b = padded.view(-1, _BLOCK, b.shape[1]).transpose(1, 2)
         return LoraMatrices(a, b.contiguous(), own.scale)
 
-    def put(self, slot: int, packed: Mapping[int, LoraMatrices]) -> None:
+    def virtual(self, rows: Tensor) -> VirtualRows:
+        """Virtual tokens' rows as `put` wants them."""
+        return VirtualRows(rows.to(self.dtype).contiguous())
+
+    def put(self, slot: int, packed: Mapping[int, Adapted]) -> None:
         """Let the adapter in this place be another one, or none ({})."""
         self._held[slot] = packed
         if self._rows is None:
@@ -85,13 +105,16 @@ class LoraLayer:
         num_parts = self.struct.num_parts
         for part in range(num_parts):
             entry, own = self._parts[slot * num_parts + part], packed.get(part)
-            entry.rank = 0 if own is None else own.b.shape[1]
-            if own is not None:
+            entry.rank = entry.first = entry.last = entry.num_virtual = 0
+            if isinstance(own, VirtualRows):
+                entry.a, entry.num_virtual = own.rows.data_ptr(), len(own.rows)
+            elif own is not None:
+                entry.rank = own.b.shape[1]
                 entry.a, entry.b, entry.factor = own.a.data_ptr(), own.b.data_ptr(), own.scale
                 entry.first = self.starts[part] // _BLOCK
                 entry.last = entry.first + len(own.b)
 
-    def at(self, slot: int) -> Mapping[int, LoraMatrices]:
+    def at(self, slot: int) -> Mapping[int, Adapted]:
         """The matrices in a place, by part."""
         return self._held[slot]
 
@@ -102,6 +125,7 @@ def lora(x: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor
     for slot, rows in _by_slot(slots):
         added = y[rows].float()
         for part, own in layer.at(slot).items():
+            assert isinstance(own, LoraMatrices), "virtual tokens are rows of a table"
             inner = linear(x[rows].float(), own.a.float()) * own.scale
             added[:, layer.starts[part] : layer.starts[part + 1]] += linear(inner, own.b.float())
         y = y.index_copy(0, rows, added.to(y.dtype))
@@ -109,13 +133,22 @@ def lora(x: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor
 
 
 @op
-def lora_rows(ids: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor:
-    """Likewise of `y`, the rows of a table by `ids`."""
+def lora_rows(ids: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None, positions: Tensor) -> Tensor:
+    """Likewise of `y`, the rows of a table by `ids`; virtual tokens are told by the positions, [T] integers."""
     for slot, rows in _by_slot(slots):
         for own in layer.at(slot).values():
+            if isinstance(own, VirtualRows):
+                y = virtual_rows(y, own, rows, positions)
+                continue
             added = y[rows].float() + linear(own.a[ids[rows]].float() * own.scale, own.b.float())
             y = y.index_copy(0, rows, added.to(y.dtype))
     return y
+
+
+def virtual_rows(y: Tensor, own: VirtualRows, rows: Tensor, positions: Tensor) -> Tensor:
+    """`y` [T, width], with virtual tokens where these rows of it have them."""
+    here = rows[positions[rows] < len(own.rows)]
+    return y.index_copy(0, here, own.rows[positions[here].long()].to(y.dtype))
 
 
 def _by_slot(slots: Tensor | None) -> list[tuple[int, Tensor]]:
@@ -127,5 +160,5 @@ def _by_slot(slots: Tensor | None) -> list[tuple[int, Tensor]]:
 
 @lora.native
 @lora_rows.native
-def _build(x: object, y: Value, layer: LoraLayer, slots: Tensor | None) -> Value:
+def _build(x: object, y: Value, layer: LoraLayer, slots: Tensor | None, positions: object = None) -> Value:
     return y.builder.tell(y, lora=y.builder.hold(layer, layer.struct))

@@ -53,12 +53,18 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
-    """The adapter (LoRA) that a request runs with."""
+    """The adapter (LoRA, or virtual tokens) that a request runs with."""
 
     adapter_id: int  # >= 1; unique in the engine's life
     digest: bytes  # of its files; part of every block's name in the prefix cache
     name: str = ""  # for people
     path: str = ""  # of its folder
+    num_virtual: int = 0  # tokens that it has before the prompt; 0: it is a LoRA
+
+    @property
+    def param(self) -> str:
+        """The parameter that users name it by."""
+        return "prompt_adapter_request" if self.num_virtual else "lora_request"
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +81,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request. It crosses to each worker once; sequences refer to it by its id."""
 
     request_id: str
-    prompt_token_ids: list[int]  # never empty, each in the vocabulary
+    prompt_token_ids: list[int]  # never empty, each in the vocabulary; zeros first for an adapter's virtual tokens
     task: SamplingTask | PoolingTask
     media: list[MediaSpan] = []
     adapter: AdapterRef | None = None
@@ -85,3 +91,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     client: str | None = None  # whose request it is, for the "fair" policy
     ttft_target: float | None = None  # seconds from arrival to first token, for "deadline"; None: the engine's
     tpot_target: float | None = None  # seconds between tokens, likewise
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual tokens that the prompt begins with, which nobody but the model knows of."""
+        return 0 if self.adapter is None else self.adapter.num_virtual

@@ -19,11 +19,13 @@ class SequenceTokens:
         ids: int32 [width], a view of the row: [0, num_prompt) prompt, [num_prompt, num) output, [num, num + num_drafts)
             drafts, zeros.
         num_prompt, num, num_drafts: as above.
+        num_virtual: the first ones of the prompt, which stand for an adapter's.
     """
 
-    __slots__ = ("ids", "num", "num_drafts", "num_prompt")
+    __slots__ = ("ids", "num", "num_drafts", "num_prompt", "num_virtual")
 
-    def __init__(self, ids: npt.NDArray[np.int32], num_prompt: int, num: int) -> None:
+    def __init__(self, ids: npt.NDArray[np.int32], num_prompt: int, num: int, num_virtual: int = 0) -> None:
+        self.num_virtual = num_virtual
         self.ids = ids
         self.num_prompt = num_prompt
         self.num = num
@@ -41,8 +43,8 @@ class SequenceTokens:
         return self.num - self.num_prompt
 
     def prompt(self) -> list[int]:
-        """A copy of the prompt."""
-        return self.ids[: self.num_prompt].tolist()
+        """A copy of the prompt, as its user knows it."""
+        return self.ids[self.num_virtual : self.num_prompt].tolist()
 
     def output(self) -> list[int]:
         """A copy of the output."""

@@ -58,11 +58,14 @@ class Adapters:
 
     def batch(self, rows: Sequence[Row], ends: Sequence[int]) -> AdapterBatch | None:
         """The place of each token's adapter, where a row has any; `ends` as of `quire.worker.gather.StepBatch`."""
-        refs = [row.request.adapter for row in rows]
-        if not any(refs):
+        if not any(row.request.adapter for row in rows):
             return None
-        slots = np.array([-1 if ref is None else self._places[ref.adapter_id] for ref in refs], np.int32)
-        return AdapterBatch(torch.from_numpy(np.repeat(slots, np.diff(ends, prepend=0))))
+        slots = np.full(ends[-1], -1, np.int32)
+        for row, start, end in zip(rows, [0, *ends], ends, strict=False):
+            if (ref := row.request.adapter) is not None:
+                virtual = max(0, ref.num_virtual - row.num_computed) if ref.num_virtual else end
+                slots[start : min(end, start + virtual)] = self._places[ref.adapter_id]
+        return AdapterBatch(torch.from_numpy(slots)) if slots.max() >= 0 else None
 
     def close(self) -> None:
         """Load no more."""

@@ -191,7 +191,7 @@ class RowTable:
     def _take(self, sequence_id: int, request: NewRequest, sequence_index: int, num_tokens: int) -> Row:
         assert sequence_id not in self._rows, "a live sequence was announced as new"
         index = self._free.pop()
-        tokens = SequenceTokens(self.token_ids[index], len(request.prompt_token_ids), num_tokens)
+        tokens = SequenceTokens(self.token_ids[index], len(request.prompt_token_ids), num_tokens, request.num_virtual)
         num_blocks = [0] * len(self.block_tables)
         row = self._rows[sequence_id] = Row(index, sequence_id, request, sequence_index, tokens, num_blocks)
         if row.prompt_logprobs is not None:

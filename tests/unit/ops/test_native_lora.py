@@ -1,14 +1,16 @@
 """What adapters add to products and tables, on every level: right against fp64, and each row a function of its own."""
 
+from typing import Any
+
 import pytest
 import torch
-from native_cases import DTYPES, EPSILON, Threads, draw, packed
+from native_cases import DTYPES, EPSILON, Threads, draw, packed, run
 from torch import Tensor
 
 from quire import ops
 from quire.ops.lora import LoraLayer, LoraMatrices, TokenSlots
 from quire.ops.native.builder import ProgramBuilder, recorded
-from quire.ops.native.program import Program
+from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import TYPE_OF
 
 RANKS = [1, 3, 8, 17]
@@ -86,3 +88,42 @@ def test_before_a_gate(level: str, dtype: torch.dtype, features: int) -> None:
     gate, up = ops.lora(x.double(), x.double() @ weight.to(dtype).double().t(), plain, slots).chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     assert torch.allclose(found.double(), expected, rtol=0.05, atol=TOLERANCE[dtype] * 4)
+
+
+@pytest.mark.parametrize("size", [5, 40, 257])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_virtual_tokens_are_rows_by_position(level: str, dtype: torch.dtype, size: int) -> None:
+    """Some rows are an adapter's own, some have its additions, and the others are the table's, whatever is beside."""
+    tokens, table = TokenSlots(), draw(50, size, dtype=dtype)
+    both = LoraLayer([0, size], 3, 4, dtype, tokens), LoraLayer([0, size], 3, 4, dtype, None)
+    for layer in both:
+        layer.put(0, {0: layer.virtual(draw(6, size, seed=1))})
+        layer.put(1, {0: layer.packed(0, LoraMatrices(draw(50, 4, seed=2), draw(size, 4, seed=3), 0.5))})
+        layer.put(2, {0: layer.virtual(draw(1, size, seed=4))})
+    builder = ProgramBuilder(dtype)
+    index, positions = builder.ids, recorded(builder.positions)
+    value: Any = ops.embedding(index, packed(table, TYPE_OF[dtype]))  # type: ignore[arg-type]
+    program = builder.finish(ops.lora_rows(index, value, both[0], None, positions))  # type: ignore[arg-type]
+    drawn = torch.Generator().manual_seed(1)
+    ids, slots = torch.randint(0, 50, (41,), generator=drawn), torch.randint(-1, 3, (41,), generator=drawn)
+    where, slots = torch.randint(0, 9, (41,), generator=drawn), slots.to(torch.int32)
+    step = StepData(
+        ids=ids, positions=where, slot_mapping=where, query_start_loc=torch.tensor([0, 41]),
+        seq_lens=torch.tensor([41]), block_tables=torch.zeros(1, 1, dtype=torch.int64), block_size=64,
+    )  # fmt: skip
+    plain = run(program, [], size, dtype, step)
+    assert torch.equal(plain, table[ids])
+    tokens.set(slots)
+    found = run(program, [], size, dtype, step)
+    expected = ops.lora_rows(ids, table[ids], both[1], slots, where)
+    adds = (slots == 1)[:, None]
+    assert torch.equal(found.masked_fill(adds, 0), expected.masked_fill(adds, 0))
+    assert torch.allclose(found.float(), expected.float(), rtol=4 * EPSILON[dtype], atol=1e-5)
+    assert torch.equal(
+        found[(slots == 0) & (where < 6)], draw(6, size, seed=1).to(dtype)[where[(slots == 0) & (where < 6)]]
+    )
+    layer = both[0]
+    layer.put(0, {0: layer.packed(0, LoraMatrices(draw(50, 4, seed=2), draw(size, 4, seed=3), 0.5))})
+    again = run(program, [], size, dtype, step)
+    assert torch.equal(again[slots == 1], found[slots == 1])
+    assert not torch.equal(again[slots == 0], found[slots == 0])
