@@ -55,15 +55,15 @@ class Scratch {
 public:
     template <class T>
     T* get(int64_t count) {
-        size_t bytes = round_up(count * sizeof(T), 64);
+        size_t bytes = round_up(count * sizeof(T), 4096);
         if (bytes > size_) {
             memory_.reset();
-            memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 4096))));
+            memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_ = bytes)));
             if (!memory_) {
-                std::fprintf(stderr, "quire: there is no memory for the %zu bytes that a kernel works in\n", bytes);
+                std::fprintf(stderr, "quire: there is no memory for the %zu bytes that a kernel works in; ", bytes);
+                std::fprintf(stderr, "lower max_num_batched_tokens; `quire plan` says what is needed\n");
                 std::abort();
             }
-            size_ = round_up(bytes, 4096);
         }
         return reinterpret_cast<T*>(memory_.get());
     }

@@ -136,15 +136,21 @@ def test_it_is_so_in_every_engine(name: str, adapters: list[LoRARequest]) -> Non
     [
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
         {"tensor_parallel_size": 2, "tp_collective": "reduce"},
     ],
     ids=str,
 )
-def test_ranks_share_an_adapter(options: dict[str, Any], adapters: list[LoRARequest]) -> None:
+def test_ranks_and_engines_share_an_adapter(options: dict[str, Any], adapters: list[LoRARequest]) -> None:
+    check_adapters(options, adapters)
+
+
+def check_adapters(options: dict[str, Any], adapters: list[LoRARequest]) -> None:
+    """Answers with adapters are those of one process."""
     loras, prompts = [*adapters, None], ["Once upon a time"] * 5
     dtype: Any = {"dtype": "float32" if "tp_collective" in options else "auto"}  # where sums are others
     whole = LLM("demo", enable_lora=True, show_progress=False, **dtype)
-    shared = LLM("demo", enable_lora=True, show_progress=False, **dtype, **options)
+    shared = LLM("demo", enable_lora=True, show_progress=False, num_kv_blocks=64, **dtype, **options)
     try:
         found, expected = run(shared, prompts, loras), run(whole, prompts, loras)
         if "tp_collective" in options:

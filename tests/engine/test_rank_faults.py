@@ -4,6 +4,7 @@ The fault is put into the one rank by a `sitecustomize`, which Python imports at
 its address space, which the next large allocation meets.
 """
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from test_processes import nothing_left
 
 from quire import LLM, SamplingParams
 from quire.errors import EngineDeadError
+from quire.ops.native.library import TORCH, levels
 
 __all__ = ["nothing_left"]  # a fixture of all tests here
 pytestmark = pytest.mark.nightly
@@ -22,8 +24,10 @@ NO_MEMORY = """
 import resource
 from pathlib import Path
 from quire.worker.runner import ModelRunner
+from quire.models.compiled import CompiledModel
 from quire.worker.worker import Worker
-owner, name = {"loading": (Worker, "load"), "a step": (ModelRunner, "begin")}[os.environ["QUIRE_TEST_STAGE"]]
+stages = {"loading": (Worker, "load"), "a kernel": (CompiledModel, "reserve"), "a step": (ModelRunner, "begin")}
+owner, name = stages[os.environ["QUIRE_TEST_STAGE"]]
 real = getattr(owner, name)
 def limited(*given):
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -59,3 +63,20 @@ def test_a_rank_has_no_memory(size: str, stage: str, tmp_path: Path, monkeypatch
 
     with pytest.raises(EngineDeadError, match=told):
         generate()
+
+
+def test_a_kernel_has_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels can throw nothing: the rank's process ends, after a line that says how many bytes and what to do."""
+    if levels() == [TORCH]:
+        pytest.skip("needs the compiled kernels")
+    in_rank_1(tmp_path, monkeypatch, NO_MEMORY)
+    monkeypatch.setenv("QUIRE_TEST_STAGE", "a kernel")
+    ended = r"rank 1 of 2 .* ended unexpectedly \(SIGABRT; out of memory, perhaps: 'quire plan' says what it takes\)"
+    with pytest.raises(EngineDeadError, match=f"{ended}; last it was making the KV cache"):
+        LLM("demo", num_kv_blocks=512, max_num_batched_tokens=2048, **SIZES["TP 2"])
+    line = r"quire: there is no memory for the (\d+) bytes that a kernel works in; lower max_num_batched_tokens"
+    found = re.search(line, capfd.readouterr().err)
+    assert found is not None
+    assert int(found[1]) > 100_000

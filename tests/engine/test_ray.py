@@ -17,14 +17,18 @@ from typing import Any
 
 import pytest
 from test_exactness import VARIANTS, changes_of, engine, requests, run
+from test_lora import adapters, check_adapters
 from test_processes import check_reducing, marked
+from test_weights_at_run_time import OPTIONS, check_weights, other
 
 from quire import LLM, SamplingParams
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor.ray import Actors
 from quire.executor.remote import RemoteExecutor
+from quire.lora.request import LoRARequest
 
+__all__ = ["adapters", "other"]  # fixtures of tests here
 pytestmark = pytest.mark.nightly
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma3", "opt", "gpt2"]
 STORE: dict[str, Any] = {"object_store_memory": 10**8}
@@ -149,6 +153,18 @@ def test_every_family_on_two_nodes(cluster: Any, model_options: Any, family: str
 
 def test_ranks_that_reduce_answer_alike_alone_and_in_batches(cluster: Any) -> None:
     check_reducing(**RAY)
+
+
+@pytest.mark.parametrize("size", [TP2, PP2], ids=["TP 2", "PP 2"])
+def test_workers_sleep_and_take_other_weights(cluster: Any, size: dict[str, Any], other: Path) -> None:
+    llm = LLM("demo", **OPTIONS, **size)
+    check_weights(llm, other)
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize("size", [TP2, PP2], ids=["TP 2", "PP 2"])
+def test_workers_share_adapters(cluster: Any, size: dict[str, Any], adapters: list[LoRARequest]) -> None:
+    check_adapters(size, adapters)
 
 
 @pytest.mark.parametrize("nodes", [[2, 2]], indirect=True)

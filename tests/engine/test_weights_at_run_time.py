@@ -60,7 +60,7 @@ def start() -> Iterator[Callable[..., LLM]]:
         llm.llm_engine.shutdown()
 
 
-def check(llm: LLM, other: Path) -> None:
+def check_weights(llm: LLM, other: Path) -> None:
     """All of it, once."""
     before = answers(llm)
     assert min(cached(llm)) >= 8  # type: ignore[type-var]
@@ -97,25 +97,25 @@ def check(llm: LLM, other: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_in_this_process(start: Callable[..., LLM], other: Path) -> None:
-    check(start(), other)
+    check_weights(start(), other)
 
 
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {"quantization": "int4"}, {"dtype": "float32"}])
 @pytest.mark.nightly
 def test_other_kernels_and_formats(start: Callable[..., LLM], other: Path, options: dict[str, Any]) -> None:
-    check(start(**options), other)
+    check_weights(start(**options), other)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("speculative", [DRAFT, EAGLE], ids=["draft", "eagle"])
 def test_what_drafts_sleeps_too(start: Callable[..., LLM], other: Path, speculative: dict[str, Any]) -> None:
-    check(start(speculative_config=speculative), other)
+    check_weights(start(speculative_config=speculative), other)
 
 
 @pytest.mark.slow
 def test_ranks_of_a_tensor_group(start: Callable[..., LLM], other: Path) -> None:
     llm = start(tensor_parallel_size=2)
-    check(llm, other)
+    check_weights(llm, other)
     assert len(llm.collective_rpc("reset")) == 2
     with pytest.raises(NotYetSupportedError, match="in this process"):
         llm.collective_rpc(lambda worker: worker)
@@ -131,7 +131,7 @@ def test_ranks_of_a_tensor_group(start: Callable[..., LLM], other: Path) -> None
     ],
 )
 def test_processes_stages_and_engines(start: Callable[..., LLM], other: Path, options: dict[str, Any]) -> None:
-    check(start(**options), other)
+    check_weights(start(**options), other)
 
 
 def test_tensors_by_name(start: Callable[..., LLM], other: Path) -> None:

@@ -23,10 +23,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def adapted(server_of: Callable[..., RunningServer], home: Path) -> RunningServer:
-    modules = f"one={home / 'voice-1'}"
-    return server_of("--enable-lora", "--lora-modules", modules, "--allowed-adapter-dir", str(home))
+@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.nightly)], ids="{} engines".format)
+def adapted(request: pytest.FixtureRequest, server_of: Callable[..., RunningServer], home: Path) -> RunningServer:
+    modules = ("--lora-modules", f"one={home / 'voice-1'}", "--allowed-adapter-dir", str(home))
+    return server_of("--enable-lora", *modules, "--data-parallel-size", request.param)
 
 
 def text(server: RunningServer, model: str) -> str:
