@@ -118,6 +118,12 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
     return files
 
 
+def num_virtual_tokens(path: str, name: str) -> int:
+    """How many an adapter's configuration says that it has, 0 of a LoRA; whether it has them `read_adapter` says."""
+    _, config = _read_config(Path(path).expanduser(), name)
+    return 0 if config["peft_type"] == "LORA" else number(config.get("num_virtual_tokens"), int) or 1
+
+
 def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
     try:
         text = (folder / CONFIG).read_bytes()

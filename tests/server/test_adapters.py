@@ -5,7 +5,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from loras import demo_adapters, factors, write_adapter
+import torch
+from loras import demo_adapters, demo_prompts, factors, write_adapter, write_virtual
 from serving import RunningServer
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
@@ -15,6 +16,9 @@ ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     demo_adapters(folder, [4, 8])
+    demo_prompts(folder, [6, 9], first=1)
+    write_virtual(folder / "wide", torch.zeros(4, 512))
+    write_virtual(folder / "untold", torch.zeros(4, 256), num_virtual_tokens=None)
     write_adapter(folder / "foreign", factors({"model.layers.0.mlp.up_proj": (64, 32)}, 4, 1), 4)
     outside = write_adapter(tmp_path_factory.mktemp("outside"), factors({}, 4, 1), 4)
     (folder / "link").symlink_to(outside)
@@ -26,7 +30,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.nightly)], ids="{} engines".format)
 def adapted(request: pytest.FixtureRequest, server_of: Callable[..., RunningServer], home: Path) -> RunningServer:
     modules = ("--lora-modules", f"one={home / 'voice-1'}", "--allowed-adapter-dir", str(home))
-    return server_of("--enable-lora", *modules, "--data-parallel-size", request.param)
+    prompts = ("--enable-prompt-adapter", "--prompt-adapters", f"mood={home / 'mood-1'}")
+    return server_of("--enable-lora", *modules, *prompts, "--data-parallel-size", request.param)
 
 
 def text(server: RunningServer, model: str) -> str:
@@ -61,6 +66,28 @@ def test_adapters_come_and_go(adapted: RunningServer) -> None:
     assert text(adapted, "one") == before
 
 
+def test_a_prompt_adapter_is_a_model_of_its_name(adapted: RunningServer) -> None:
+    """In every dialect; virtual tokens are nobody's prompt."""
+    with openai.OpenAI(base_url=f"{adapted.url}/v1", api_key="none", max_retries=0) as client:
+        models = {model.id: model.model_extra or {} for model in client.models.list()}
+        assert (models["mood"]["parent"], models["mood"]["root"]) == ("demo", "mood-1")
+        both = [client.completions.create(model=name, echo=True, **ASKED) for name in ("demo", "mood")]  # type: ignore[arg-type]
+        assert both[0].choices[0].text != both[1].choices[0].text
+        assert both[1].choices[0].text.startswith(ASKED["prompt"])  # type: ignore[arg-type]
+        assert both[0].usage is not None
+        assert both[1].usage is not None
+        assert both[0].usage.prompt_tokens == both[1].usage.prompt_tokens
+        answer = client.chat.completions.create(
+            model="mood", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, temperature=0
+        )
+        said = client.responses.create(model="mood", input="Hi", max_output_tokens=4, temperature=0, store=False)
+        assert said.output_text == answer.choices[0].message.content
+    assert adapted.post("/v1/load_lora_adapter", {"lora_name": "later", "lora_path": "mood-2"}).status == 200
+    assert len({text(adapted, name) for name in ("demo", "one", "mood", "later")}) == 4
+    assert adapted.post("/v1/unload_lora_adapter", {"lora_name": "later"}).status == 200
+    assert adapted.post("/v1/completions", ASKED | {"model": "later"}).status == 404
+
+
 @pytest.mark.parametrize(
     ("path", "status", "message"),
     [
@@ -71,6 +98,8 @@ def test_adapters_come_and_go(adapted: RunningServer) -> None:
         ("a\0b", 400, "leads out of --allowed-adapter-dir"),
         ("nobody", 404, "there is no folder 'nobody'"),
         ("foreign", 400, "it was made for another base model"),
+        ("wide", 400, "it was made for another base model"),
+        ("untold", 400, "must have 'prompt_embeddings' [None, width]"),
     ],
 )
 def test_what_is_not_loaded(adapted: RunningServer, home: Path, path: str, status: int, message: str) -> None:

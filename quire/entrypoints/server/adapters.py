@@ -1,8 +1,9 @@
-"""Adapters (LoRA) by name: those of `--lora-modules`, and the routes that load and unload others, with vLLM's bodies.
+"""Adapters of either kind by name: those of the start, and the routes that load and unload others, with vLLM's bodies.
 
 A request whose `model` is an adapter's name runs with it. What clients load has to lie below `--allowed-adapter-dir`.
 """
 
+import asyncio
 import itertools
 import json
 import logging
@@ -16,37 +17,39 @@ from starlette.responses import PlainTextResponse
 
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState, State
 from quire.errors import ConfigError, InvalidRequestError, QuireError
-from quire.lora.request import LoRARequest
-from quire.models.peft import CONFIG, WEIGHTS
+from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest
+from quire.models.peft import CONFIG, WEIGHTS, num_virtual_tokens
 
 logger = logging.getLogger("quire")
 router = APIRouter(route_class=JsonRoute)
 _ids = itertools.count(1)
 
 
-def read_modules(texts: Sequence[str], names: Sequence[str], llm: AsyncLLM) -> dict[str, LoRARequest]:
-    """The adapters of `--lora-modules`, "name=path" or JSON each, by name; their files are read.
+def read_modules(args: ServerArgs, names: Sequence[str], llm: AsyncLLM) -> dict[str, AdapterRequest]:
+    """The adapters that there are from the start, "name=path" or JSON each, by name; their files are read.
 
     Raises:
         ConfigError: a text of neither form, a name that is taken, or files that can't be used.
     """
-    found: dict[str, LoRARequest] = {}
-    for text in texts:
+    found: dict[str, AdapterRequest] = {}
+    given = {"lora_modules": args.lora_modules or (), "prompt_adapters": args.prompt_adapters or ()}
+    for option, text in ((option, text) for option, texts in given.items() for text in texts):
         try:
             told = json.loads(text) if text.startswith("{") else None
             name, path = text.split("=", 1) if told is None else (told["name"], told["path"])
         except (ValueError, KeyError):
             form = 'name=path, or {"name": ..., "path": ...}'
-            raise ConfigError(f"lora_modules has {text[:80]!r}; an adapter is given as {form}.") from None
+            raise ConfigError(f"{option} has {text[:80]!r}; an adapter is given as {form}.") from None
         if name in found or name in names:
-            raise ConfigError(f"lora_modules: the name {name!r} is taken; give each adapter one of its own.")
+            raise ConfigError(f"{option}: the name {name!r} is taken; give each adapter one of its own.")
         try:
-            found[name] = LoRARequest(name, next(_ids), path)
+            found[name] = _request(name, path)
             llm.check_adapter(found[name])
         except InvalidRequestError as error:
-            raise ConfigError(f"lora_modules: {error}") from None
+            raise ConfigError(f"{option}: {error}") from None
     return found
 
 
@@ -85,7 +88,7 @@ async def load_adapter(body: LoadRequest, state: State) -> PlainTextResponse:
         raise InvalidRequestError(
             f"the name {body.lora_name!r} is taken; unload it first, or give another.", "lora_name"
         )
-    request = LoRARequest(body.lora_name, next(_ids), str(path))
+    request = await asyncio.to_thread(_request, body.lora_name, str(path))
     await state.llm.add_lora(request)
     if state.adapters.setdefault(body.lora_name, request) is not request:
         raise InvalidRequestError(f"the name {body.lora_name!r} was taken meanwhile; give another.", "lora_name")
@@ -99,6 +102,13 @@ async def unload_adapter(body: UnloadRequest, state: State) -> PlainTextResponse
     if state.adapters.pop(body.lora_name, None) is None:
         raise HTTPException(404, f"no adapter {body.lora_name!r} is loaded.")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _request(name: str, path: str) -> AdapterRequest:
+    """An adapter of the kind that its folder says."""
+    num_virtual = num_virtual_tokens(path, name)
+    common = name, next(_ids), path
+    return PromptAdapterRequest(*common, num_virtual) if num_virtual else LoRARequest(*common)
 
 
 def _check_open(state: ServerState) -> Path:

@@ -100,7 +100,7 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     llm, replicas = start_engines(engine_args, options)
     names = args.served_model_name or [engine_args.model]
     try:
-        adapters = read_modules(args.lora_modules or [], names, llm)
+        adapters = read_modules(args, names, llm)
     except ConfigError:
         llm.shutdown()
         raise

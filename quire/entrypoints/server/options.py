@@ -32,6 +32,8 @@ class ServerArgs:
     """Names that requests may give for the model, the first one shown in answers; MODEL by default."""
     lora_modules: list[str] | None = option(None)
     """Adapters that requests may name as their model: name=path, or JSON of name and path, each."""
+    prompt_adapters: list[str] | None = option(None)
+    """Prompt adapters, likewise. Either option takes adapters of either kind."""
     allowed_adapter_dir: str | None = option(None)
     """Folder of adapters that clients may load by /v1/load_lora_adapter; none may be without."""
     models_dir: str | None = option(None)

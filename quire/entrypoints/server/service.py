@@ -19,7 +19,7 @@ from quire.entrypoints.server.sse import DONE, event
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.inputs import PreparedPrompt
-from quire.lora.request import LoRARequest
+from quire.lora.request import AdapterRequest
 from quire.outputs import RequestOutput
 from quire.protocol.requests import Terms
 from quire.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ class TurnRequest:
     prompts: list[PreparedPrompt]
     params: SamplingParams
     terms: Terms
-    lora_request: LoRARequest | None = None
+    lora_request: AdapterRequest | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # what the engine's parameters are called in the body
 
 

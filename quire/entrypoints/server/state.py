@@ -6,7 +6,7 @@ hangs there, each loaded model has one.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from quire.entrypoints.server.prometheus import Figures
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.entrypoints.server.unknown_fields import UnknownFieldLog
 from quire.errors import EngineDeadError
-from quire.lora.request import LoRARequest
+from quire.lora.request import AdapterRequest
 from quire.protocol.stats import EngineStats
 
 MODEL = "quire.model"  # in a request's scope: the state of the model that it asks for, where there are several
@@ -36,7 +36,7 @@ class ServerState:
     args: ServerArgs
     model_names: list[str]  # the first one is shown in answers
     replicas: ReplicasClient | None = None  # where there are several engines
-    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # further names, each of one
+    adapters: dict[str, AdapterRequest] = field(default_factory=dict)  # further names, each of one
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     num_in_flight: int = 0  # HTTP requests for work that came and are not answered in full
     learned_forms: dict[str, Form | None] = field(default_factory=dict)  # chat template -> its calls, where no file is
@@ -69,7 +69,7 @@ class ServerState:
     def card(self, name: str) -> ModelCard:
         """What /v1/models shows of a name."""
         length, base, adapter = self.llm.config.model.max_model_len, self.model_names[0], self.adapters.get(name)
-        root, parent = (base, None) if adapter is None else (Path(adapter.lora_path).name, base)
+        root, parent = (base, None) if adapter is None else (Path(astuple(adapter)[2]).name, base)
         return ModelCard(id=name, created=self.created, root=root, parent=parent, max_model_len=length)
 
     async def check_health(self) -> None:
