@@ -8,7 +8,7 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -68,49 +68,39 @@ class _Begun:
     adapters: AdapterBatch | None = None  # of the tokens
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Rows, KV cache and model of one worker.
 
-    Args:
+    Attributes:
         device: where it computes.
         model: the loaded model, as the device runs it.
         cache: its KV cache.
         table: the persistent rows, empty.
         proposer: drafts tokens, where there is one.
         poison: debug aid: fill freshly assigned block space with NaN.
-
-    Attributes:
         pace: says how many drafts there are to be, where that is left to it.
         judge: draws where drafts are accepted by a rule.
         adapters: those that rows run with, where the model has places for any.
         before, after: links to the stages whose layers come before and after the model's, where it has not all.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        model: RunnableModel,
-        cache: KVCache,
-        table: RowTable,
-        proposer: Proposer | None = None,
-        poison: bool = False,
-    ) -> None:
-        self.device = device
-        self.model = model
-        self.cache = cache
-        self.table = table
-        self.proposer = proposer
-        self.poison = poison
-        self.pace: Pace | None = None
-        self.judge: Judge | None = None
-        self.adapters: Adapters | None = None
-        self.before: AnyLink | None = None
-        self.after: AnyLink | None = None
-        self._passed: deque[StepPlan] = deque()  # to be sampled by the last stage
-        self._begun: _Begun | None = None
-        self._masks: list[Mask] = []  # of the last guide: the next one's lie there too, as a rule
-        self._known_seconds = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
-        self._num_drafted = 0  # rows that got drafts in it
+    device: Device
+    model: RunnableModel
+    cache: KVCache
+    table: RowTable
+    proposer: Proposer | None = None
+    poison: bool = False
+    pace: Pace | None = None
+    judge: Judge | None = None
+    adapters: Adapters | None = None
+    before: AnyLink | None = None
+    after: AnyLink | None = None
+    _passed: deque[StepPlan] = field(default_factory=deque)  # to be sampled by the last stage
+    _begun: _Begun | None = None
+    _masks: list[Mask] = field(default_factory=list)  # of the last guide: the next one's lie there too, as a rule
+    _known_seconds: float = 0.0  # when the last step began, and what it took as far as the pace knows; else 0
+    _num_drafted: int = 0  # rows that got drafts in it
 
     def begin(self, plan: StepPlan) -> None:
         """Bring the rows up to date and compute the plan's tokens; `finish` comes next."""
