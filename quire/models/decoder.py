@@ -31,7 +31,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
-    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """x and residual [T, H] (None before the first layer) -> the same pair."""
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, step)

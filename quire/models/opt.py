@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from quire.attention.base import AttentionSpec
 from quire.attention.step import Step
 from quire.config.model import ModelConfig
-from quire.layers.attention import SelfAttention
-from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
@@ -32,17 +30,8 @@ FORMAT = CheckpointFormat(
 POSITION_OFFSET = 2  # rows of the position table before that of position 0
 
 
-class PostNormLayer(nn.Module):
+class PostNormLayer(DecoderLayer):
     """``x = norm(x + attention(x)); x = norm(x + mlp(x))``: there is no residual stream beside x."""
-
-    def __init__(
-        self, input_layernorm: LayerNorm, self_attn: SelfAttention, post_attention_layernorm: LayerNorm, mlp: MLP
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, None]:
         """x [T, H] -> [T, H]; takes and returns no residual."""
