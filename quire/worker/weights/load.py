@@ -6,16 +6,16 @@ the model owns those), nor a file format (the sources do).
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from quire.config.model import LOAD_FORMATS, ModelConfig
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.causal_lm import CausalLM
 from quire.models.dummy import DummySource
 from quire.models.gguf import GGUFSource
 from quire.models.quantized import QuantizedSource, find_matrices
@@ -32,24 +32,12 @@ class LoadReport:
     seconds: float
 
 
-class _LoadsWeights(Protocol):
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]: ...
-
-
-class _HasShapes(Protocol):
-    dtype: torch.dtype
-
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-
 def load_model_weights(
-    model: nn.Module, config: ModelConfig, load_format: str = "auto", progress: bool = True
+    model: CausalLM, config: ModelConfig, load_format: str = "auto", progress: bool = True
 ) -> LoadReport:
     """Fill `model`, in place, from `config.path`.
 
     Args:
-        model: has `load_weights(iterable of (checkpoint name, tensor)) -> names of the parameters filled`, and casts
-            on copying. A tensor is only good until the next one is asked for.
         load_format: "auto" and "safetensors" read *.safetensors; "dummy" fills with random weights, the same for one
             (config.seed, parameter name) always; "none" leaves the model as it is, to plan.
         progress: whether to draw a bar on stderr.
@@ -68,7 +56,7 @@ def load_model_weights(
     missing = [name for name, _ in model.named_parameters() if name not in loaded]
     if missing:
         # A merged parameter lacks only some of its tensors; the model knows which, by their names in the checkpoint.
-        missing = sorted(getattr(model, "missing_weights", ()) or missing)
+        missing = sorted(model.missing_weights or missing)
         raise ModelLoadError(
             f"The checkpoint of {config.model!r} lacks {len(missing)} of the model's tensors: {first_names(missing)}. "
             f"It is incomplete, or not of the architecture {config.architecture} that its config.json names."
@@ -76,7 +64,7 @@ def load_model_weights(
     return LoadReport(source.num_files, total, time.perf_counter() - start)
 
 
-def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> TensorSource:
+def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> TensorSource:
     """What `load_format` reads the weights of `config.path` from.
 
     Raises:
@@ -85,23 +73,21 @@ def open_source(model: nn.Module, config: ModelConfig, load_format: str) -> Tens
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
     if load_format == "dummy":
-        shaped = cast(_HasShapes, model)
-        return DummySource(shaped.checkpoint_shapes(), shaped.dtype, config.seed)
+        return DummySource(model.checkpoint_shapes(), model.dtype, config.seed)
     source = None if config.path.is_file() else SafetensorsSource(config.path, config.model)
     stated = config.hf_config.get("quantization_config") or {}
     if source is not None and not stated:
         return source
-    form, dtype = cast(Any, model).form, cast(_HasShapes, model).dtype
-    slots = weight_slots(model, form)
+    slots = weight_slots(model, model.form)
     if source is None:
-        return GGUFSource(config, form, dtype, slots)
-    return QuantizedSource(source, find_matrices(source, stated), slots, form, dtype)
+        return GGUFSource(config, model.form, model.dtype, slots)
+    return QuantizedSource(source, find_matrices(source, stated), slots, model.form, model.dtype)
 
 
-def _stream(model: nn.Module, source: TensorSource, progress: bool) -> set[str]:
+def _stream(model: CausalLM, source: TensorSource, progress: bool) -> set[str]:
     """Hand every tensor to the model; a misfit is reported with the tensor and the file that the model was given."""
     current, current_file = "no tensor", ""
-    filled: Collection[str] = getattr(model, "filled_weights", ())
+    filled = model.filled_weights
     total = sum(spec.num_bytes for spec in source.specs if spec.name not in filled)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,7 +100,7 @@ def _stream(model: nn.Module, source: TensorSource, progress: bool) -> set[str]:
 
     try:
         with torch.no_grad(), _bar(total, progress and total > 0) as bar:
-            return cast(_LoadsWeights, model).load_weights(tensors())
+            return model.load_weights(tensors())
     except ModelLoadError as error:
         if current_file in str(error):
             raise
