@@ -5,7 +5,7 @@ and key tiles, and the layers after it share the result. The arithmetic is `quir
 which requests the sequences belong to.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -45,15 +45,13 @@ class _Shape:
         """Tokens per query tile."""
         return self.query_rows // self.group_size
 
-    @property
-    def max_items(self) -> int:
-        """Items of a group whose keys and values, gathered for each, stay within MAX_TILE_FLOATS."""
-        return max(1, MAX_TILE_FLOATS // (2 * KEY_TILE * self.kv_width))
+    def max_items(self, shared: bool) -> int:
+        """Items of a group whose keys and values, gathered for each, stay within MAX_TILE_FLOATS.
 
-    @property
-    def max_shared_items(self) -> int:
-        """The same where the items share one key tile, and their scores and outputs are what takes room."""
-        return max(1, MAX_TILE_FLOATS // (self.query_rows * max(KEY_TILE, self.kv_width)))
+        Where they are `shared`, the items have one key tile, and their scores and outputs are what takes room.
+        """
+        floats = self.query_rows * max(KEY_TILE, self.kv_width) if shared else 2 * KEY_TILE * self.kv_width
+        return max(1, MAX_TILE_FLOATS // floats)
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,10 @@ class _Items:
 
     def __len__(self) -> int:
         return len(self.row)
+
+    def split(self, most: int) -> "list[_Items]":
+        """In order, at most so many together."""
+        return [self[start : start + most] for start in range(0, len(self), most)]
 
 
 @dataclass(frozen=True)
@@ -96,17 +98,11 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         return (num_blocks, block_size, 2, num_kv_heads, head_dim)
 
     def build(self, batch: AttentionBatch) -> ReferenceMetadata:
-        wide = AttentionBatch(  # torch indexes by int64 alone
-            batch.query_start_loc.long(),
-            batch.seq_lens.long(),
-            batch.block_tables.long(),
-            batch.slot_mapping.long(),
-            batch.block_size,
-            None
-            if batch.tails is None
-            else Tails(batch.tails.starts.long(), batch.tails.counts, batch.tails.slots.long()),
-        )
-        return ReferenceMetadata(wide)
+        wide: dict[str, Tensor] = {  # torch indexes by int64 alone
+            name: value.long() for name, value in vars(batch).items() if isinstance(value, Tensor)
+        }
+        tails = batch.tails and Tails(*(part.long() for part in batch.tails))
+        return ReferenceMetadata(replace(batch, tails=tails, **wide))
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
         tokens = kv_cache.view(-1, *kv_cache.shape[2:])
@@ -141,12 +137,10 @@ def _cut(batch: AttentionBatch, shape: _Shape) -> AttentionWork:
     for chosen in (~shared & single, ~shared & ~single):
         part = items[np.flatnonzero(chosen)]
         part = part[np.argsort(part.low // KEY_TILE - part.high // KEY_TILE, kind="stable")]
-        for start in range(0, len(part), shape.max_items):
-            groups.append(_separate_group(batch, part[start : start + shape.max_items], shape))
+        groups += [_separate_group(batch, few, shape) for few in part.split(shape.max_items(shared=False))]
     for sequence in np.flatnonzero(tiles_of_sequence >= SHARED_FROM):
         part = items[np.flatnonzero(items.sequence == sequence)]
-        for start in range(0, len(part), shape.max_shared_items):
-            groups.append(_shared_group(batch, part[start : start + shape.max_shared_items], shape))
+        groups += [_shared_group(batch, few, shape) for few in part.split(shape.max_items(shared=True))]
     return AttentionWork(shape.query_rows, tuple(groups))
 
 
