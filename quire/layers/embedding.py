@@ -55,8 +55,4 @@ class TiedHead(nn.Module):
         self.lora: ops.LoraLayer | None = None  # the embedding's own is another
 
     def forward(self, hidden: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
-        embedding = self.embedding
-        logits = embedding.method.apply(embedding.weights, embedding.shape, hidden, wide=wide)
-        if self.lora is not None:
-            logits = ops.lora(hidden, logits, self.lora, slots_of(step))
-        return logits if embedding.shard is None else embedding.shard.give(logits)
+        return self.embedding.product(hidden, self.lora, step, wide)

@@ -118,6 +118,12 @@ class Matrix(nn.Module):
                 yield CheckpointSlot(f"{owner}.{tensor}", form, load, tensor in self.method.filled)
             start += self.shape.parts[part]
 
+    def product(self, x: Tensor, lora: ops.LoraLayer | None, step: Step | None, wide: bool) -> Tensor:
+        """[M, its input features] -> what all ranks, or this one, have of ``x @ W.T + b``, and what `lora` adds."""
+        y = self.method.apply(self.weights, self.shape, x, wide=wide)
+        y = y if lora is None else ops.lora(x, y, lora, slots_of(step))
+        return y if self.shard is None else self.shard.give(y)
+
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
         loaded = loaded if self.shard is None else self.shard.own(loaded)
         for rows in self.rows[part]:  # of a mapped file, the others are never read
@@ -138,10 +144,7 @@ class Linear(Matrix):
     def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         """See the class; `step` is None for the output head, whose rows are not a step's tokens."""
         x = x if self.shard is None else self.shard.bring(x)
-        y = self.method.apply(self.weights, self.shape, x, wide=wide)
-        if self.lora is not None:
-            y = ops.lora(x, y, self.lora, slots_of(step))
-        return y if self.shard is None else self.shard.give(y)
+        return self.product(x, self.lora, step, wide)
 
 
 def slots_of(step: Step | None) -> Tensor | None:
