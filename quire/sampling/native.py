@@ -211,15 +211,15 @@ def _current(state: SamplingState, mask: Mask | None = None) -> bytes | bytearra
 
 
 def _pack(state: SamplingState) -> bytes:
-    params = state.params
+    params, (temperature, top_k, top_p, min_p) = state.params, state.choice
     return _ROW.pack(
         _GREEDY if state.greedy else _DRAW,
         state.seed & 2**64 - 1,
         state.sequence_index,
-        state.top_k,
-        math.ceil(state.min_p * 2**WEIGHT_BITS),
-        state.top_p,
-        0.0 if state.greedy else power_scales(state.temperature),
+        top_k,
+        math.ceil(min_p * 2**WEIGHT_BITS),
+        top_p,
+        0.0 if state.greedy else power_scales(temperature),
         params.repetition_penalty,
         params.frequency_penalty,
         params.presence_penalty,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from quire.protocol.step import Failure, FailureKind
-from quire.sampling.state import Floats, Mask, SamplingState
+from quire.sampling.state import Floats, Ids, Mask, SamplingState
+from quire.sampling_params import SamplingParams
 
 _NEVER = float("-inf")
 
@@ -61,15 +62,12 @@ def process_logits(logits: Floats, state: SamplingState, mask: Mask | None = Non
         # Copies, as a processor that edits its arguments must not edit the sequence.
         arguments = [state.tokens.prompt()] if wants_prompt else []
         _run_processor(processor, [*arguments, state.tokens.output()], torch.from_numpy(logits))
-    if state.penalised:
-        _penalise(logits, state)
+    if state.counts is not None:
+        state.counts.update()
+        _penalise(logits, state.params, state.counts.ids, state.counts.counts)
 
 
-def _penalise(logits: Floats, state: SamplingState) -> None:
-    assert state.counts is not None
-    state.counts.update()
-    params = state.params
-    ids, counts = state.counts.ids, state.counts.counts
+def _penalise(logits: Floats, params: SamplingParams, ids: Ids, counts: Floats) -> None:
     values = logits[ids]
     if params.repetition_penalty != 1.0:
         penalty = params.repetition_penalty

@@ -65,9 +65,8 @@ def row_weights(logits: Tensor, draw: Draw) -> Weights:
     Raises:
         RowError: it can't be sampled.
     """
-    state, processed = draw.state, _processed(float32_array(logits[draw.row]), draw)
-    maximum = _largest(processed)[1]
-    return kept_weights(processed, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
+    processed = _processed(float32_array(logits[draw.row]), draw)
+    return kept_weights(processed, _largest(processed)[1], *draw.state.choice)
 
 
 def rank(logits: Tensor, draws: Sequence[Draw], target: Target | None = None) -> list[TokenLogprobs | Failure]:
@@ -122,25 +121,16 @@ def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> Sam
         for place, i in enumerate(others):
             output.token_ids[i], output.logprobs[i] = drawn[place], listed.get(place)
         output.failures.update((others[place], _unusable(native.MAXIMA[errors[place]]).failure) for place in errors)
-    _sample_in_numpy(logits, draws, special, output)
-    asking = [i for i, draw in enumerate(draws) if draw.state.num_logprobs is not None]
-    for i in asking:  # what the compiled sampler has not answered
-        if output.logprobs[i] is None and output.token_ids[i]:
-            raw = float32_array(logits[draws[i].row])
-            output.logprobs[i] = row_logprobs(raw, output.token_ids[i], draws[i].state.num_logprobs or 0)
-    return output
-
-
-def _sample_in_numpy(logits: Tensor, draws: Sequence[Draw], indices: Sequence[int], output: SamplerOutput) -> None:
-    for i in indices:
-        draw = draws[i]
+    for i in special:
         try:
-            processed = _processed(float32_array(logits[draw.row]), draw)
-            best, maximum = _largest(processed)
-            chosen = [best] * draw.num_samples if draw.state.greedy else _choose(processed, maximum, draw)
-            output.token_ids[i] = chosen
+            output.token_ids[i] = _sample_in_numpy(logits, draws[i])
         except RowError as error:
             output.failures[i] = error.failure
+    for i, draw in enumerate(draws):
+        k = draw.state.num_logprobs
+        if k is not None and output.logprobs[i] is None and output.token_ids[i]:  # not answered by the compiled sampler
+            output.logprobs[i] = row_logprobs(float32_array(logits[draw.row]), output.token_ids[i], k)
+    return output
 
 
 def _processed(logits: Floats, draw: Draw) -> Floats:
@@ -160,14 +150,17 @@ def _largest(logits: Floats) -> tuple[int, float]:
     return index, value
 
 
-def _choose(logits: Floats, maximum: float, what: Draw) -> list[int]:
-    """Tokens drawn from one row, [V]."""
-    state = what.state
-    table, mass = candidates(logits, maximum, state.temperature, state.top_k, state.top_p, state.min_p)
+def _sample_in_numpy(logits: Tensor, what: Draw) -> list[int]:
+    """Tokens drawn from one row of [N, V]."""
+    state, processed = what.state, _processed(float32_array(logits[what.row]), what)
+    best, maximum = _largest(processed)
+    if state.greedy:
+        return [best] * what.num_samples
+    table, mass = candidates(processed, maximum, *state.choice)
     tokens: list[int] = []
     for index in range(state.sequence_index, state.sequence_index + what.num_samples):
         bits = partial(random_bits, state.seed, index, state.position + what.ahead)
-        tokens.append(select.draw(table, mass, logits, bits))
+        tokens.append(select.draw(table, mass, processed, bits))
     return tokens
 
 

@@ -109,10 +109,8 @@ class SamplingState:
         self.sequence_index = sequence_index
         self.vocab_size = vocab_size
         self.greedy = params.sampling_type is SamplingType.GREEDY
-        self.temperature = params.temperature
-        self.top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        self.top_p = params.top_p
-        self.min_p = params.min_p
+        top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        self.choice = params.temperature, top_k, params.top_p, params.min_p  # as `quire.sampling.select` takes them
         self.num_logprobs = params.logprobs  # None: not asked for; -1: the vocabulary
 
         def ids(values: Iterable[int] | None) -> Ids | None:
@@ -130,13 +128,11 @@ class SamplingState:
         self.bias_ids: Ids | None = np.array(list(biases), np.int64) if biases else None
         self.biases: Floats = np.array(list(biases.values()), np.float32)
         self.logits_processors = [(f, _wants_prompt(f)) for f in params.logits_processors or ()]
-        self.penalised = (
-            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        )
-        self.counts: TokenCounts | None = None
-        if self.penalised:  # the prompt counts for the repetition penalty only
-            self.counts = TokenCounts(tokens, with_prompt=params.repetition_penalty != 1.0)
-        self._always_processes = bool(self.penalised or self.logits_processors or self.bad_sequences) or not (
+        self.counts: TokenCounts | None = None  # where there are penalties
+        repeats = params.repetition_penalty != 1.0
+        if repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self.counts = TokenCounts(tokens, with_prompt=repeats)  # the prompt counts for this penalty only
+        self._always_processes = bool(self.counts or self.logits_processors or self.bad_sequences) or not (
             self.allowed_token_ids is self.bad_token_ids is self.bias_ids is None
         )
         # The native sampler's copy of all this (native.py): for good, or to be brought up to date at every step.

@@ -218,7 +218,7 @@ def test_a_failing_row_fails_alone(processor, words, temperature: float) -> None
 def test_a_row_that_breaks_the_sampler_fails_alone() -> None:
     logits = make_logits(3)
     good, bad = make_state(temperature=1.0), make_state(temperature=1.0)
-    bad.temperature = "hot"  # type: ignore[assignment]  # what nobody has thought of
+    bad.choice = ("hot", *bad.choice[1:])  # type: ignore[assignment]  # what nobody has thought of
     output = sample(logits, [good, bad, good], [1, 2, 1])
     assert list(output.failures) == [1]
     assert "while its token was chosen" in output.failures[1].message

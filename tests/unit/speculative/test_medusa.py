@@ -22,7 +22,7 @@ class Runner(HeadRunner):
 
     def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
         self.calls.append((len(hidden), num_heads))
-        self.temperatures = [state.temperature for state in states]
+        self.temperatures = [state.params.temperature for state in states]
         ids = [10 * state.seed + j for state in states for j in range(num_heads)]
         return [None if token_id == 11 else token_id for token_id in ids]
 
