@@ -22,7 +22,7 @@ struct LinearArgs {  // out[m, n] = epilogue(sum_k x[m, k] * weight[n, k] + bias
     Type out_type;       // f32 or bf16
     Epilogue epilogue;   // gated: out has half as many columns
     const LoraLayer* lora = nullptr;  // added to the product of weight and x, before all else
-    const float* inner = nullptr;     // lora_inner of x; null: nothing is added
+    LoraInner inner = {};             // of x
     int64_t lora_first = 0;           // the layer's feature that is this product's first one
 };
 
@@ -102,7 +102,7 @@ inline void finish_sums(const LinearArgs& a, const Sums& s) {
 
 // Likewise some rows at a time, where rows have adapters.
 inline void finish_adapted(const LinearArgs& a, Sums s) {
-    constexpr int64_t kRows = 16;
+    constexpr int64_t kRows = kLoraWindow;
     alignas(64) float delta[2][kRows * kDeltaStride];
     s.delta = delta[0], s.up_delta = delta[1];
     const int64_t last = s.first_row + s.num_rows;
@@ -131,7 +131,7 @@ inline void finish_adapted(const LinearArgs& a, Sums s) {
     }
 }
 
-inline void finish(const LinearArgs& a, const Sums& s) { a.inner ? finish_adapted(a, s) : finish_sums(a, s); }
+inline void finish(const LinearArgs& a, const Sums& s) { a.inner.values ? finish_adapted(a, s) : finish_sums(a, s); }
 
 constexpr int kTileN = 4;                                                       // weight rows of a register tile
 constexpr int kTileM = kLanes == 16 ? 4 : 2;                                    // rows of x

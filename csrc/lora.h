@@ -35,82 +35,129 @@ struct LoraLayer {
 #if defined(QUIRE_NS)
 namespace quire::QUIRE_NS {
 
-// kCount rows of A times x; every sum in one order, whatever kCount.
-template <class T, int kCount>
-inline void lora_dots(const T* a, const T* x, int64_t cols, float scale, float* out) {
-    vf sums[kCount] = {};
+// What a product's rows need for its end: A x of each that has an adapter, and which row is the next one of the same adapter.
+struct LoraInner {
+    const float* values = nullptr;  // [row][width], scaled; null: no row has an adapter
+    const int32_t* next = nullptr;  // [row], -1 after an adapter's last
+};
+
+// Calls body(r, rows, count) for rows of one adapter among [first, first + num_rows), up to kMost at a time: each of them once.
+template <int kMost, class Body>
+inline void lora_groups(const int32_t* next, int64_t first, int64_t num_rows, const Body& body) {
+    uint64_t done = 0;  // num_rows <= 64
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (done >> r & 1) continue;
+        int64_t rows[kMost] = {r};
+        int count = 1;
+        for (int64_t n = next[first + r] - first; count < kMost && n >= 0 && n < num_rows; n = next[first + n] - first) rows[count++] = n;
+        for (int i = 0; i < count; i++) done |= uint64_t(1) << rows[i];
+        with_rows<kMost>(count, [&](auto exact) { body(exact, rows); });
+    }
+}
+
+constexpr int kLoraRows = kLanes == 16 ? 4 : 2;  // that share what is loaded of an adapter
+constexpr int kLoraDots = 4;                     // rows of A
+constexpr int64_t kLoraWindow = 32;              // rows among which those of one adapter are looked for
+constexpr int64_t kLoraBlocksAhead = 2;          // to prefetch: two threads take blocks by turns
+
+// kCount rows of A times kRows of x; every sum in one order, whatever the counts.
+template <class T, int kCount, int kRows>
+inline void lora_dots(const T* a, const T* const (&x)[kRows], int64_t cols, float scale, float* const (&out)[kRows]) {
+    vf sums[kRows][kCount] = {};
     for_vectors(cols, [&](int64_t i, int n) {
-        const vf v = load_n(x + i, n);
-        for (int j = 0; j < kCount; j++) sums[j] += load_n(a + j * cols + i, n) * v;
-    });
-    for (int j = 0; j < kCount; j++) out[j] = hsum(sums[j]) * scale;
-}
-
-template <class T>
-void lora_inner_rows(const LoraLayer& l, const Rows& x, int64_t num_rows, int64_t cols, float* inner, Context& context) {
-    constexpr int64_t kRows = 4;
-    context.pool.run(divide_up(num_rows, kRows), [&](int64_t task, int) {
-        for (int64_t r = task * kRows; r < num_rows && r < (task + 1) * kRows; r++) {
-            if (l.slots()[r] < 0) continue;
-            const LoraPart* parts = l.of(l.slots()[r]);
-            for (int64_t p = 0; p < l.num_parts; p++) {
-                const T* a = static_cast<const T*>(parts[p].a);
-                float* out = inner + r * l.width() + p * l.max_rank;
-                int64_t j = 0;
-                for (; j + 4 <= parts[p].rank; j += 4) lora_dots<T, 4>(a + j * cols, x.row<T>(r), cols, parts[p].factor, out + j);
-                for (; j < parts[p].rank; j++) lora_dots<T, 1>(a + j * cols, x.row<T>(r), cols, parts[p].factor, out + j);
-            }
+        vf v[kRows];
+        for (int r = 0; r < kRows; r++) v[r] = load_n(x[r] + i, n);
+        for (int j = 0; j < kCount; j++) {
+            const vf weight = load_n(a + j * cols + i, n);
+            for (int r = 0; r < kRows; r++) sums[r][j] += weight * v[r];
         }
     });
+    for (int r = 0; r < kRows; r++)
+        for (int j = 0; j < kCount; j++) out[r][j] = hsum(sums[r][j]) * scale;
 }
 
-// A x of all rows that have an adapter, scaled: [row][width]; null where no row has any.
-inline const float* lora_inner(const LoraLayer* l, const Rows& x, int64_t num_rows, int64_t cols, Context& context) {
-    if (!l || !l->slots() || !l->max_rank) return nullptr;
-    float* inner = context.lora.get<float>(num_rows * l->width());
-    x.type == Type::f32 ? lora_inner_rows<float>(*l, x, num_rows, cols, inner, context)
-                        : lora_inner_rows<bf16>(*l, x, num_rows, cols, inner, context);
-    return inner;
-}
-
-// What kRows rows of one adapter get in a block of 16 features. Sums go by parts and ranks, in order.
+// Of some rows of one adapter, `count` rows of A from j on.
 template <class T, int kRows>
-inline void lora_block_rows(const LoraPart* parts, int64_t num_parts, int64_t max_rank, int64_t block, const float* inner, float* out, int64_t stride) {
-    constexpr int kVectors = 16 / kLanes;
-    vf sums[kRows][kVectors];
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) sums[r][v] = splat(-0.0f);  // to add it changes nothing
-    for (int64_t p = 0; p < num_parts; p++) {
-        if (block < parts[p].first || block >= parts[p].last) continue;
-        const T* b = static_cast<const T*>(parts[p].b) + (block - parts[p].first) * parts[p].rank * 16;
-        const float* h = inner + p * max_rank;
-        for (int64_t j = 0; j < parts[p].rank; j++, b += 16) {
-            for (int v = 0; v < kVectors; v++) {
-                const vf weight = load(b + v * kLanes);
-                for (int r = 0; r < kRows; r++) sums[r][v] += splat(h[r * num_parts * max_rank + j]) * weight;
-            }
-        }
-    }
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) store(out + r * stride + v * kLanes, sums[r][v]);
+inline void lora_few_dots(const LoraPart& part, int64_t j, int64_t count, const T* const (&x)[kRows], int64_t cols, float* const (&out)[kRows]) {
+    const T* a = static_cast<const T*>(part.a) + j * cols;
+    with_rows<kLoraDots>(count, [&](auto exact) { lora_dots<T, decltype(exact)::value, kRows>(a, x, cols, part.factor, out); });
 }
 
-// What rows [first_row, first_row + num_rows) get in a block; -0 where they have no adapter.
 template <class T>
-QUIRE_ONE_COPY void lora_block(const LoraLayer& l, const float* inner, int64_t block, int64_t first_row, int64_t num_rows, float* out, int64_t stride) {
-    for (int64_t r = 0; r < num_rows;) {
-        const int32_t* slots = l.slots() + first_row + r;
-        const float* own = inner + (first_row + r) * l.width();
-        const int64_t num_parts = slots[0] < 0 ? 0 : l.num_parts;
-        const LoraPart* parts = slots[0] < 0 ? nullptr : l.of(slots[0]);
-        if (r + 4 <= num_rows && slots[1] == slots[0] && slots[2] == slots[0] && slots[3] == slots[0]) {
-            lora_block_rows<T, 4>(parts, num_parts, l.max_rank, block, own, out + r * stride, stride);
-            r += 4;
-        } else {
-            lora_block_rows<T, 1>(parts, num_parts, l.max_rank, block, own, out + r * stride, stride);
-            r++;
+void lora_inner_rows(const LoraLayer& l, const int32_t* next, const Rows& x, int64_t num_rows, int64_t cols, float* inner, Context& context) {
+    const int64_t per_part = divide_up(l.max_rank, kLoraDots), per_window = l.num_parts * per_part;
+    context.pool.run(divide_up(num_rows, kLoraWindow) * per_window, [&](int64_t task, int) {
+        const int64_t first = task / per_window * kLoraWindow, p = task % per_window / per_part, j = task % per_part * kLoraDots;
+        const int64_t count = num_rows - first < kLoraWindow ? num_rows - first : kLoraWindow;
+        lora_groups<kLoraRows>(next, first, count, [&](auto exact, const int64_t* rows) {
+            constexpr int kRows = decltype(exact)::value;
+            const int32_t slot = l.slots()[first + rows[0]];
+            if (slot < 0 || l.of(slot)[p].rank <= j) return;
+            const T* from[kRows];
+            float* out[kRows];
+            for (int r = 0; r < kRows; r++) {
+                from[r] = x.row<T>(first + rows[r]);
+                out[r] = inner + (first + rows[r]) * l.width() + p * l.max_rank + j;
+            }
+            lora_few_dots<T, kRows>(l.of(slot)[p], j, l.of(slot)[p].rank - j, from, cols, out);
+        });
+    });
+}
+
+inline LoraInner lora_inner(const LoraLayer* l, const Rows& x, int64_t num_rows, int64_t cols, Context& context) {
+    if (!l || !l->slots() || !l->max_rank) return {};
+    int32_t places = 0;
+    for (int64_t r = 0; r < num_rows; r++) places = l->slots()[r] >= places ? l->slots()[r] + 1 : places;
+    float* inner = context.lora.get<float>(num_rows * l->width() + num_rows + places + 1);
+    int32_t* next = reinterpret_cast<int32_t*>(inner + num_rows * l->width());
+    int32_t* after = next + num_rows + 1;  // by place, from -1 on
+    for (int64_t place = -1; place < places; place++) after[place] = -1;
+    for (int64_t r = num_rows - 1; r >= 0; r--) next[r] = after[l->slots()[r]], after[l->slots()[r]] = int32_t(r);
+    x.type == Type::f32 ? lora_inner_rows<float>(*l, next, x, num_rows, cols, inner, context)
+                        : lora_inner_rows<bf16>(*l, next, x, num_rows, cols, inner, context);
+    return {inner, next};
+}
+
+// What kRows rows of one adapter get in a block of 16 features. Sums go by parts and ranks, even ones and odd ones by themselves.
+template <class T, int kRows>
+QUIRE_ONE_COPY void lora_block_rows(const LoraLayer& l, int32_t slot, int64_t block, const float* const (&inner)[kRows], float* const (&out)[kRows]) {
+    constexpr int kVectors = 16 / kLanes;
+    vf sums[2][kRows][kVectors];
+    for (auto& half : sums)
+        for (auto& row : half)
+            for (vf& sum : row) sum = splat(-0.0f);  // to add it changes nothing
+    for (int64_t p = 0; p < l.num_parts && slot >= 0; p++) {
+        const LoraPart& part = l.of(slot)[p];
+        if (!part.rank || block < part.first || block >= part.last) continue;
+        const T* b = static_cast<const T*>(part.b) + (block - part.first) * part.rank * 16;
+        const int64_t ahead = kLoraBlocksAhead * part.rank * 16;
+        auto add = [&](int64_t j, int half) QUIRE_ALWAYS {
+            for (int v = 0; v < kVectors; v++) {
+                const vf weight = load(b + j * 16 + v * kLanes);
+                for (int r = 0; r < kRows; r++) sums[half][r][v] += splat(inner[r][p * l.max_rank + j]) * weight;
+            }
+        };
+        int64_t j = 0;
+        for (; j + 2 <= part.rank; j += 2) {
+            __builtin_prefetch(b + ahead + j * 16);
+            add(j, 0), add(j + 1, 1);
         }
+        if (j < part.rank) add(j, 0);
     }
+    for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < kVectors; v++) store(out[r] + v * kLanes, sums[0][r][v] + sums[1][r][v]);
+}
+
+// What rows [first_row, first_row + num_rows), kLoraWindow at most, get in a block; -0 where they have no adapter.
+template <class T>
+void lora_block(const LoraLayer& l, const LoraInner& inner, int64_t block, int64_t first_row, int64_t num_rows, float* out, int64_t stride) {
+    lora_groups<kLoraRows>(inner.next, first_row, num_rows, [&](auto exact, const int64_t* rows) {
+        constexpr int kRows = decltype(exact)::value;
+        const float* from[kRows];
+        float* to[kRows];
+        for (int r = 0; r < kRows; r++) from[r] = inner.values + (first_row + rows[r]) * l.width(), to[r] = out + rows[r] * stride;
+        lora_block_rows<T, kRows>(l, l.slots()[first_row + rows[0]], block, from, to);
+    });
 }
 
 }  // namespace quire::QUIRE_NS

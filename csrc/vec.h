@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -64,7 +64,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * QUIRE_LANES)));
 typedef int8_t vb __attribute__((vector_size(QUIRE_LANES)));
 
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // and not vf{} + x, which makes 0 of -0
 inline vi splat_int(int32_t x) { return vi{} + x; }
 inline vf as_float(vi x) { return (vf)x; }
 inline vi as_int(vf x) { return (vi)x; }
@@ -78,9 +78,15 @@ inline vf load(const float* p) {
     return out;
 }
 inline vf load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 makes two halves of the conversion below
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
     vh half;
     std::memcpy(&half, p, sizeof half);
     return as_float(__builtin_convertvector(half, vi) << 16);
+#endif
 }
 inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 inline void store(bf16* p, vf x) {
