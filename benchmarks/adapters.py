@@ -9,6 +9,7 @@ Then adapters are loaded one after the other while a request runs: the longest g
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import tempfile
@@ -23,6 +24,7 @@ from quire import LLM, AsyncLLM, EngineArgs, SamplingParams
 from quire.lora.request import LoRARequest
 from quire.utils.hub import resolve_model_path
 
+Pair = tuple[float, float]  # seconds
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -60,22 +62,21 @@ def throughput(llm: LLM, batch_size: int, output_len: int, adapters: list[LoRARe
     return batch_size * output_len / (time.perf_counter() - start)
 
 
-async def stall(
-    model: str, adapters: list[LoRARequest], options: dict[str, object]
-) -> tuple[list[float], float, float]:
-    """Seconds that each adapter's first token takes, and the longest gaps of a neighbour: without loads, and with."""
+async def stall(model: str, adapters: list[LoRARequest], options: dict[str, object]) -> tuple[list[Pair], list[Pair]]:
+    """Seconds that a request for one token takes, and a neighbour's longest gap meanwhile: without loads, and with."""
     engine = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    long = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
     gaps: list[float] = []
 
     async def neighbour() -> None:
-        last = None
-        async for _ in engine.generate({"prompt_token_ids": [5, 6, 7]}, long, "neighbour"):
-            now = time.perf_counter()
-            if last is not None:
-                gaps.append(now - last)
-            last = now
+        for number in itertools.count():
+            last = None
+            async for _ in engine.generate({"prompt_token_ids": [5, 6, 7]}, long, f"neighbour-{number}"):
+                now = time.perf_counter()
+                if last is not None:
+                    gaps.append(now - last)
+                last = now
 
     async def one(name: str, lora: LoRARequest | None) -> float:
         start = time.perf_counter()
@@ -83,16 +84,18 @@ async def stall(
             pass
         return time.perf_counter() - start
 
+    async def longest_gap(name: str, lora: LoRARequest | None) -> tuple[float, float]:
+        mark, seconds = len(gaps), await one(name, lora)
+        await asyncio.sleep(0.01)
+        return seconds, max(gaps[mark:])
+
     running = asyncio.create_task(neighbour())
     await asyncio.sleep(0.3)
-    for i in range(len(adapters)):
-        await one(f"without-{i}", None)
-    without, mark = max(gaps), len(gaps)
-    times = [await one(f"with-{i}", lora) for i, lora in enumerate(adapters)]
-    longest = max(gaps[mark:])
+    without = [await longest_gap(f"without-{i}", None) for i in range(2 * len(adapters))][len(adapters) :]
+    loads = [await longest_gap(f"with-{i}", lora) for i, lora in enumerate(adapters)]
     running.cancel()
     engine.shutdown()
-    return times, without, longest
+    return without, loads
 
 
 def main() -> None:
@@ -103,11 +106,11 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: only what loads take")
     given = parser.parse_args()
     path = Path(resolve_model_path(given.model))
     most = max(given.adapters)
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 1024, "max_model_len": 2048}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 1024, "max_model_len": 512}
     room = {"enable_lora": True, "max_loras": most, "max_lora_rank": given.rank}
     with tempfile.TemporaryDirectory() as scratch:
         for i in range(most):
@@ -128,11 +131,18 @@ def main() -> None:
                     flush=True,
                 )
         for count, found in ratios.items():
-            print(f"{count or 'no':>4} adapters: median {statistics.median(found):.3f} of the base model's throughput")
+            if found:
+                print(
+                    f"{count or 'no':>4} adapters: median {statistics.median(found):.3f} of the base model's throughput"
+                )
         del base, with_room
-        times, without, longest = asyncio.run(stall(given.model, adapters[:16], options | room))
-        print(f"first token with an adapter that is not loaded: median {statistics.median(times) * 1e3:.1f} ms")
-        print(f"longest gap of a neighbour: {without * 1e3:.1f} ms before, {longest * 1e3:.1f} ms while adapters load")
+        kinds = zip(("no load", "a load"), asyncio.run(stall(given.model, adapters[:16], options | room)), strict=True)
+        for what, pairs in kinds:
+            first, gap = ([statistics.median(each), max(each)] for each in zip(*pairs, strict=True))
+            print(
+                f"{what}: first token {first[0] * 1e3:.1f} ms (median; at most {first[1] * 1e3:.1f}), "
+                f"a neighbour's longest gap {gap[0] * 1e3:.1f} ms (at most {gap[1] * 1e3:.1f})"
+            )
 
 
 if __name__ == "__main__":

@@ -58,29 +58,23 @@ inline void lora_groups(const int32_t* next, int64_t first, int64_t num_rows, co
 constexpr int kLoraRows = kLanes == 16 ? 4 : 2;  // that share what is loaded of an adapter
 constexpr int kLoraDots = 4;                     // rows of A
 constexpr int64_t kLoraWindow = 32;              // rows among which those of one adapter are looked for
-constexpr int64_t kLoraBlocksAhead = 2;          // to prefetch: two threads take blocks by turns
+constexpr int64_t kLoraBlocksAhead = 1;          // to prefetch: a task has some blocks that follow each other
 
-// kCount rows of A times kRows of x; every sum in one order, whatever the counts.
+// kCount rows of A times kRows of x; every sum in one order, whatever the counts. `ahead`: another's rows of A, to prefetch.
 template <class T, int kCount, int kRows>
-inline void lora_dots(const T* a, const T* const (&x)[kRows], int64_t cols, float scale, float* const (&out)[kRows]) {
+inline void lora_dots(const T* a, const T* ahead, const T* const (&x)[kRows], int64_t cols, float scale, float* const (&out)[kRows]) {
     vf sums[kRows][kCount] = {};
     for_vectors(cols, [&](int64_t i, int n) {
         vf v[kRows];
         for (int r = 0; r < kRows; r++) v[r] = load_n(x[r] + i, n);
         for (int j = 0; j < kCount; j++) {
             const vf weight = load_n(a + j * cols + i, n);
+            __builtin_prefetch(ahead + j * cols + i);
             for (int r = 0; r < kRows; r++) sums[r][j] += weight * v[r];
         }
     });
     for (int r = 0; r < kRows; r++)
         for (int j = 0; j < kCount; j++) out[r][j] = hsum(sums[r][j]) * scale;
-}
-
-// Of some rows of one adapter, `count` rows of A from j on.
-template <class T, int kRows>
-inline void lora_few_dots(const LoraPart& part, int64_t j, int64_t count, const T* const (&x)[kRows], int64_t cols, float* const (&out)[kRows]) {
-    const T* a = static_cast<const T*>(part.a) + j * cols;
-    with_rows<kLoraDots>(count, [&](auto exact) { lora_dots<T, decltype(exact)::value, kRows>(a, x, cols, part.factor, out); });
 }
 
 template <class T>
@@ -99,7 +93,13 @@ void lora_inner_rows(const LoraLayer& l, const int32_t* next, const Rows& x, int
                 from[r] = x.row<T>(first + rows[r]);
                 out[r] = inner + (first + rows[r]) * l.width() + p * l.max_rank + j;
             }
-            lora_few_dots<T, kRows>(l.of(slot)[p], j, l.of(slot)[p].rank - j, from, cols, out);
+            const LoraPart& part = l.of(slot)[p];
+            const int64_t after = rows[0] + 1 < count ? l.slots()[first + rows[0] + 1] : -1;
+            const LoraPart& next_part = after >= 0 && l.of(after)[p].rank > j ? l.of(after)[p] : part;
+            with_rows<kLoraDots>(part.rank - j, [&](auto num) {
+                lora_dots<T, decltype(num)::value, kRows>(static_cast<const T*>(part.a) + j * cols, static_cast<const T*>(next_part.a) + j * cols,
+                                                          from, cols, part.factor, out);
+            });
         });
     });
 }
