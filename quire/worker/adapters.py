@@ -17,6 +17,7 @@ from quire.models.causal_lm import CausalLM
 from quire.models.peft import AdapterError, read_adapter
 from quire.protocol.requests import AdapterRef
 from quire.protocol.worker import AdapterReply, PlaceAdapters
+from quire.utils.child import work_behind_others
 from quire.worker.rows import Row
 
 
@@ -32,7 +33,7 @@ class Adapters:
         self._held: dict[int, Packed] = {}  # by id; the one used last at the end
         self._loading: dict[int, Future[Packed]] = {}
         self._places: dict[int, int] = {}  # id -> place
-        self._threads = ThreadPoolExecutor(1, "quire-adapters")
+        self._threads = ThreadPoolExecutor(1, "quire-adapters", work_behind_others)
 
     def place(self, call: PlaceAdapters) -> AdapterReply:
         """Put those that are loaded where they belong, and load the others; waits for `call.seconds` at most."""

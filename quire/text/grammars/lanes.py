@@ -5,9 +5,7 @@ it is tried in a process first, and one that took long there to the next again, 
 requests, and keeps nothing.
 """
 
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +13,7 @@ from typing import Any
 
 from quire.structured_outputs import StructuredOutputsParams
 from quire.text.grammars.compiler import NUM_PACES, Compiler, TooLongError
-
-_NICENESS = 10  # of the threads, and of the processes that they start: whoever streams comes first
+from quire.utils.child import work_behind_others
 
 Item = tuple[bytes, StructuredOutputsParams]
 
@@ -40,8 +37,7 @@ class Lane:
                 threading.Thread(target=self._run, name="quire-grammars").start()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        work_behind_others()
         while True:
             with self._turn:
                 if self._items.empty() or not threading.main_thread().is_alive():
