@@ -5,17 +5,16 @@ goes to a lane of its own kind, so that a short chat never waits for megabytes, 
 """
 
 import asyncio
-import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from quire.config.engine_args import EngineConfig
-from quire.engine.input_processor import InputProcessor, ProcessedInput
+from quire.engine.input_processor import InputProcessor
 from quire.errors import InvalidRequestError
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest
-from quire.protocol.requests import AdapterRef, Terms
+from quire.protocol.requests import AdapterRef
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.renderer import Renderer
@@ -34,9 +33,10 @@ class AsyncInputs:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, is_engine_here: bool = True) -> None:
-        self.processor = self._inputs = InputProcessor(config, tokenizer, is_engine_here)
+        self.processor = InputProcessor(config, tokenizer, is_engine_here)
         self._tokenizer = tokenizer
-        self._encodings, self._long_encodings = _Lane("encode", 2), _Lane("encode-long", 1)
+        self._encodings = ThreadPoolExecutor(2, "quire-encode")
+        self._long_encodings = ThreadPoolExecutor(1, "quire-encode-long")
         self._renders, self._long_renders = _RenderLane("render", 2), _RenderLane("render-long", 1)
         self._strangers = _RenderLane("render-strangers", 2)
 
@@ -46,25 +46,12 @@ class AsyncInputs:
         """`InputProcessor.prepare`."""
         parts = prompt.values() if isinstance(prompt, dict) else [prompt]
         size = sum(len(part) for part in parts if isinstance(part, str | list))
-        return await self._encode(size, lambda: self._inputs.prepare(prompt, params, add_special_tokens))
-
-    async def process(
-        self,
-        request_id: str,
-        prompt: PromptType | PreparedPrompt,
-        params: SamplingParams | None,
-        arrival_time: float,
-        terms: Terms,
-    ) -> ProcessedInput:
-        """`InputProcessor.process`."""
-        if not isinstance(prompt, PreparedPrompt):
-            prompt, params = await self.prepare(prompt, params), None  # type: ignore[arg-type]  (None is refused there)
-        return self._inputs.process(request_id, prompt, params, arrival_time, terms)
+        return await self._encode(size, lambda: self.processor.prepare(prompt, params, add_special_tokens))
 
     async def find_adapter(self, request: AdapterRequest | None) -> AdapterRef | None:
         """`AdapterBook.find`; files are read in a thread."""
-        book = self._inputs.adapters
-        return book.find(request) if book.knows(request) else await self._encodings.run(lambda: book.find(request))
+        book = self.processor.adapters
+        return book.find(request) if book.knows(request) else await _run(self._encodings, lambda: book.find(request))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -92,12 +79,12 @@ class AsyncInputs:
     def close(self) -> None:
         """End the threads and the processes."""
         for lane in (self._encodings, self._long_encodings, self._renders, self._long_renders, self._strangers):
-            lane.close()
+            lane.shutdown(wait=False, cancel_futures=True)
 
     async def _encode(self, size: int, function: Callable[[], _Result]) -> _Result:
         if size <= _SHORT:
             return function()
-        return await (self._encodings if size < _LONG else self._long_encodings).run(function)
+        return await _run(self._encodings if size < _LONG else self._long_encodings, function)
 
     def _tokenizer_or_refuse(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -105,40 +92,29 @@ class AsyncInputs:
         return self._tokenizer
 
 
-class _Lane:
-    """Threads for one kind of work, first come, first served."""
+async def _run(threads: ThreadPoolExecutor, function: Callable[[], _Result]) -> _Result:
+    return await asyncio.get_running_loop().run_in_executor(threads, function)
+
+
+class _RenderLane(ThreadPoolExecutor):
+    """Threads, each with a process that renders for it; one that is warm comes first."""
 
     def __init__(self, name: str, width: int) -> None:
-        self._threads = ThreadPoolExecutor(width, f"quire-{name}")
-
-    async def run(self, function: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class _RenderLane(_Lane):
-    """Each thread with a process that renders for it; one that is warm comes first."""
-
-    def __init__(self, name: str, width: int) -> None:
-        super().__init__(name, width)
+        super().__init__(width, f"quire-{name}")
         self._renderers = [Renderer() for _ in range(width)]
-        self._idle: queue.LifoQueue[Renderer] = queue.LifoQueue()
-        for renderer in self._renderers:
-            self._idle.put(renderer)
+        self._idle = [*self._renderers]  # as many as there are threads: one that works finds one
 
     async def render(self, job: bytes) -> str:
-        return await self.run(lambda: self._render(job))
+        return await _run(self, lambda: self._render(job))
 
-    def close(self) -> None:
-        super().close()
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
         for renderer in self._renderers:
             renderer.close()
 
     def _render(self, job: bytes) -> str:
-        renderer = self._idle.get()
+        renderer = self._idle.pop()
         try:
             return renderer.render(job)
         finally:
-            self._idle.put(renderer)
+            self._idle.append(renderer)

@@ -164,7 +164,7 @@ class AsyncLLM:
         if isinstance(prompt, PreparedPrompt):
             params = prompt.params
         else:
-            params = sampling_params = sampling_params or self.get_default_sampling_params()
+            params = sampling_params or self.get_default_sampling_params()
         external, internal, stream = self._open(request_id, params)
         finished = False
         try:
@@ -173,7 +173,9 @@ class AsyncLLM:
             terms = Terms(
                 priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
             )
-            given = await self._inputs.process(external, prompt, sampling_params, arrival, terms)
+            if not isinstance(prompt, PreparedPrompt):
+                prompt, sampling_params = await self.prepare(prompt, params), None
+            given = self._inputs.processor.process(external, prompt, sampling_params, arrival, terms)
             self._submit(given.renamed(internal))
             while not finished:
                 output = await stream.get()

@@ -9,7 +9,7 @@ import _signal  # pyright: ignore[reportMissingImports]
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,9 +40,7 @@ class InterruptShield:
                 _signal.signal(_SIGINT, self._on_interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth or self._handler is None:
             return

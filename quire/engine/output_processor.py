@@ -5,7 +5,7 @@ sequences to finish. It keeps one record per request, and knows nothing of sched
 """
 
 import logging
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.input_processor import ProcessedInput
@@ -23,19 +23,17 @@ logger = logging.getLogger("quire")
 LogprobDict = dict[int, Logprob]
 
 
-@dataclass
-class ProcessedOutputs:
+class ProcessedOutputs(NamedTuple):
     """Outputs to hand out, and sequences that a stop string ended: (request_id, sequence_index)."""
 
-    outputs: list[RequestOutput] = field(default_factory=list)
-    stopped: list[tuple[str, int]] = field(default_factory=list)
+    outputs: list[RequestOutput]
+    stopped: list[tuple[str, int]]
 
 
 class _SequenceRecord:
     """One sequence's output so far."""
 
-    def __init__(self, index: int, detokenizer: IncrementalDetokenizer | None) -> None:
-        self.index = index
+    def __init__(self, detokenizer: IncrementalDetokenizer | None) -> None:
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
         self.logprobs: list[LogprobDict] = []
@@ -72,9 +70,8 @@ class _RequestRecord:
         self.prompt = processed.prompt
         self.params = params = processed.params
         self.tokenizer = tokenizer
-        self.sequences = [
-            _SequenceRecord(i, self._detokenizer() if params.detokenize else None) for i in range(self.num_sequences)
-        ]
+        places = range(self.num_sequences)
+        self.sequences = [_SequenceRecord(self._detokenizer() if params.detokenize else None) for _ in places]
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None for _ in self.prompt_token_ids]
@@ -112,8 +109,7 @@ class _RequestRecord:
             self.metrics.first_token_time = now
         tokens, stop_string = news.new_token_ids, None
         if sequence.detokenizer is not None and tokens:
-            ended_by_token = news.finish_reason == "stop"
-            stop_string, num_used = sequence.detokenizer.update(tokens, ended_by_token)
+            stop_string, num_used = sequence.detokenizer.update(tokens, news.finish_reason == "stop")
             tokens = tokens[:num_used]
         sequence.token_ids.extend(tokens)
         for entry in (news.logprobs or [])[: len(tokens)]:
@@ -141,10 +137,10 @@ class _RequestRecord:
 
     def fail(self, message: str) -> list[tuple[str, int]]:
         """End every sequence with an error; returns those that the scheduler must still finish."""
-        unfinished = [s for s in self.sequences if s.finish_reason is None]
-        for sequence in unfinished:
-            sequence.finish_reason, sequence.stop_reason = "error", message
-        return [(self.request.request_id, s.index) for s in unfinished]
+        unfinished = [index for index, s in enumerate(self.sequences) if s.finish_reason is None]
+        for index in unfinished:
+            self.sequences[index].finish_reason, self.sequences[index].stop_reason = "error", message
+        return [(self.request.request_id, index) for index in unfinished]
 
     def output(self, now: float) -> RequestOutput | None:
         """The output to hand out after a step, or None when there is nothing to say yet."""
@@ -159,18 +155,14 @@ class _RequestRecord:
             chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: params.n]
         if finished and self.metrics is not None:
             self.metrics.finished_time = now
-        completions = [
-            s.completion(params, delta, rank if ranked else s.index)
-            for rank, s in enumerate(chosen)
-            if not delta or finished or self._is_due(s)
-        ]
+        told = [(rank, s) for rank, s in enumerate(chosen) if not delta or finished or self._is_due(s)]
         adapter = None if self.request.num_virtual else self.request.adapter
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
-            outputs=completions,
+            outputs=[s.completion(params, delta, rank) for rank, s in told],
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
@@ -244,7 +236,7 @@ class OutputProcessor:
 
         `now`, in seconds of the clock of arrival times, is when the step brought them.
         """
-        result = ProcessedOutputs()
+        result = ProcessedOutputs([], [])
         touched: dict[str, _RequestRecord] = {}
         for item in news:
             record = self._records.get(item.request_id)

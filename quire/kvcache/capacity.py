@@ -64,8 +64,7 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
         ConfigError: not even one block, or not one context of the max_model_len that was asked for, fits; or host
             memory was asked for that is not there.
     """
-    sizes = _Sizes(request, request.max_model_len)
-    largest = sizes.largest(report.groups)
+    sizes = _Sizes(request, report.groups, request.max_model_len)
     if request.num_kv_blocks is not None:
         num_blocks = request.num_kv_blocks
     else:
@@ -78,12 +77,12 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
                 "raise gpu_memory_utilization, or lower max_num_batched_tokens (now "
                 f"{request.max_num_batched_tokens})."
             )
-    needed = sizes.of_one_context(largest)
+    needed = sizes.of_one_context(sizes.largest)
     max_model_len = request.max_model_len
     if num_blocks < needed:
         fits = num_blocks * request.block_size
         if request.is_max_model_len_asked:
-            size = num_bytes(sizes.layout(report.groups, needed), report)
+            size = num_bytes(sizes.layout(needed), report)
             raise ConfigError(
                 f"max_model_len={max_model_len} needs {size / MIB:.1f} MiB of KV cache ({needed} blocks of "
                 f"{request.block_size} tokens) but {num_blocks} blocks ({fits} tokens) fit. Lower max_model_len to at "
@@ -91,11 +90,11 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
                 "num_kv_blocks)."
             )
         max_model_len = fits
-        sizes = _Sizes(request, fits)
+        sizes = _Sizes(request, report.groups, fits)
     layout = CacheLayout(
         block_size=request.block_size,
         groups=report.groups,
-        num_blocks=sizes.layout(report.groups, num_blocks),
+        num_blocks=sizes.layout(num_blocks),
         max_model_len=max_model_len,
     )
     return _with_host_blocks(layout, request, report) if request.swap_bytes else layout
@@ -129,16 +128,14 @@ def _with_host_blocks(layout: CacheLayout, request: CacheRequest, report: CacheR
 class _Sizes:
     """What contexts of one length take of each group, in blocks."""
 
-    def __init__(self, request: CacheRequest, max_model_len: int) -> None:
+    def __init__(self, request: CacheRequest, groups: Sequence[CacheGroup], max_model_len: int) -> None:
+        self._groups = groups
+        # The group whose blocks are counted, the others following: full attention, or else the widest window.
+        self.largest = max(groups, key=lambda group: (group.window is None, group.window or 0))
         self.max_num_seqs = request.max_num_seqs
         self._block_size = request.block_size
         self._whole = -(-max_model_len // request.block_size)  # one context, all of it
         self._pending = -(-request.max_num_batched_tokens * request.max_in_flight // request.block_size)
-
-    @staticmethod
-    def largest(groups: Sequence[CacheGroup]) -> CacheGroup:
-        """The group whose blocks are counted, the others following: full attention, or else the widest window."""
-        return max(groups, key=lambda group: (group.window is None, group.window or 0))
 
     def of_one_context(self, group: CacheGroup) -> int:
         """Blocks without which a context might never get to its end."""
@@ -151,13 +148,13 @@ class _Sizes:
             return int(whole)
         return min(int(whole), self._pending + int(-(-max(contexts, 1) * self._steady(group.window) // 1)))
 
-    def layout(self, groups: Sequence[CacheGroup], num_blocks: int) -> list[int]:
+    def layout(self, num_blocks: int) -> list[int]:
         """Blocks by group when the largest has `num_blocks`."""
-        largest = self.largest(groups)
+        largest = self.largest
         contexts = Fraction(num_blocks, self._whole)
         if largest.window is not None:
             contexts = max(contexts, Fraction(num_blocks - self._pending, self._steady(largest.window)))
-        return [num_blocks if group is largest else self.of_contexts(group, contexts) for group in groups]
+        return [num_blocks if group is largest else self.of_contexts(group, contexts) for group in self._groups]
 
     def _steady(self, window: int) -> int:
         """Blocks of a context that computes one token after the other."""
@@ -167,10 +164,9 @@ class _Sizes:
 
 def _most_blocks(sizes: _Sizes, report: CacheReport, budget: int) -> int:
     """The most blocks of the largest group with which all groups stay within the budget, and are of use."""
-    most = sizes.of_contexts(sizes.largest(report.groups), Fraction(sizes.max_num_seqs))
-    return bisect_right(
-        range(1, most + 1), budget, key=lambda count: num_bytes(sizes.layout(report.groups, count), report)
-    )
+    most = sizes.of_contexts(sizes.largest, Fraction(sizes.max_num_seqs))
+    counts = range(1, most + 1)
+    return bisect_right(counts, budget, key=lambda count: num_bytes(sizes.layout(count), report))
 
 
 def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:

@@ -41,8 +41,6 @@ class PlannedCopies:
 
     def drop(self, sequence_id: int) -> None:
         """A sequence gives its blocks back: its copies need not be made, and own nothing any more."""
-        if not self._copies:
-            return
         for copy in [copy for copy in self._copies if copy.sequence_id == sequence_id]:
             self._copies.remove(copy)
             self._pools[copy.group].release(copy.source)

@@ -57,10 +57,8 @@ class KVManager:
         self.num_blocks = list(layout.num_blocks)
         self.windows = [group.window for group in layout.groups]
         self.times = ResidencyTimes()
-        self._groups = [
-            KVGroup(count, size, group.window, self.times)
-            for count, group in zip(self.num_blocks, layout.groups, strict=True)
-        ]
+        kinds = zip(self.num_blocks, self.windows, strict=True)
+        self._groups = [KVGroup(count, size, window, self.times) for count, window in kinds]
         self.pools = [group.pool for group in self._groups]
         self._windowed = [number for number, group in enumerate(self._groups) if group.window is not None]
         self._caching = enable_prefix_caching
@@ -314,17 +312,13 @@ class KVManager:
     def end_plan(self) -> Moves:
         """A plan is complete: returns its moves. Copies' sources may be handed out from the next plan on."""
         copies = self._copies.take()
-        if self.space is None:
-            return Moves(copies=copies)
-        return self.space.end_plan(copies)
+        return Moves(copies=copies) if self.space is None else self.space.end_plan(copies)
 
     def plan_done(self, disk: DiskNews | None = None) -> None:
         """The result of the oldest plan in flight came, and with it perhaps news of the disk."""
-        if self.space is None:
-            return
-        self.space.plan_done()
-        if disk is not None:
-            self.settled += self.space.take(disk)
+        if self.space is not None:
+            self.space.plan_done()
+            self.settled += self.space.take(disk) if disk is not None else []
 
     def cancel(self) -> None:
         """Plans in flight will not be carried out, and no table holds blocks; what they were to move is forgotten."""

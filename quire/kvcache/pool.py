@@ -1,9 +1,10 @@
 """The pool of KV blocks: reference counts, the list of free blocks, and which block holds which content.
 
-The KV manager is its only caller. A block is a number, and all state lives in flat lists that share their numbers: a
-block takes 65 bytes, and some 120 more once its content can be found. It must not know of sequences, tokens or tensors.
+The KV manager is its only caller. A block is a number that lists and dicts share: it takes 155 bytes, and some 120
+more once its content can be found. It must not know of sequences, tokens or tensors.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from quire.kvcache.residency import UNSAMPLED, Residency
@@ -14,9 +15,9 @@ _FREE, _CACHED, _OWNED = 0, 1, 2  # what `states` says of a block
 class BlockPool:
     """Blocks 0 .. num_blocks - 1, each owned by ``ref_counts[block]`` block tables; a block with no owner is free.
 
-    A free block may still hold content that a hash leads to. The free list is circular and doubly linked through a
-    sentinel; blocks are taken at its front, where those without a hash stand; those with one are appended at its end
-    when freed, so that the least recently used content goes first. Every call is O(1) a block.
+    A free block may still hold content that a hash leads to. Free blocks stand in order: they are taken at the front,
+    where those without a hash stand; those with one are appended at the end when freed, so that the least recently used
+    content goes first. Every call is O(1) a block.
 
     Attributes:
         num_shared: blocks with more than one owner.
@@ -35,10 +36,7 @@ class BlockPool:
         self.evicted: list[tuple[int, bytes]] | None = None
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._sentinel = num_blocks
-        numbers = list(range(num_blocks + 1))  # one object each, in both lists and, later, in tables and the dict
-        self._next = [*numbers[1:], numbers[0]]
-        self._previous = [numbers[-1], *numbers[:-1]]
+        self._free = OrderedDict[int, None].fromkeys(range(num_blocks))
         self._states = bytearray(num_blocks)
         self.on_removed: Callable[[bytes], None] | None = None
         self._residency = residency
@@ -46,18 +44,12 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks (there must be as many) for one owner each, forgetting what they held."""
         assert count <= self.num_free, "allocate() without looking at num_free"
-        hashes, following = self._hashes, self._next
-        block = following[self._sentinel]
-        taken = []
-        for _ in range(count):
-            taken.append(block)
+        taken = [self._free.popitem(False)[0] for _ in range(count)]
+        for block in taken:
             self.ref_counts[block] = 1
             self._states[block] = _OWNED
-            if (block_hash := hashes[block]) is not None:
+            if (block_hash := self._hashes[block]) is not None:
                 self._evict(block, block_hash)
-            block = following[block]
-        self._next[self._sentinel] = block
-        self._previous[block] = self._sentinel
         self.num_free -= count
         return taken
 
@@ -65,7 +57,7 @@ class BlockPool:
         """Add an owner to a block, free or not."""
         count = self.ref_counts[block]
         if count == 0:
-            self._unlink(block)
+            del self._free[block]
             self.num_free -= 1
             self._states[block] = _OWNED
         elif count == 1:
@@ -80,9 +72,10 @@ class BlockPool:
         if count == 1:
             self.num_shared -= 1
         elif count == 0:
-            # Before the sentinel is the end of the list, before the first block its front.
-            end, is_known = self._sentinel, self._hashes[block] is not None
-            self._link_before(end if is_known else self._next[end], block)
+            is_known = self._hashes[block] is not None
+            self._free[block] = None  # at the end
+            if not is_known:
+                self._free.move_to_end(block, False)
             self.num_free += 1
             self._states[block] = _CACHED if is_known else _FREE
             if not block & UNSAMPLED and self._residency is not None:
@@ -116,8 +109,7 @@ class BlockPool:
             if self.ref_counts[held] > 0:
                 return
             self.forget(held)
-            self._unlink(held)
-            self._link_before(self._next[self._sentinel], held)
+            self._free.move_to_end(held, False)
         self._block_of[block_hash] = block
         self._hashes[block] = block_hash
         if not block & UNSAMPLED and self._residency is not None:
@@ -150,17 +142,9 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free list, counts and hashes agree. O(num_blocks)."""
-        free = []
-        previous, block = self._sentinel, self._next[self._sentinel]
-        while block != self._sentinel:
-            assert self._previous[block] == previous, f"free list broken at block {block}"
-            assert len(free) < self.num_blocks, "the free list has a loop"
-            free.append(block)
-            previous, block = block, self._next[block]
-        assert self._previous[self._sentinel] == previous, "free list broken at its end"
-        assert len(free) == self.num_free, f"{len(free)} blocks in the free list, {self.num_free} counted"
+        assert len(self._free) == self.num_free, f"{len(self._free)} blocks are free, {self.num_free} counted"
         unowned = [block for block, count in enumerate(self.ref_counts) if count == 0]
-        assert sorted(free) == unowned, "the free blocks are not those without an owner"
+        assert sorted(self._free) == unowned, "the free blocks are not those without an owner"
         assert min(self.ref_counts) >= 0, "a block was released too often"
         assert self.num_shared == sum(count > 1 for count in self.ref_counts), "shared blocks are miscounted"
         hashed = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
@@ -179,14 +163,3 @@ class BlockPool:
             self.evicted.append((block, block_hash))
         if not block & UNSAMPLED and self._residency is not None:
             self._residency.on_evicted(block)
-
-    def _link_before(self, successor: int, block: int) -> None:
-        previous = self._previous[successor]
-        self._next[previous] = self._previous[successor] = block
-        self._previous[block] = previous
-        self._next[block] = successor
-
-    def _unlink(self, block: int) -> None:
-        previous, successor = self._previous[block], self._next[block]
-        self._next[previous] = successor
-        self._previous[successor] = previous

@@ -8,6 +8,7 @@ made to collide, and values chosen by a caller are never used as a name.
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import accumulate
 
 from quire.kvcache.groups import KVGroup
 
@@ -35,10 +36,9 @@ class BlockHasher:
 
     def names(self, root: bytes, token_ids: Sequence[int]) -> list[bytes]:
         """The names of all full blocks of a prompt."""
-        names, size = [root], self.block_size
-        for start in range(0, len(token_ids) // size * size, size):
-            names.append(self(names[-1], token_ids[start : start + size]))
-        return names[1:]
+        size = self.block_size
+        blocks = (token_ids[start : start + size] for start in range(0, len(token_ids) // size * size, size))
+        return list(accumulate(blocks, self, initial=root))[1:]
 
 
 def longest_prefix(

@@ -6,7 +6,6 @@ pools evicted. It makes a plan's moves, and knows no queues, policies or tensors
 clock here, so that a simulation decides the same each time.
 """
 
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
@@ -25,7 +24,6 @@ from quire.protocol.step import DiskNews, Moves
 
 MEASURED_TOKENS = 32  # of prompts in a step, from which on its time says what a token costs to compute again
 
-Move = tuple[int, int, int]
 Named = tuple[int, bytes | None]  # a device's block, and the name of its content where it has one
 
 
@@ -171,9 +169,8 @@ class SwapSpace:
         for index in range(num_reached):
             name = name_of(index)
             for number, group in enumerate(self._groups):
-                if index < group.first_visible(num_reached * self._size) or group.pool.find(name) is not None:
-                    continue
-                if not self._touch(number, name) and name not in under_way:
+                is_needed = index >= group.first_visible(num_reached * self._size) and not group.pool.holds(name)
+                if is_needed and not self._touch(number, name) and name not in under_way:
                     missing.append((number, name))
         last: bytes | None = None
         for number, name in missing:
@@ -242,7 +239,7 @@ class SwapSpace:
 
     # When a plan is complete, carried out, or forgotten.
 
-    def end_plan(self, copies: list[Move]) -> Moves:
+    def end_plan(self, copies: list[tuple[int, int, int]]) -> Moves:
         """All moves of the plan, these copies among them; what was evicted in it falls into the host's cache."""
         for number, group in enumerate(self._groups):
             if group.pool.evicted:
@@ -318,6 +315,4 @@ class SwapSpace:
 
 def first_from_host(match: PrefixMatch) -> int:
     """The first index at which some group has a block to be brought in."""
-    return min(
-        next((index for index, block in enumerate(found) if block < 0), sys.maxsize) for found in match.block_ids
-    )
+    return min(index for found in match.block_ids for index, block in enumerate(found) if block < 0)

@@ -63,11 +63,7 @@ class BlockTable:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions [start, stop)."""
         border = len(self.prompt_token_ids)
-        if stop <= border:
-            return self.prompt_token_ids[start:stop]
-        if start >= border:
-            return self.output_token_ids[start - border : stop - border]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - border]
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(start - border, 0) : max(stop - border, 0)]
 
 
 class PrefixMatch(NamedTuple):

@@ -356,12 +356,11 @@ class Outcomes:
     def _undelivered(self, sequence: Sequence, part: PromptLogprobs) -> PromptLogprobs | None:
         """What is new of some prompt logprobs: after a preemption they are computed, and come, once more."""
         group = sequence.group
-        if part.start + len(part.entries) <= group.num_prompt_logprobs:
-            return None
         num_known = group.num_prompt_logprobs - part.start
         assert num_known >= 0, "prompt logprobs are missing"
-        group.num_prompt_logprobs = part.start + len(part.entries)
-        return PromptLogprobs(start=part.start + num_known, entries=part.entries[num_known:])
+        new = part.entries[num_known:]
+        group.num_prompt_logprobs += len(new)
+        return PromptLogprobs(start=part.start + num_known, entries=new) if new else None
 
     # Ends.
 
@@ -387,12 +386,11 @@ class Outcomes:
         del group.sequences[sequence.index]
         if not group.sequences:
             assert not group.unfinished, "sequences of a request were left without a beginning"
-            request_id = group.request_id
-            del self.groups[request_id]
+            del self.groups[group.request_id]
             self.num_guided -= group.task.has_grammar
             self._planner.policy.on_ended(group.request)
             if group.announced:
-                self._planner.forget_request(request_id)
+                self._planner.forget_request(group.request_id)
 
 
 def _is_decode(sequence: Sequence, item: ScheduledSequence) -> bool:

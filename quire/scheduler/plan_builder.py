@@ -34,10 +34,9 @@ class PlanBuilder:
 
         Its request and itself are announced where the worker does not know them.
         """
-        new_block_ids, edits = appended
         if not sequence.announced:
             self._announce(sequence)
-            new_block_ids, edits = [], []
+            appended = NOTHING_APPENDED
         sampling, num_samples = _NONE, 1
         sequence.num_scheduled = stop = sequence.num_scheduled + num_new_tokens
         sequence.num_in_flight += 1
@@ -48,20 +47,10 @@ class PlanBuilder:
             if goes_on and self._foresees:
                 sequence.num_expected = stop + 1
         self.sequences.append(sequence)
-        self.scheduled.append(
-            ScheduledSequence(
-                sequence.sequence_id,
-                num_new_tokens,
-                sampling,
-                num_samples,
-                new_block_ids,
-                edits,
-                num_drafts,
-                sequence.draft_token_ids[:num_drafts] if sequence.forces else [],
-                sequence.chosen_token_id,
-            )
-        )
-        sequence.chosen_token_id = -1
+        own_id, drafts = sequence.sequence_id, sequence.draft_token_ids[:num_drafts] if sequence.forces else []
+        chosen, sequence.chosen_token_id = sequence.chosen_token_id, -1
+        item = ScheduledSequence(own_id, num_new_tokens, sampling, num_samples, *appended, num_drafts, drafts, chosen)
+        self.scheduled.append(item)
         self.budget -= num_new_tokens
 
     def add_next(self, sequence: Sequence, start: int, appended: Appended) -> None:

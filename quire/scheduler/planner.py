@@ -147,7 +147,7 @@ class Planner:
         self.waiting.remove(sequence)
         self._start(sequence)
         sequence.announced = True
-        self.counts.num_forks += 1
+        self.counts.num_forks_total += 1
         self._forks[sequence.sequence_id] = fork
 
     def drop(self, sequence: Sequence) -> None:
@@ -332,11 +332,9 @@ class Planner:
         if match.awaits is not None:
             self._await_prefix(sequence, match.awaits, "prefix")
             return None
-        if self._kv.disk is not None and not group.owes_prompt_logprobs:
-            name = self._kv.fetch(table, match)
-            if name is not None:
-                self._await_prefix(sequence, name, "disk")
-                return None
+        if not group.owes_prompt_logprobs and (name := self._kv.fetch(table, match)) is not None:
+            self._await_prefix(sequence, name, "disk")
+            return None
         num_left = sequence.num_tokens - match.num_tokens
         num_new = self._chunk(num_left, builder.budget)
         if num_new < num_left and not self._config.enable_chunked_prefill:
@@ -351,8 +349,8 @@ class Planner:
         self._start(sequence)
         if group.num_cached_tokens is None:
             group.num_cached_tokens = match.num_tokens
-            self.counts.prefix_cache_hits += match.num_tokens
-            self.counts.prefix_cache_queries += sequence.num_tokens
+            self.counts.prefix_cache_hits_total += match.num_tokens
+            self.counts.prefix_cache_queries_total += sequence.num_tokens
             self.policy.on_admitted(group.request, num_left)
             self.waiting.reorder(group.lane)
         builder.add(sequence, num_new, NOTHING_APPENDED)
@@ -430,16 +428,15 @@ class Planner:
             self._kv.swap_out(sequence.table, sequence.num_computed_tokens)
         builder.drop(sequence)
         self._withdraw(sequence)
-        self.counts.num_preemptions += 1
+        self.counts.num_preemptions_total += 1
         if sequence.num_in_flight:
             self._prepare(sequence, "result")
-            return
-        if sequence.sits_out:
+        elif sequence.sits_out:
             self._prepare(sequence, "siblings")
-            return
-        sequence.settle()
-        sequence.status = SequenceStatus.WAITING
-        self.waiting.add(sequence)
+        else:
+            sequence.settle()
+            sequence.status = SequenceStatus.WAITING
+            self.waiting.add(sequence)
 
     def _prepare(self, sequence: Sequence, awaits: str) -> None:
         sequence.status = SequenceStatus.PREPARING

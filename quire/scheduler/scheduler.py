@@ -62,9 +62,8 @@ class Scheduler:
         self.kv = kv_manager
         self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
-        self._outcomes = Outcomes(
-            self._planner, kv_manager, config, DraftCounts(config.max_num_drafts > 0, config.draft_tree)
-        )
+        drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
+        self._outcomes = Outcomes(self._planner, kv_manager, config, drafts)
         self.guidance = Guidance(grammars, self._planner, self._outcomes)
         self._num_added = 0
         self._step_id = 0
@@ -123,12 +122,8 @@ class Scheduler:
             if not sequence.output_token_ids:
                 request, num_left = sequence.group.request, sequence.num_tokens - sequence.num_computed_tokens
                 prompts.append(Prompt(request, num_left, sequence.status is SequenceStatus.RUNNING))
-        return Load(
-            num_seats=planner.max_running,
-            budget=self.config.max_num_batched_tokens,
-            tokens_left=sorted(sequence.limit - sequence.num_tokens for sequence in running),
-            prompts=prompts,
-        )
+        tokens_left = sorted(sequence.limit - sequence.num_tokens for sequence in running)
+        return Load(planner.max_running, self.config.max_num_batched_tokens, tokens_left, prompts)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request now; returns one output for each sequence that had not ended. An unknown id is ignored."""
@@ -231,17 +226,14 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The figures of this moment."""
-        planner, counts = self._planner, self._planner.counts
+        planner = self._planner
         return EngineStats(
             num_requests_running=len(planner.running),
             num_requests_waiting=len(planner.waiting) + len(planner.preparing),
             kv_cache_usage_perc=self.kv.usage,
-            num_preemptions_total=counts.num_preemptions,
-            prefix_cache_queries_total=counts.prefix_cache_queries,
-            prefix_cache_hits_total=counts.prefix_cache_hits,
+            **structs.asdict(planner.counts),
             waiting_reasons=waiting_reasons(planner),
             prefix_cache_evictions_total=sum(pool.num_evicted for pool in self.kv.pools),
-            num_forks_total=counts.num_forks,
             kv_blocks_shared=sum(pool.num_shared for pool in self.kv.pools),
             kv_blocks_pinned=sum(self.kv.pins.num_blocks),
             kv_block_residency=self.kv.times.counts(),
@@ -282,9 +274,8 @@ class Scheduler:
         for sequence in queued.values():
             sequence.check_integrity(kv.block_size, len(self._in_flight))
         swapped = {s.sequence_id for s in [*waiting, *preparing] if s.table.swapped is not None}
-        assert swapped == (set() if kv.space is None else kv.space.swapped.keys()), (
-            "the host holds blocks for somebody who does not wait"
-        )
+        expected = kv.space.swapped.keys() if kv.space is not None else set()
+        assert swapped == expected, "the host holds blocks for somebody who does not wait"
         for group in groups:
             assert group.unfinished, f"request {group.request_id} has ended and is still known"
             assert all(group.needs(index) for index in group.sequences), "a sequence goes on that nobody needs"

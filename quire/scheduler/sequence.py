@@ -149,23 +149,16 @@ class Sequence:
 
     def forget_row(self) -> None:
         """The worker's row is gone, and with it what was computed."""
-        self.num_computed_tokens = self.num_scheduled = 0
-        self.num_drafts = 0
+        self.num_computed_tokens = self.num_scheduled = self.num_drafts = 0
         self.chosen_token_id = -1
         self.announced = False
 
     def announcement(self) -> NewSequence:
         """The sequence as the worker gets to know it."""
-        group = self.group
-        return NewSequence(
-            self.sequence_id,
-            group.request_id,
-            group.task.first_sequence_index + self.index,
-            self.output_token_ids.copy(),
-            [block_ids.copy() for block_ids in self.table.block_ids],
-            self.num_computed_tokens,
-            self.drafts,
-        )
+        own, request_id = self.sequence_id, self.group.request_id
+        index = self.group.task.first_sequence_index + self.index
+        outputs, block_ids = self.output_token_ids.copy(), [one.copy() for one in self.table.block_ids]
+        return NewSequence(own, request_id, index, outputs, block_ids, self.num_computed_tokens, self.drafts)
 
     def check_integrity(self, block_size: int, num_plans: int) -> None:
         """Raise AssertionError unless its books agree, with so many plans in flight."""

@@ -34,12 +34,12 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanCounts(msgspec.Struct):
-    """What the planner has counted since the start."""
+    """What the planner has counted since the start; each field is one of `EngineStats`."""
 
-    num_preemptions: int = 0  # sequences whose blocks were taken from them
-    num_forks: int = 0  # sequences that began with the blocks of another
-    prefix_cache_queries: int = 0  # prompt tokens looked up, at requests' first admission
-    prefix_cache_hits: int = 0  # and found
+    num_preemptions_total: int = 0  # sequences whose blocks were taken from them
+    num_forks_total: int = 0  # sequences that began with the blocks of another
+    prefix_cache_queries_total: int = 0  # prompt tokens looked up, at requests' first admission
+    prefix_cache_hits_total: int = 0  # and found
 
 
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,12 +49,8 @@ class MaskBuffer:
 
     def single_rows(self, num_rows: int) -> list[int]:
         """Those of the first rows that allow one token alone."""
-        found: list[int] = []
-        for row in np.flatnonzero(np.count_nonzero(self.array[:num_rows], 1) == 1).tolist():
-            word = int(self.array[row].max())
-            if word & (word - 1) == 0:
-                found.append(row)
-        return found
+        rows: list[int] = np.flatnonzero(np.count_nonzero(self.array[:num_rows], 1) == 1).tolist()
+        return [row for row in rows if int(self.array[row].max()).bit_count() == 1]
 
     def first(self, num_rows: int) -> memoryview:
         """The bytes of so many masks, until they are written anew."""

@@ -147,7 +147,7 @@ def test_a_prepared_prompt_is_not_looked_at_again(doors: Doors, monkeypatch: pyt
     async def twice() -> list[list[int]]:
         prepared = await llm.prepare("Once upon a time", params)
         params.max_tokens = 1  # the caller's to change
-        monkeypatch.setattr(type(llm._inputs._inputs), "prepare", lambda *_: pytest.fail("prepared again"))
+        monkeypatch.setattr(type(llm._inputs.processor), "prepare", lambda *_: pytest.fail("prepared again"))
         found = []
         for _ in range(2):
             outputs = [output async for output in llm.generate(prepared)]

@@ -14,25 +14,22 @@ class Pace:
     one through the origin, or a level one.
     """
 
-    __slots__ = ("_fixed", "_is_stale", "_per_token", "_w", "_wx", "_wxx", "_wxy", "_wy")
+    __slots__ = ("_fixed", "_is_stale", "_per_token", "_sums")
 
     def __init__(self) -> None:
-        self._w = self._wx = self._wy = self._wxx = self._wxy = 0.0
+        self._sums = [0.0] * 5  # of weights, and by weight of tokens, seconds, tokens squared, tokens times seconds
         self._fixed = self._per_token = 0.0
         self._is_stale = False
 
     @property
     def is_known(self) -> bool:
         """Whether enough was measured to say anything."""
-        return self._w >= _ENOUGH
+        return self._sums[0] >= _ENOUGH
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step was measured."""
-        self._w = self._w * _KEEP + 1.0
-        self._wx = self._wx * _KEEP + num_tokens
-        self._wy = self._wy * _KEEP + seconds
-        self._wxx = self._wxx * _KEEP + num_tokens * num_tokens
-        self._wxy = self._wxy * _KEEP + num_tokens * seconds
+        new = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        self._sums = [old * _KEEP + one for old, one in zip(self._sums, new, strict=True)]
         self._is_stale = True
 
     def seconds(self, num_tokens: float) -> float:
@@ -48,19 +45,20 @@ class Pace:
 
     def state(self) -> list[float]:
         """The sums, for `restore`."""
-        return [self._w, self._wx, self._wy, self._wxx, self._wxy]
+        return self._sums
 
     def restore(self, state: list[float]) -> None:
         """Go on from another one's sums."""
-        self._w, self._wx, self._wy, self._wxx, self._wxy = state
-        self._is_stale = self._w > 0
+        self._sums = state
+        self._is_stale = state[0] > 0
 
     def _fit(self) -> None:
         self._is_stale = False
-        spread = self._wxx - self._wx * self._wx / self._w
-        slope = (self._wxy - self._wx * self._wy / self._w) / spread if spread > 1e-6 * self._wxx else 0.0
+        w, wx, wy, wxx, wxy = self._sums
+        spread = wxx - wx * wx / w
+        slope = (wxy - wx * wy / w) / spread if spread > 1e-6 * wxx else 0.0
         slope = max(slope, 0.0)
-        fixed = (self._wy - slope * self._wx) / self._w
+        fixed = (wy - slope * wx) / w
         if fixed < 0.0:
-            fixed, slope = 0.0, self._wxy / self._wxx
+            fixed, slope = 0.0, wxy / wxx
         self._fixed, self._per_token = fixed, slope
