@@ -274,8 +274,8 @@ template <Type kType>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
-    // Of blocks just one: six copies of what expands each of their types take minutes to build.
-    constexpr int kMost = is_blocks(kType) ? 1 : kStreamRows;
+    // Of most blocks just one: six copies of what expands each of their types take minutes to build.
+    constexpr int kMost = kType == Type::u4_32 || kType == Type::u4_128 ? 4 : is_blocks(kType) ? 1 : kStreamRows;
     if (a.num_rows <= kMost) return stream_rows<kType, kMost>(blocks, rows, context);
     if (a.num_rows <= kMostRows) {
         const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
