@@ -75,14 +75,12 @@ class EngineCore:
 
         num_places: adapters that a step may mix.
         """
-        self.scheduler = scheduler
-        self.executor = executor
+        self.scheduler, self.executor = scheduler, executor
         self.places = AdapterPlaces(num_places, scheduler.is_live)
         self.first_scheduled: list[str] = []
         self.interrupts = InterruptShield()
         self.max_model_len = scheduler.config.max_model_len
-        self.debug = debug
-        self._publisher = publisher
+        self.debug, self._publisher = debug, publisher
         self.clock = clock or executor.clock
         self._plans: deque[StepPlan] = deque()  # in flight
         self._aside = ThreadPoolExecutor(1, "quire-masks")  # starts no thread before it is needed

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], object]
 
 _SIGINT = int(signal.SIGINT)
 
@@ -26,10 +25,10 @@ class InterruptShield:
     """
 
     def __init__(self) -> None:
-        self.pending = False
+        self.pending = self._lifted = False
         self._depth = 0
-        self._lifted = False
-        self._handler: Handler | None = None  # what was there before; None: nothing is shielded
+        # What was there before; None: nothing is shielded.
+        self._handler: Callable[[int, FrameType | None], object] | None = None
 
     def __enter__(self) -> "InterruptShield":
         self._depth += 1

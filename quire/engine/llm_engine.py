@@ -34,10 +34,8 @@ class LLMEngine:
     """A synchronous engine. Make one with `from_engine_args`."""
 
     def __init__(self, config: EngineConfig, core: Core, tokenizer: Tokenizer | None) -> None:
-        self.config = config
-        self.core = core
+        self.config, self.core, self.tokenizer = config, core, tokenizer
         self.executor = core.executor if isinstance(core, EngineCore) else None
-        self.tokenizer = tokenizer
         self._inputs = InputProcessor(config, tokenizer, isinstance(core, EngineCore))
         self._outputs = OutputProcessor(tokenizer, config.args)
         self._undelivered: list[RequestOutput] = []  # of a step that ended in an interrupt

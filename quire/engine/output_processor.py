@@ -67,10 +67,8 @@ class _RequestRecord:
         self.request = request = processed.request
         self.prompt_token_ids = request.prompt_token_ids[request.num_virtual :]  # as the user knows it
         self.num_sequences = processed.task.num_sequences
-        self.prompt = processed.prompt
-        self.params = params = processed.params
-        self.tokenizer = tokenizer
-        places = range(self.num_sequences)
+        self.prompt, self.params, self.tokenizer = processed.prompt, processed.params, tokenizer
+        params, places = processed.params, range(self.num_sequences)
         self.sequences = [_SequenceRecord(self._detokenizer() if params.detokenize else None) for _ in places]
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:

@@ -23,9 +23,8 @@ class DiskTier:
 
     def __init__(self, stored: Sequence[Sequence[bytes]], stats: TierStats) -> None:
         """`stored` are the names that the worker found at its start; counts are kept in `stats`."""
-        self._stats = stats
+        self._stats, self._is_open = stats, True
         self.known = [set(names) for names in stored]
-        self._is_open = True
         self.saves: list[Request] = []
         self._fetches: list[Request] = []  # to the host's blocks
         self.under_way: dict[tuple[int, int], bytes] = {}
@@ -70,9 +69,7 @@ class DiskTier:
 
     def cancel(self) -> list[tuple[int, int]]:
         """No answer will come any more; returns the host blocks, as (group, block), that were waiting for one."""
-        waiting = list(self.under_way)
-        self._fetches = []
-        self.under_way.clear()
+        waiting, self.under_way, self._fetches = list(self.under_way), {}, []
         return waiting
 
     def close(self) -> None:

@@ -30,8 +30,7 @@ class KVGroup:
         self, num_blocks: int, block_size: int, window: int | None, times: ResidencyTimes | None = None
     ) -> None:
         self.pool = BlockPool(num_blocks, Residency(times) if times is not None else None)
-        self.window = window
-        self.block_size = block_size
+        self.window, self.block_size = window, block_size
         self.num_pinned = 0
 
     def first_visible(self, num_computed_tokens: int) -> int:

@@ -20,9 +20,7 @@ class Pins:
 
     def __init__(self, groups: Sequence[KVGroup], hasher: BlockHasher | None, longest: int) -> None:
         """No `hasher`: nothing is cached. `longest`: tokens of the longest request, which must fit beside all pins."""
-        self._groups = groups
-        self._hasher = hasher
-        self._longest = longest
+        self._groups, self._hasher, self._longest = groups, hasher, longest
         self._pinned: dict[str, tuple[PinnedPrefix, list[list[int]]]] = {}
 
     @property

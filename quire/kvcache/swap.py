@@ -54,8 +54,7 @@ class SwapSpace:
         self.swapped: dict[int, BlockTable] = {}
         self._stats = TierStats()
         self.disk = DiskTier(stored, self._stats) if stored is not None else None
-        self._groups = groups
-        self._size = layout.block_size
+        self._groups, self._size = groups, layout.block_size
         self._out: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
         self._unproven: deque[list[tuple[int, int]]] = deque()  # (group, host block), by plan in flight
         self._block_bytes = layout.block_bytes or [0] * len(self.pools)

@@ -22,9 +22,7 @@ class Guidance:
     """Who awaits which grammar, and the masks of a step."""
 
     def __init__(self, grammars: GrammarManager | None, planner: Planner, outcomes: Outcomes) -> None:
-        self._grammars = grammars
-        self._planner = planner
-        self._outcomes = outcomes
+        self._grammars, self._planner, self._outcomes = grammars, planner, outcomes
         self._awaiting: dict[bytes, list[SequenceGroup]] = {}
         self._masks: MaskBuffer | None = None
 

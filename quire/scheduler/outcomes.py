@@ -27,8 +27,7 @@ from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _NONE, _DRAW, _RANK = Sampling.NONE, Sampling.DRAW, Sampling.RANK
-_WAITING, _RUNNING, _PREPARING = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.PREPARING
-_FINISHED = SequenceStatus.FINISHED
+_RUNNING, _PREPARING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREPARING, SequenceStatus.FINISHED
 MANY_GUIDED = 8  # requests with a grammar, from which on a thread of their own is worth its while
 
 
@@ -50,8 +49,7 @@ class Outcomes:
         self.num_sequences = 0
         self.num_guided = 0
         self.drafts = drafts
-        self._planner = planner
-        self._kv = kv
+        self._planner, self._kv = planner, kv
         self._max_model_len = config.max_model_len
         self.drafts_forced = config.drafts_forced
         self._is_tree = config.draft_tree is not None
@@ -97,9 +95,7 @@ class Outcomes:
             sequence.num_in_flight -= 1
             if decode(sequence, item, found, outputs):
                 continue
-            prompt_logprobs = found.prompt_logprobs
-            if prompt_logprobs is not None:
-                prompt_logprobs = self._undelivered(sequence, prompt_logprobs)
+            prompt_logprobs = found.prompt_logprobs and self._undelivered(sequence, found.prompt_logprobs)
             if item.sampling is _DRAW and item.num_samples == 1:
                 outputs += self._draw(sequence, item, found, prompt_logprobs)
                 continue
@@ -163,9 +159,8 @@ class Outcomes:
             if forced:
                 sequence.draft_token_ids, sequence.forces = forced, True
                 self._settle(sequence, len(forced))
-        outputs.append(
-            SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, group.num_cached_tokens or 0)
-        )
+        num_cached = group.num_cached_tokens or 0
+        outputs.append(SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, num_cached))
         return True
 
     def _draw(
@@ -290,12 +285,10 @@ class Outcomes:
             num_shared = parent.num_computed_tokens
             child.table = self._kv.fork(parent.table, child.sequence_id, child.output_token_ids, num_shared)
             child.num_computed_tokens = num_shared
-            child.settle()
             sequence_index = group.task.first_sequence_index + child.index
             fork = Fork(child.sequence_id, parent.sequence_id, sequence_index, num_shared, branch.token_id)
             planner.start_fork(child, fork)
-        else:
-            child.settle()
+        child.settle()
         return child, (reason, stop_reason)
 
     def _extend(self, sequence: Sequence, token_ids: list[int]) -> tuple[int, str | None, int | None]:

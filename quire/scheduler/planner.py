@@ -24,7 +24,7 @@ class Planner:
 
     Attributes:
         policy: orders the queues.
-        watches_service, watches_steps: whether the policy wants to be told what was served, and what steps took.
+        watches_service: whether the policy wants to be told what was served.
         running: sequences that hold blocks, in the order of their keys.
         waiting: sequences that hold none and could run if there were room.
         planned: sequences of the last plan, in its order.
@@ -38,8 +38,7 @@ class Planner:
         self.planned: list[Sequence] = []
         self.preparing: dict[int, Sequence] = {}
         self.counts = PlanCounts()
-        self._config = config
-        self._kv = kv
+        self._config, self._kv = config, kv
         # Left free at admission so that what runs can grow a little before anything is preempted again.
         self._num_spare_blocks = kv.num_blocks[0] // 100
         self._removed: list[int] = []  # rows for the worker to drop with the next plan
@@ -123,7 +122,6 @@ class Planner:
     def _use_policy(self, config: SchedulerConfig) -> None:
         self.policy = policy = POLICIES[config.policy](config.policy_options)
         self.watches_service = type(policy).on_served is not Policy.on_served
-        self.watches_steps = type(policy).on_step is not Policy.on_step
         self.waiting = WaitingQueue(policy.rank)
 
     def budget(self) -> int:

@@ -205,7 +205,7 @@ class Scheduler:
         self._in_flight.popleft()
         # With several in flight, it began when the one before it was done.
         seconds = now - max(planned_at, self._last_update)
-        if self._planner.watches_steps and plan.scheduled:
+        if plan.scheduled:
             self._planner.policy.on_step(plan.num_tokens, seconds)
         if self.kv.space is not None:
             self.kv.space.learn(plan.num_tokens, len(plan.scheduled), seconds)

@@ -68,8 +68,7 @@ class Grammar:
     __slots__ = ("_end_ids", "_meter", "_start")
 
     def __init__(self, start: Any, end_ids: tuple[int, ...]) -> None:
-        self._start = start
-        self._end_ids = end_ids
+        self._start, self._end_ids = start, end_ids
         self._meter = Meter()
 
     def opened(self) -> "Grammar":
@@ -96,9 +95,7 @@ class Matcher:
     def __init__(self, engine: Any, end_ids: tuple[int, ...], goes_on: bool, meter: Meter) -> None:
         self._settled = engine
         self._owed: list[int] = []
-        self._end_ids = end_ids
-        self._goes_on = goes_on
-        self.meter = meter
+        self._end_ids, self._goes_on, self.meter = end_ids, goes_on, meter
         self.ahead: list[int] = []
 
     @property
