@@ -6,6 +6,7 @@ is never written again. It knows the rows and the plan, and nothing of models, d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,14 @@ _NO_TAIL = np.iinfo(INT).max
 Ints = npt.NDArray[INT]
 
 
+class TailArrays(NamedTuple):
+    """As `quire.attention.base.Tails`: starts and counts [S], and by KV group the slots [S, W]."""
+
+    starts: Ints
+    counts: Ints
+    slots: list[Ints]
+
+
 @dataclass(slots=True)
 class StepArrays:
     """A step of S sequences with T tokens in all, as a device is given it; see `quire.attention.base.AttentionBatch`.
@@ -29,9 +38,7 @@ class StepArrays:
         seq_lens: [S], tokens computed before this step plus those computed in it.
         block_tables: by KV group, [S, max_blocks].
         slot_mappings: by KV group, [T].
-        tail_starts, tail_counts: [S], where drafts are a tree, each node of which is a sequence then; see
-            `quire.attention.base.Tails`.
-        tail_slots: by KV group, [S, W].
+        tails: where drafts are a tree, each node of which is a sequence then.
     """
 
     input_ids: Ints
@@ -41,9 +48,7 @@ class StepArrays:
     block_tables: list[Ints]
     slot_mappings: list[Ints]
     block_size: int
-    tail_starts: Ints | None = None
-    tail_counts: Ints | None = None
-    tail_slots: list[Ints] | None = None
+    tails: TailArrays | None = None
 
 
 @dataclass(slots=True)
@@ -63,15 +68,11 @@ class StepBatch:
 def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
     """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
     rows = [table[s.sequence_id] for s in scheduled]
+    first = [row.num_computed for row in rows]
     if table.tree is not None and any(s.num_drafts for s in scheduled):
-        return gather_nodes(
-            rows,
-            [row.num_computed for row in rows],
-            [s.num_new_tokens - s.num_drafts for s in scheduled],
-            [range(s.num_drafts) for s in scheduled],
-            table,
-        )
-    return gather_tokens(rows, [row.num_computed for row in rows], [s.num_new_tokens for s in scheduled], table)
+        counts = [s.num_new_tokens - s.num_drafts for s in scheduled]
+        return gather_nodes(rows, first, counts, [range(s.num_drafts) for s in scheduled], table)
+    return gather_tokens(rows, first, [s.num_new_tokens for s in scheduled], table)
 
 
 def gather_tokens(rows: list[Row], first: Sequence[int], counts: Sequence[int], table: RowTable) -> StepBatch:
@@ -153,19 +154,10 @@ def gather_nodes(
         places = within + np.repeat(np.where(number < 0, base - length, base + number), length)
         row_of_token = np.repeat(index, length)
     above, num_blocks = base[:, None] + table.tree.ancestors[number], -(-int(seq_lens.max()) // table.block_size)
-
-    arrays = StepArrays(
-        input_ids=table.token_ids[row_of_token, places],
-        positions=positions,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_tables=[tables[index, :num_blocks] for tables in table.block_tables],
-        slot_mappings=table.slots(row_of_token, places),
-        block_size=table.block_size,
-        tail_starts=np.array(starts, INT),
-        tail_counts=np.array(trees, INT),
-        tail_slots=table.slots(index[:, None], above),
-    )
+    input_ids, slots = table.token_ids[row_of_token, places], table.slots(row_of_token, places)
+    block_tables = [tables[index, :num_blocks] for tables in table.block_tables]
+    tails = TailArrays(np.array(starts, INT), np.array(trees, INT), table.slots(index[:, None], above))
+    arrays = StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slots, table.block_size, tails)
     return StepBatch(rows, ends, arrays)
 
 
@@ -177,15 +169,10 @@ def _next_tokens(row: Row, start: int, count: int, table: RowTable) -> StepArray
     block_tables = [
         held[row.index : row.index + 1, : -(-(start + count) // block_size)].copy() for held in table.block_tables
     ]
-    return StepArrays(
-        input_ids=row.tokens.ids[start : start + count].copy(),
-        positions=positions,
-        query_start_loc=np.array([0, count], INT),
-        seq_lens=np.array([start + count], INT),
-        block_tables=block_tables,
-        slot_mappings=[held[0, block] * INT(block_size) + offset for held in block_tables],
-        block_size=block_size,
-    )
+    input_ids = row.tokens.ids[start : start + count].copy()
+    slots = [held[0, block] * INT(block_size) + offset for held in block_tables]
+    query_start_loc, seq_lens = np.array([0, count], INT), np.array([start + count], INT)
+    return StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slots, block_size)
 
 
 def _next_token(row: Row, position: int, table: RowTable) -> StepArrays:
@@ -193,12 +180,8 @@ def _next_token(row: Row, position: int, table: RowTable) -> StepArrays:
     block_size = table.block_size
     place = position // block_size
     slots = [int(held[row.index, place]) * block_size + position % block_size for held in table.block_tables]
-    return StepArrays(
-        input_ids=row.tokens.ids[position : position + 1].copy(),
-        positions=np.array([position], INT),
-        query_start_loc=np.array([0, 1], INT),
-        seq_lens=np.array([position + 1], INT),
-        block_tables=[held[row.index : row.index + 1, : place + 1].copy() for held in table.block_tables],
-        slot_mappings=[np.array([slot], INT) for slot in slots],
-        block_size=block_size,
-    )
+    slot_mappings = [np.array([slot], INT) for slot in slots]
+    input_ids, positions = row.tokens.ids[position : position + 1].copy(), np.array([position], INT)
+    query_start_loc, seq_lens = np.array([0, 1], INT), np.array([position + 1], INT)
+    block_tables = [held[row.index : row.index + 1, : place + 1].copy() for held in table.block_tables]
+    return StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slot_mappings, block_size)

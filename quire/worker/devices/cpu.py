@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,17 +160,13 @@ class CpuDevice(Device):
     def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
         starts, lengths = torch.from_numpy(arrays.query_start_loc), torch.from_numpy(arrays.seq_lens)
         tails: list[Tails | None] = [None] * len(arrays.block_tables)
-        if arrays.tail_starts is not None and arrays.tail_counts is not None and arrays.tail_slots is not None:
-            first, counts = torch.from_numpy(arrays.tail_starts), torch.from_numpy(arrays.tail_counts)
-            tails = [Tails(first, counts, torch.from_numpy(slots)) for slots in arrays.tail_slots]
-        metadata = [
-            self.backend.build(
-                AttentionBatch(
-                    starts, lengths, torch.from_numpy(tables), torch.from_numpy(slots), arrays.block_size, tail
-                )
-            )
-            for tables, slots, tail in zip(arrays.block_tables, arrays.slot_mappings, tails, strict=True)
-        ]
+        if arrays.tails is not None:
+            first, counts = torch.from_numpy(arrays.tails.starts), torch.from_numpy(arrays.tails.counts)
+            tails = [Tails(first, counts, torch.from_numpy(slots)) for slots in arrays.tails.slots]
+        metadata: list[Any] = []
+        for tables, slots, tail in zip(arrays.block_tables, arrays.slot_mappings, tails, strict=True):
+            places = torch.from_numpy(tables), torch.from_numpy(slots)
+            metadata.append(self.backend.build(AttentionBatch(starts, lengths, *places, arrays.block_size, tail)))
         return torch.from_numpy(arrays.input_ids), Step(torch.from_numpy(arrays.positions), caches, metadata)
 
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:

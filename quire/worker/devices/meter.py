@@ -107,16 +107,10 @@ class Meter:
         return found
 
     def _one_sequence(self, num_tokens: int) -> StepArrays:
-        positions = np.arange(num_tokens, dtype=INT)
-        return StepArrays(
-            input_ids=np.zeros(num_tokens, INT),
-            positions=positions,
-            query_start_loc=np.array([0, num_tokens], INT),
-            seq_lens=np.array([num_tokens], INT),
-            block_tables=[np.zeros((1, -(-num_tokens // BLOCK_SIZE)), INT)] * self.num_groups,
-            slot_mappings=[positions % BLOCK_SIZE] * self.num_groups,
-            block_size=BLOCK_SIZE,
-        )
+        positions, ends = np.arange(num_tokens, dtype=INT), np.array([0, num_tokens], INT)
+        tables = [np.zeros((1, -(-num_tokens // BLOCK_SIZE)), INT)] * self.num_groups
+        slots = [positions % BLOCK_SIZE] * self.num_groups
+        return StepArrays(np.zeros(num_tokens, INT), positions, ends, ends[1:], tables, slots, BLOCK_SIZE)
 
 
 def _at(measured: list[int], count: int) -> int:

@@ -37,8 +37,7 @@ def slot(table: RowTable, group: int, row: Row, place: int) -> int:
 
 def check(table: RowTable, arrays: StepArrays, expected: list[tuple[Row, list[int], list[int], list[int]]]) -> None:
     """`expected`: of each sequence of attention its row, places and positions of its tokens, and places of its tail."""
-    assert arrays.tail_starts is not None
-    assert arrays.tail_slots is not None
+    assert arrays.tails is not None
     assert arrays.query_start_loc.tolist() == np.cumsum([0, *(len(places) for _, places, *_ in expected)]).tolist()
     assert arrays.input_ids.tolist() == [int(row.tokens.ids[p]) for row, places, *_ in expected for p in places]
     assert arrays.positions.tolist() == [p for _, _, positions, _ in expected for p in positions]
@@ -50,12 +49,12 @@ def check(table: RowTable, arrays: StepArrays, expected: list[tuple[Row, list[in
             width = -(-(positions[-1] + 1) // SIZE)
             held = table.block_tables[group, row.index, :width]
             assert arrays.block_tables[group][i, :width].tolist() == held.tolist()
-            start = int(arrays.tail_starts[i])
+            start = int(arrays.tails.starts[i])
             if not tail:
                 assert start > positions[-1]  # the newest token, or what has no tree
                 continue
             assert start + len(tail) == positions[-1] + 1
-            of_tail = arrays.tail_slots[group][i, : len(tail)].tolist()
+            of_tail = arrays.tails.slots[group][i, : len(tail)].tolist()
             assert of_tail == [slot(table, group, row, place) for place in tail]
     assert all(array.dtype == np.int32 for array in (arrays.positions, arrays.seq_lens, *arrays.slot_mappings))
 
@@ -79,8 +78,8 @@ def test_a_step_with_trees_and_without(table: RowTable) -> None:
     expected += [(two, [8, 9, 10, 11], [8, 9, 10, 11], [])]
     expected += [(one, [6], [6], []), *(node_of(one, 7, node) for node in range(3))]
     check(table, batch.arrays, expected)
-    assert batch.arrays.tail_counts is not None
-    assert batch.arrays.tail_counts.tolist() == [7, *[0] * 6, 1, 4, 0, 0, 0]
+    assert batch.arrays.tails is not None
+    assert batch.arrays.tails.counts.tolist() == [7, *[0] * 6, 1, 4, 0, 0, 0]
 
 
 def test_some_nodes_alone(table: RowTable) -> None:
@@ -91,12 +90,12 @@ def test_some_nodes_alone(table: RowTable) -> None:
     expected = [node_of(two, 12, node) for node in (2, 3, 4)]
     expected += [(one, [5, 6], [5, 6], []), *(node_of(one, 7, node) for node in (0, 1))]
     check(table, batch.arrays, expected)
-    assert batch.arrays.tail_counts is not None
-    assert batch.arrays.tail_counts.tolist() == [3, 0, 0, 1, 2, 0]
+    assert batch.arrays.tails is not None
+    assert batch.arrays.tails.counts.tolist() == [3, 0, 0, 1, 2, 0]
 
 
 def test_a_step_without_drafts_has_no_tails(table: RowTable) -> None:
-    assert gather([ScheduledSequence(0, 1), ScheduledSequence(1, 1)], table).arrays.tail_starts is None
+    assert gather([ScheduledSequence(0, 1), ScheduledSequence(1, 1)], table).arrays.tails is None
 
 
 def test_a_step_of_trees_alone(table: RowTable) -> None:
