@@ -127,32 +127,32 @@ def gguf_pieces(file: GGUFFile, config: ModelConfig, form: CheckpointFormat) -> 
     Raises:
         ModelLoadError: a tensor that has no place in such a model, or whose rows are no heads.
     """
-    arch = str(file.metadata["general.architecture"])
-    return [
-        _changed(piece, config, form, arch)
-        for tensor in file.tensors.values()
-        if tensor.name not in _IGNORED
-        for piece in _pieces(tensor, _names(arch), arch)
-    ]
+    return [_changed(piece, config, form, _arch(file)) for piece in _all_pieces(file)]
 
 
 class GGUFTypes(dict[str, str]):
     """The types of the matrices of a file that are in blocks, by the names of their layers or of parts of these."""
 
     def __init__(self, file: GGUFFile) -> None:
-        arch = str(file.metadata["general.architecture"])
         super().__init__(
-            (piece.name.removesuffix(".weight"), tensor.kind)
-            for tensor in file.tensors.values()
-            if tensor.kind not in _FLOATS and len(tensor.shape) > 1 and tensor.name not in _IGNORED
-            for piece in _pieces(tensor, _names(arch), arch)
+            (piece.name.removesuffix(".weight"), piece.tensor.kind)
+            for piece in _all_pieces(file)
+            if piece.tensor.kind not in _FLOATS and len(piece.tensor.shape) > 1
         )
         self.kinds = sorted(set(self.values()))
 
 
-def _names(arch: str) -> dict[str, str]:
-    """Those of what stands in a layer."""
-    return _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | (_PLAIN_MLP if arch == "gpt2" else {})
+def _arch(file: GGUFFile) -> str:
+    return str(file.metadata["general.architecture"])
+
+
+def _all_pieces(file: GGUFFile) -> Iterator[Piece]:
+    """The parts of all tensors, by their names in the modules."""
+    arch = _arch(file)
+    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | (_PLAIN_MLP if arch == "gpt2" else {})
+    for tensor in file.tensors.values():
+        if tensor.name not in _IGNORED:
+            yield from _pieces(tensor, names, arch)
 
 
 def _pieces(tensor: GGUFTensor, names: dict[str, str], arch: str) -> Iterator[Piece]:
@@ -192,14 +192,9 @@ def _changed(piece: Piece, config: ModelConfig, form: CheckpointFormat, arch: st
         )
     name = form.checkpoint_name(piece.name)
     turned = name.endswith(form.transposed)
-    return replace(
-        piece,
-        name=name,
-        shape=piece.shape[::-1] if turned else piece.shape,
-        num_heads=num_heads,
-        shift=-1.0 if arch.startswith("gemma") and piece.name.endswith("norm.weight") else 0.0,
-        turned=turned,
-    )
+    shape = piece.shape[::-1] if turned else piece.shape
+    shift = -1.0 if arch.startswith("gemma") and piece.name.endswith("norm.weight") else 0.0
+    return replace(piece, name=name, shape=shape, num_heads=num_heads, shift=shift, turned=turned)
 
 
 class GGUFSource:

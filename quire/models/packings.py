@@ -226,9 +226,11 @@ def four_bits_state(text: Tensor) -> dict:
     return state
 
 
-def read_mxfp4(tensors: Mapping[str, Tensor], num_columns: int) -> Numbers:
-    """`blocks`: bytes of two codes, the first one low; `scales`: exponents of two, uint8, for 32 columns each."""
-    packed = tensors["blocks"].reshape(-1, num_columns // 2)
-    scales = tensors["scales"].reshape(len(packed), -1).int()
+def read_mxfp4(
+    tensors: Mapping[str, Tensor], num_columns: int, codes: str = "blocks", exponents: str = "scales"
+) -> Numbers:
+    """Tensors of two names: bytes of two codes, the first one low; exponents of two, a byte each, for 32 columns."""
+    packed = tensors[codes].reshape(-1, num_columns // 2)
+    scales = tensors[exponents].view(torch.uint8).reshape(len(packed), -1).int()
     scales = torch.ldexp(torch.ones(scales.shape), scales - 127)
     return Numbers(torch.stack([packed & 15, packed >> 4], 2).flatten(1), scales, None, 32, "e2m1")

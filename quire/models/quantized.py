@@ -23,6 +23,8 @@ from quire.models.weights import CheckpointFormat, TensorSource, TensorSpec, Wei
 logger = logging.getLogger(__name__)
 
 Parts = Mapping[str, TensorSpec]
+Forms = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]  # by part: its shape, and types that it may have
+Reader = Callable[[Mapping[str, Tensor]], Numbers]
 _FLOATS = ("F32", "F16", "BF16")
 # Of activations and caches, or said by other tensors.
 _UNUSED = frozenset(
@@ -48,7 +50,7 @@ class QuantizedMatrix:
     name: str
     shape: tuple[int, int]
     parts: Parts
-    read: Callable[[Mapping[str, Tensor]], Numbers]
+    read: Reader
     group: int
     kind: str
 
@@ -195,14 +197,7 @@ class _Module:
     stated: Mapping[str, Any]
     states: Mapping[str, Tensor]
 
-    def matrix(
-        self,
-        shape: tuple[int, int],
-        forms: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
-        read: Callable[[Mapping[str, Tensor]], Numbers],
-        group: int,
-        kind: str,
-    ) -> QuantizedMatrix:
+    def matrix(self, shape: tuple[int, int], forms: Forms, read: Reader, group: int, kind: str) -> QuantizedMatrix:
         """The matrix of these parts, each held against its shape and its types."""
         for part, (wanted, types) in forms.items():
             spec = self.parts.get(part)
@@ -339,7 +334,8 @@ def _compressed(module: _Module) -> QuantizedMatrix | None:
     if packed.dtype == "U8":
         scale = "weight_scale"
         forms = {"weight_packed": (packed.shape, ("U8",)), scale: ((num_rows, words // 16), ("U8", "F8_E8M0"))}
-        return module.matrix((num_rows, words * 2), forms, partial(_mxfp4_packed, num_columns=words * 2), 32, "C4")
+        read = partial(packings.read_mxfp4, num_columns=words * 2, codes="weight_packed", exponents=scale)
+        return module.matrix((num_rows, words * 2), forms, read, 32, "C4")
     arguments = _arguments(module)
     bits = arguments.get("num_bits", 4)
     num_columns = words * 32 // bits
@@ -356,11 +352,6 @@ def _compressed(module: _Module) -> QuantizedMatrix | None:
         forms["weight_g_idx"] = ((num_columns,), ("I32", "I64"))
     read = partial(packings.read_packed, bits=bits, num_columns=num_columns, group=group)
     return module.matrix((num_rows, num_columns), forms, read, 0 if scattered else group, f"U{bits}")
-
-
-def _mxfp4_packed(tensors: Mapping[str, Tensor], num_columns: int) -> Numbers:
-    scales = tensors["weight_scale"].view(torch.uint8)
-    return packings.read_mxfp4({"blocks": tensors["weight_packed"], "scales": scales}, num_columns)
 
 
 def _bitsandbytes(module: _Module) -> QuantizedMatrix | None:
