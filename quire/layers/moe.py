@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         gate: the router, H -> E.
-        shared_expert: computed for every token, with the gate H -> 1 that weighs it.
+        shared: an expert that is computed for every token, with the gate H -> 1 that weighs it.
         owners: which rank has which of the experts; None where all are here, or parts of all.
     """
 
@@ -80,16 +80,14 @@ class MixtureOfExperts(nn.Module):
         routing: Routing,
         gate: Linear,
         experts: list[GatedMLP],
-        shared_expert: GatedMLP | None = None,
-        shared_expert_gate: Linear | None = None,
+        shared: tuple[GatedMLP, Linear] | None = None,
         owners: Owners | None = None,
     ) -> None:
         super().__init__()
         self.routing = routing
         self.gate = gate
         self.experts = nn.ModuleList(experts)
-        self.shared_expert = shared_expert
-        self.shared_expert_gate = shared_expert_gate
+        self.shared_expert, self.shared_expert_gate = shared or (None, None)
         self.owners = owners
 
     def forward(self, x: Tensor, step: Step) -> Tensor:

@@ -181,12 +181,8 @@ class Builder:
         outputs = sum(parts.values()) if fused else parts
         q_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if head_norms else None
         k_norm = self.rms_norm(spec.head_dim, spec.norm_eps) if head_norms else None
-        spec = replace(
-            spec,
-            q_norm=None if q_norm is None else q_norm.weight,
-            k_norm=None if k_norm is None else k_norm.weight,
-            layer=len(self.context.cache_layers),
-        )
+        norms = {"q_norm": q_norm and q_norm.weight, "k_norm": k_norm and k_norm.weight}
+        spec = replace(spec, layer=len(self.context.cache_layers), **norms)
         inner = size if isinstance(size, int) else size[-1]
         shards = self.context.sharding.attention(self.prefix, spec, inner, fused)
         spec = shards.spec
@@ -195,14 +191,8 @@ class Builder:
         else:
             assert shards.qkv is None, "joined projections are not shared among ranks"
             qkv_proj = self.joined("qkv_proj", size, outputs, bias=qkv_bias)
-        block = SelfAttention(
-            self.context.backend,
-            spec,
-            qkv_proj,
-            self.linear("o_proj", query_size, inner, bias=output_bias, shard=shards.output),
-            q_norm,
-            k_norm,
-        )
+        o_proj = self.linear("o_proj", query_size, inner, bias=output_bias, shard=shards.output)
+        block = SelfAttention(self.context.backend, spec, qkv_proj, o_proj, q_norm, k_norm)
         self.context.cache_layers.append(LayerCache(spec.num_kv_heads, spec.head_dim, spec.window))
         self.context.attentions.append(block)
         return block
@@ -231,11 +221,11 @@ class Builder:
             if owners is not None:
                 child = Builder(replace(self.context, sharding=Sharding()), child.prefix, i in owners.own)
             experts.append(child.gated_mlp(size, inner_size, activation=activation))
-        if not shared_size:
-            return MixtureOfExperts(routing, gate, experts, owners=owners)
-        shared = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)
-        shared_gate = self.linear("shared_expert_gate", size, 1, plain=True)
-        return MixtureOfExperts(routing, gate, experts, shared, shared_gate, owners)
+        shared: tuple[GatedMLP, Linear] | None = None
+        if shared_size:
+            expert = self.child("shared_expert").gated_mlp(size, shared_size, activation=activation)
+            shared = expert, self.linear("shared_expert_gate", size, 1, plain=True)
+        return MixtureOfExperts(routing, gate, experts, shared, owners)
 
     def _place(self, name: str, *, parts: tuple[str, ...] = (), table: bool = False) -> Place:
         full, context = self.name(name), self.context

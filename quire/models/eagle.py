@@ -63,26 +63,19 @@ class EagleLayer(nn.Module):
     def __init__(self, config: ModelConfig, builder: Builder, tensors: Collection[str], reads_both: bool) -> None:
         super().__init__()
         size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
-        hf, biased = config.hf_config, f"{builder.prefix}.self_attn.q_proj.bias" in tensors
+        hf, biased = config.hf_config, ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+        qkv_bias, output_bias, mlp_bias = (f"{builder.prefix}.{name}.bias" in tensors for name in biased)
         self.reads_both = reads_both
         self.norm_before_residual = bool(hf.get("norm_before_residual", False))
         normed = reads_both or f"{builder.prefix}.input_layernorm.weight" in tensors
         self.input_layernorm = builder.rms_norm(size, eps) if normed else None
         self.hidden_norm = builder.rms_norm(size, eps) if reads_both else None
         spec = replace(llama_attention(config, build_rope(config)), start=1)
-        self.self_attn = builder.child("self_attn").attention(
-            (size, size) if reads_both else size,
-            spec,
-            qkv_bias=biased,
-            output_bias=f"{builder.prefix}.self_attn.o_proj.bias" in tensors,
-        )
+        read, activation = (size, size) if reads_both else size, str(hf.get("hidden_act", "silu"))
+        self.self_attn = builder.child("self_attn").attention(read, spec, qkv_bias=qkv_bias, output_bias=output_bias)
         self.post_attention_layernorm = builder.rms_norm(size, eps)
-        self.mlp = builder.child("mlp").gated_mlp(
-            size,
-            config.intermediate_size,
-            activation=str(hf.get("hidden_act", "silu")),
-            bias=f"{builder.prefix}.mlp.up_proj.bias" in tensors,
-        )
+        inner_size = config.intermediate_size
+        self.mlp = builder.child("mlp").gated_mlp(size, inner_size, activation=activation, bias=mlp_bias)
 
     def forward(self, x: Tensor, embedded: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]; `embedded` is read where `reads_both`."""
@@ -129,12 +122,11 @@ class EagleHead(nn.Module):
         self.joins = taps is None
         widths = [size, of_model] if self.joins else [of_model] * len(self._places)
         self.fc = builder.joined("fc", widths, size, bias="fc.bias" in tensors) if widths else None
-        self.layers = nn.ModuleList(
-            builder.layers(
-                config.num_layers,
-                lambda i, child: EagleLayer(config, child, tensors, reads_both=not self.joins and not i),
-            )
-        )
+
+        def layer(index: int, builder: Builder) -> EagleLayer:
+            return EagleLayer(config, builder, tensors, reads_both=not self.joins and not index)
+
+        self.layers = nn.ModuleList(builder.layers(config.num_layers, layer))
         self.norm: RMSNorm | None = None
         self.lm_head: nn.Module | None = None
         self.d2t: Vocabulary | None = None

@@ -73,12 +73,9 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> Cau
     feed_forward = shape.feed_forward or _gated_mlp(config)
 
     def layer(index: int, builder: Builder) -> DecoderLayer:
+        own = replace(spec, window=config.layer_windows[index])
         attention = builder.child("self_attn").attention(
-            size,
-            replace(spec, window=config.layer_windows[index]),
-            qkv_bias=shape.qkv_bias,
-            output_bias=shape.output_bias,
-            head_norms=shape.head_norms,
+            size, own, qkv_bias=shape.qkv_bias, output_bias=shape.output_bias, head_norms=shape.head_norms
         )
         mlp = feed_forward(index, builder.child("mlp"))
         return DecoderLayer(builder.rms_norm(size, eps), attention, builder.rms_norm(size, eps), mlp)
@@ -100,14 +97,8 @@ def _gated_mlp(config: ModelConfig, bias: bool = False) -> FeedForward:
 
 def llama_attention(config: ModelConfig, rope: Tensor) -> AttentionSpec:
     """The attention that all layers of such a model have, windows aside."""
-    return AttentionSpec(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.head_dim**-0.5,
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope=rope,
-    )
+    dim, eps = config.head_dim, number(config, "rms_norm_eps", 1e-6)
+    return AttentionSpec(config.num_heads, config.num_kv_heads, dim, dim**-0.5, norm_eps=eps, rope=rope)
 
 
 def build_rope(config: ModelConfig, parameters: Mapping[str, Any] | None = None) -> Tensor:

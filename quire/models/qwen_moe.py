@@ -16,11 +16,8 @@ from quire.models.settings import count, indices
 def build_qwen2(config: ModelConfig, builder: Builder) -> CausalLM:
     """Qwen2MoeForCausalLM."""
     hf = config.hf_config
-    feed_forward = _feed_forward(
-        config,
-        {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
-        shared_size=count(config, "shared_expert_intermediate_size", 5632, least=0),
-    )
+    defaults = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    feed_forward = _feed_forward(config, defaults, count(config, "shared_expert_intermediate_size", 5632, least=0))
     return build_llama(config, builder, LlamaShape(bool(hf.get("qkv_bias", True)), feed_forward=feed_forward))
 
 
