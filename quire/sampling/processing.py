@@ -92,14 +92,10 @@ def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: 
     if result is logits:
         return
     if not isinstance(result, torch.Tensor) or result.shape != logits.shape or not result.is_floating_point():
-        found = (
-            f"a {result.dtype} tensor of shape {list(result.shape)}"
-            if isinstance(result, torch.Tensor)
-            else f"{type(result).__name__}"
-        )
-        raise RowError(
-            f"logits processor {name!r} must return logits, a floating-point tensor of shape {list(logits.shape)}; "
-            f"it returned {found}.",
-            FailureKind.INTERNAL,
-        )
+        found = type(result).__name__
+        if isinstance(result, torch.Tensor):
+            found = f"a {result.dtype} tensor of shape {list(result.shape)}"
+        wanted = f"logits, a floating-point tensor of shape {list(logits.shape)}"
+        message = f"logits processor {name!r} must return {wanted}; it returned {found}."
+        raise RowError(message, FailureKind.INTERNAL)
     logits.copy_(result.detach())

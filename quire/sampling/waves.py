@@ -38,17 +38,15 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
             tokens = lane.state.tokens
             if not drawn:
                 continue
-            if (
-                lane.follow(drawn[0])
-                if lane.tree is not None
-                else lane.num_drafts > wave and tokens.ids[tokens.num] == drawn[0]
-            ):
-                agreeing.append(lane)
-                tokens.append(drawn[0])
+            if lane.tree is not None:
+                agrees = lane.follow(drawn[0])
             else:
-                tokens.append(drawn[0])
-                if tokens.num_drafts:
-                    tokens.set_drafts([])
+                agrees = lane.num_drafts > wave and tokens.ids[tokens.num] == drawn[0]
+            tokens.append(drawn[0])
+            if agrees:
+                agreeing.append(lane)
+            elif tokens.num_drafts:
+                tokens.set_drafts([])
             lane.token_ids = lane.token_ids + drawn if wave else drawn
             if logprobs is not None:
                 lane.logprobs = lane.logprobs + logprobs if lane.logprobs else logprobs

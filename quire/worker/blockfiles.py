@@ -212,11 +212,8 @@ class BlockFiles:
         size = self._folder.block_bytes[group]
         header = _HEADER.pack(_MAGIC, self._folder.fingerprint, name, group, size)
         body = content[: len(header) + size]
-        if (
-            len(content) != len(body) + _CHECKSUM
-            or content[: len(header)] != header
-            or hashlib.sha256(body).digest() != content[len(body) :]
-        ):
+        is_its = len(content) == len(body) + _CHECKSUM and content[: len(header)] == header
+        if not is_its or hashlib.sha256(body).digest() != content[len(body) :]:
             self._num_damaged += 1
             remove(path)
             return None

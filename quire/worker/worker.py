@@ -80,10 +80,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        proposer: Callable[[CausalLM], Proposer] | None = None,
-        place: Place | None = None,
+        self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None, place: Place | None = None
     ) -> None:
         if config.kv_cache_dir is not None and config.num_ranks > 1:
             raise ConfigError(f"kv_cache_dir: {config.num_ranks} ranks can't keep blocks there yet; leave it out.")
@@ -117,13 +114,9 @@ class Worker:
         loaded = load_model_weights(self._model, config.model, load_format=config.load_format, progress=progress)
         self._store.finish()
         if config.max_loras:
+            name, most, rank = self._model.form.checkpoint_name, config.max_loras, config.max_lora_rank
             self._model.lora = LoraSlots(
-                self._model,
-                self._model.form.checkpoint_name,
-                config.max_loras,
-                config.max_lora_rank,
-                dtype=self._model.dtype,
-                native=device.packs_weights,
+                self._model, name, most, rank, dtype=self._model.dtype, native=device.packs_weights
             )
             self._adapters = Adapters(self._model, config.max_cpu_loras)
         self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
@@ -194,14 +187,8 @@ class Worker:
         device.reserve(model, config.max_num_batched_tokens)
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
-        table = RowTable(
-            num_rows,
-            layout.max_model_len,
-            layout.block_size,
-            len(self._groups),
-            config.max_num_drafts,
-            config.draft_tree,
-        )
+        num_groups, num_drafts, tree = len(self._groups), config.max_num_drafts, config.draft_tree
+        table = RowTable(num_rows, layout.max_model_len, layout.block_size, num_groups, num_drafts, tree)
         tensors = [caches[layer] for layer in range(len(self._layers))]
         host = HostCache(device, tensors, self._groups, layout.num_host_blocks) if layout.num_host_blocks else None
         if host is not None and self._files is not None:
