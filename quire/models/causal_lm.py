@@ -21,7 +21,6 @@ from quire.layers.embedding import VocabEmbedding
 from quire.lora.slots import LoraSlots
 from quire.models.builder import Builder
 from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
-from quire.protocol.cache import CacheGroup
 
 
 class RunnableModel(Protocol):
@@ -49,6 +48,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         cache_layers: what each attention layer keeps of a token; with the backend's shapes, this sizes the KV cache.
+        assign_groups: lets its cache layers share KV groups with others, before anything is computed.
         dtype: of parameters, hidden states, KV cache and logits.
         form: how its checkpoints name things.
         filled_weights: checkpoint names that `load_weights` need not be given: an earlier start packed them.
@@ -85,7 +85,7 @@ class CausalLM(nn.Module):
             for name in ("norm", "project_out"):
                 setattr(backbone, name, None)
         builder.context.assign_groups()
-        self._context = builder.context
+        self.assign_groups = builder.context.assign_groups
         self.form = form
         self._logit_softcap = logit_softcap
         slots = weight_slots(self, form)
@@ -120,10 +120,6 @@ class CausalLM(nn.Module):
         step = None if adapters is None else Step(hidden, adapters=adapters)
         logits = self.lm_head(hidden, step, wide=True)
         return logits if self._logit_softcap is None else ops.softcap(logits, self._logit_softcap)
-
-    def assign_groups(self, groups: list[CacheGroup], first: int) -> None:
-        """Let its cache layers, in these groups those from `first` on, share KV groups with others; not later."""
-        self._context.assign_groups(groups, first)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model holds: name -> shape."""

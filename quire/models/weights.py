@@ -27,17 +27,15 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """The tensors of one checkpoint, whose promises were checked when it was opened."""
+    """The tensors of one checkpoint, whose promises were checked when it was opened.
 
-    @property
-    def num_files(self) -> int:
-        """Files that the tensors are read from."""
-        ...
+    Attributes:
+        num_files: that the tensors are read from.
+        specs: every tensor, in the order of `stream`.
+    """
 
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """Every tensor, in the order of `stream`."""
-        ...
+    num_files: int
+    specs: list[TensorSpec]
 
     def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Each tensor but those named in `skip`; one is only good until the next is asked for.

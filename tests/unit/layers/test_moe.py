@@ -38,7 +38,7 @@ def mixture(method: QuantizationMethod, dtype: torch.dtype, routing: Routing, *,
     gate, experts = linear(SIZE, EXPERTS), [mlp() for _ in range(EXPERTS)]
     if not shared:
         return MixtureOfExperts(routing, gate, experts)
-    return MixtureOfExperts(routing, gate, experts, mlp(), linear(SIZE, 1))
+    return MixtureOfExperts(routing, gate, experts, (mlp(), linear(SIZE, 1)))
 
 
 def test_the_first_of_equals_is_chosen() -> None:
