@@ -6,13 +6,13 @@ knows neither models nor rows.
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
+from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
 
 _LEAST = 0.01  # temperature that is not greedy
+_KEPT = ("top_k", "top_p", "min_p", "logit_bias", "allowed_token_ids")  # parameters that only choose among tokens
 
 
 @dataclass(slots=True)
@@ -39,17 +39,7 @@ def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingStat
     """
     assert (state := row.state) is not None, "nothing says how it is drawn for"
     temperature = state.params.temperature / sharpness
-    plain = msgspec.structs.replace(
-        state.params,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        logits_processors=None,
-        min_tokens=0,
-        logprobs=None,
-        prompt_logprobs=None,
-        n=1,
-        temperature=temperature if temperature >= _LEAST else 0.0,
-    )
+    kept = {name: getattr(state.params, name) for name in _KEPT}
+    plain = SamplingParams(temperature=temperature if temperature >= _LEAST else 0.0, **kept)
     seed, index = state.seed, state.sequence_index
     return SamplingState(plain, state.tokens, seed=seed, sequence_index=index, vocab_size=state.vocab_size)
