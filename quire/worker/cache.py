@@ -31,11 +31,10 @@ class KVCache:
         assert self.host is not None or not (moves.out or moves.in_), "there are no blocks in host memory"
         if self.host is not None and moves.out:
             self.host.move(moves.out, out=True)
-        if moves.copies:
-            for group, pairs in by_group(moves.copies).items():
-                sources, destinations = torch.tensor(pairs, device=self.tensors[0].device).unbind(1)
-                for layer in self.groups[group].layers:
-                    self.backend.copy_blocks(self.tensors[layer], sources, destinations)
+        for group, pairs in by_group(moves.copies).items():
+            sources, destinations = torch.tensor(pairs, device=self.tensors[0].device).unbind(1)
+            for layer in self.groups[group].layers:
+                self.backend.copy_blocks(self.tensors[layer], sources, destinations)
         if self.host is not None and moves.in_:
             self.host.move(moves.in_, out=False)
 

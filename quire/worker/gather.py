@@ -163,12 +163,10 @@ def gather_nodes(
 
 def _next_tokens(row: Row, start: int, count: int, table: RowTable) -> StepArrays:
     """Some tokens of one sequence, as a lone stream has them where it drafts."""
-    block_size = table.block_size
+    block_size, num_blocks = table.block_size, -(-(start + count) // table.block_size)
     positions = np.arange(start, start + count, dtype=INT)
     block, offset = np.divmod(positions, block_size)
-    block_tables = [
-        held[row.index : row.index + 1, : -(-(start + count) // block_size)].copy() for held in table.block_tables
-    ]
+    block_tables = [held[row.index : row.index + 1, :num_blocks].copy() for held in table.block_tables]
     input_ids = row.tokens.ids[start : start + count].copy()
     slots = [held[0, block] * INT(block_size) + offset for held in block_tables]
     query_start_loc, seq_lens = np.array([0, count], INT), np.array([start + count], INT)

@@ -136,9 +136,8 @@ class ModelRunner:
             if link is not None:
                 link.done()
         seconds = self.device.clock() - start if timed else 0.0
-        self._pass_on(
-            _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads, adapters=adapters)
-        )
+        begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads, adapters=adapters)
+        self._pass_on(begun)
 
     @property
     def is_busy(self) -> bool:

@@ -148,11 +148,9 @@ class Worker:
         # A mapped file counts as memory that could be freed; steps read all of it.
         mapped = self._store.mapped_bytes + (self._drafter.store.mapped_bytes if self._drafter is not None else 0)
         max_rows = min(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_batched_tokens)
-        groups = self._groups
-        itemsize = device.backend.kv_cache_dtype(self._model.dtype).itemsize
-        layer_bytes = [
-            itemsize * math.prod(self._cache_shape(i, 1, config.block_size)) for i in range(len(self._layers))
-        ]
+        groups, itemsize = self._groups, device.backend.kv_cache_dtype(self._model.dtype).itemsize
+        shapes = [self._cache_shape(i, 1, config.block_size) for i in range(len(self._layers))]
+        layer_bytes = [itemsize * math.prod(shape) for shape in shapes]
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         meter = device.meter(self._loaded(), self._layers, len(groups))
         return CacheReport(

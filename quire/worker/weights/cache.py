@@ -250,11 +250,8 @@ def _lives(pid: int) -> bool:
 
 def _manifest_or_empty(path: Path) -> dict[str, Any]:
     try:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            return read_manifest(file)[0]
-        finally:
-            os.close(file)
+        with path.open("rb") as file:
+            return read_manifest(file.fileno())[0]
     except (OSError, ValueError, RecursionError):
         return {}
 
