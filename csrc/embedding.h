@@ -16,7 +16,8 @@ struct EmbeddingSpec {  // out[t] = table[index of t + offset]; zeros where the 
 };
 
 template <class T>
-QUIRE_ONE_COPY void add_adapted(const LoraPart& part, int64_t index, int64_t size, float* row) {
+QUIRE_ONE_COPY void add_adapted(const LoraLayer& l, int64_t t, int64_t index, int64_t size, float* row) {
+    const LoraPart& part = *l.of(l.slots()[t]);
     const T* a = static_cast<const T*>(part.a) + index * part.rank;
     for (int64_t block = part.first; block < part.last; block++) {
         const T* b = static_cast<const T*>(part.b) + block * part.rank * 16;
@@ -36,13 +37,11 @@ void embed_rows(const EmbeddingSpec& s, const Operands& o, Context& context) {
         for (int64_t t = task * kRowsPerTask; t < o.num_rows && t < (task + 1) * kRowsPerTask; t++) {
             // An index beyond the table is the caller's fault; here it must not read foreign memory.
             const int64_t index = indices[t] + s.offset;
-            const LoraPart* part = s.lora && s.lora->slots() && s.lora->slots()[t] >= 0 ? s.lora->of(s.lora->slots()[t]) : nullptr;
-            if (part && o.steps->positions[t] < part->num_virtual) {
-                const T* from = static_cast<const T*>(part->a) + o.steps->positions[t] * size;
+            if (const T* from = s.lora ? s.lora->virtual_row<T>(t, o.steps->positions[t], size) : nullptr) {
                 for_vectors(size, [&](int64_t i, int n) { store_n(row + i, load_n(from + i, n), n); });
             } else if (index >= 0 && index < s.table.rows) {
                 unpack_row(s.table, index, row);
-                if (part) add_adapted<T>(*part, index, size, row);
+                if (s.lora && s.lora->slots() && s.lora->slots()[t] >= 0) add_adapted<T>(*s.lora, t, index, size, row);
             } else
                 std::memset(row, 0, size * sizeof(float));
             T* out = o.out.row<T>(t);

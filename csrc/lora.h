@@ -12,7 +12,7 @@ struct LoraPart {   // of one adapter, for some of a layer's output features
     int64_t rank;   // 0: nothing is added
     int64_t first, last;  // blocks of the features
     float factor;
-    int64_t num_virtual;  // of a table: its rows at the first so many positions of a sequence are those of a, [num_virtual, cols]
+    int64_t num_virtual;  // what stands at the first so many positions of a sequence are the rows of a, [num_virtual, cols]
 };
 
 struct LoraRows {  // of a run
@@ -28,11 +28,19 @@ struct LoraLayer {
     const int32_t* slots() const { return rows->slots; }
     const LoraPart* of(int32_t slot) const { return parts + slot * num_parts; }
     int64_t width() const { return num_parts * max_rank; }
+    // What an adapter has in the place of row t, or null.
+    template <class T>
+    const T* virtual_row(int64_t t, int64_t position, int64_t cols) const {
+        if (!slots() || slots()[t] < 0 || position >= of(slots()[t])->num_virtual) return nullptr;
+        return static_cast<const T*>(of(slots()[t])->a) + position * cols;
+    }
 };
 
 }  // namespace quire
 
 #if defined(QUIRE_NS)
+#include "rows.h"
+
 namespace quire::QUIRE_NS {
 
 // What a product's rows need for its end: A x of each that has an adapter, and which row is the next one of the same adapter.

@@ -1,6 +1,7 @@
 // What stands between a merged projection and attention: norms of heads, rotation by position, the write to the cache.
 #pragma once
 
+#include "lora.h"
 #include "norm.h"
 #include "operation.h"
 #include "pack.h"
@@ -24,6 +25,7 @@ struct PrepareArgs {  // norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv
     int64_t rotary_dim;
     const StepArgs* step;
     Type type;
+    const LoraLayer* prefix;  // keys and values of virtual tokens, as they are to be in the cache; or null
 };
 
 // Which of keys and values a cache holds by feature; see CacheShape.
@@ -91,10 +93,18 @@ QUIRE_ONE_COPY void prepare_row(const PrepareArgs& a, int64_t t, bool write_valu
     const int64_t slot = a.step->slots[t], offset = slot % shape.block_size;
     uint8_t* block = a.cache + slot / shape.block_size * shape.block_bytes();
     const float* angles = a.cos_sin ? a.cos_sin + a.step->positions[t] * a.rotary_dim : nullptr;
+    const T* from = a.prefix ? a.prefix->virtual_row<T>(t, a.step->positions[t], 2 * num_kv * dim) : nullptr;
     alignas(64) float x[kMaxHeadDim];
-    const int64_t num_heads = a.num_heads + num_kv + (write_values ? num_kv : 0);
+    const int64_t num_heads = a.num_heads + num_kv + (write_values || from ? num_kv : 0);
     for (int64_t h = 0; h < num_heads; h++, row += dim) {
         const bool is_value = h >= a.num_heads + num_kv, is_key = h >= a.num_heads && !is_value;
+        if (from && h >= a.num_heads) {
+            const T* given = from + (h - a.num_heads) * dim;
+            for_vectors(dim, [&](int64_t i, int n) { store_n(x + i, load_n(given + i, n), n); });
+            for (int64_t i = dim; i < shape.padded_dim(); i++) x[i] = 0;
+            write_head(x, block + (h - a.num_heads) * shape.head_bytes(), shape, offset, is_value == feature_values);
+            continue;
+        }
         const void* weight = is_value ? nullptr : is_key ? a.k_norm : a.q_norm;
         if (!weight && !angles && h < a.num_heads) continue;
         if (weight)
@@ -158,17 +168,18 @@ struct PrepareSpec {  // in place
     const void *q_norm, *k_norm;
     const float* cos_sin;
     int64_t rotary_dim;
+    const LoraLayer* prefix;
     float eps;
     int32_t plus_one;
 };
 
 inline void prepare(const PrepareSpec& s, const Operands& o, Context& context) {
     const PrepareArgs args{o.x.data, o.x.stride, s.heads.num_heads, s.heads.cache_shape(o), s.heads.cache(o), s.q_norm, s.k_norm,
-                           s.eps, s.plus_one != 0, s.cos_sin, s.rotary_dim, s.heads.step(o), o.x.type};
+                           s.eps, s.plus_one != 0, s.cos_sin, s.rotary_dim, s.heads.step(o), o.x.type, s.prefix};
     args.type == Type::f32 ? prepare_rows<float>(args, context) : prepare_rows<bf16>(args, context);
 }
 
 QUIRE_OPERATION(prepare, PrepareSpec, QUIRE_FIELD(heads), QUIRE_FIELD(q_norm), QUIRE_FIELD(k_norm), QUIRE_FIELD(cos_sin),
-                QUIRE_FIELD(rotary_dim), QUIRE_FIELD(eps), QUIRE_FIELD(plus_one));
+                QUIRE_FIELD(rotary_dim), QUIRE_FIELD(prefix), QUIRE_FIELD(eps), QUIRE_FIELD(plus_one));
 
 }  // namespace quire::QUIRE_NS

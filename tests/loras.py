@@ -65,11 +65,15 @@ def write_virtual(path: Path, rows: Tensor, kind: str = "PROMPT_TUNING", **confi
     return path
 
 
-def demo_prompts(folder: Path, sizes: Sequence[int], first: int = 50) -> list[PromptAdapterRequest]:
+def demo_prompts(
+    folder: Path, sizes: Sequence[int], first: int = 50, prefix: bool = False
+) -> list[PromptAdapterRequest]:
     """One adapter for the demo of each number of virtual tokens, with ids from `first` on."""
     found = []
+    width = 5 * 2 * 2 * 64 if prefix else 256  # layers, keys and values, heads, features
     for own, size in enumerate(sizes, first):
-        rows = torch.randn(size, 256, generator=torch.Generator().manual_seed(own)) * 0.5
-        path = write_virtual(folder / f"mood-{own}", rows, "P_TUNING" if own % 2 else "PROMPT_TUNING")
+        rows = torch.randn(size, width, generator=torch.Generator().manual_seed(own)) * (1.0 if prefix else 0.5)
+        kind = "PREFIX_TUNING" if prefix else "P_TUNING" if own % 2 else "PROMPT_TUNING"
+        path = write_virtual(folder / f"mood-{own}", rows, kind)
         found.append(PromptAdapterRequest(f"mood-{own}", own, str(path), size))
     return found

@@ -118,6 +118,10 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             key = ops.rms_norm(key, spec.k_norm, spec.norm_eps, spec.norm_plus_one)
         if spec.rope is not None:
             query, key = ops.rotary(query, key, step.positions, spec.rope)
+        if spec.prefix is not None and step.adapters is not None:
+            kept, positions = torch.stack((key, value), 1).flatten(1), step.positions
+            kept = ops.lora_rows(positions, kept, spec.prefix, step.adapters.slots, positions)
+            key, value = kept.view(len(kept), 2, *key.shape[1:]).unbind(1)
         ops.write_kv(key, value, cache, metadata.batch.slot_mapping)
         group_size = spec.num_heads // spec.num_kv_heads
         shape = _Shape(group_size, spec.num_kv_heads * spec.head_dim, spec.window, spec.causal, spec.start)

@@ -5,11 +5,12 @@ model that several share it holds the part that is here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from quire.layers.attention import SelfAttention
 from quire.layers.embedding import TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix
 from quire.layers.moe import MixtureOfExperts
@@ -55,6 +56,8 @@ class LoraSlots:
 
     Attributes:
         targets: what adapters can change, by the checkpoint's names of modules.
+        attentions: those that are here, by the number of their layer.
+        num_layers: those elsewhere included.
         tokens: for who runs such programs; None where torch computes.
     """
 
@@ -70,6 +73,17 @@ class LoraSlots:
     ) -> None:
         self.tokens = TokenSlots() if native else None
         self._layers: list[LoraLayer] = []
+        self.attentions: dict[int, SelfAttention] = {}
+        self.num_layers = 0
+        for path, module in model.named_modules():
+            if isinstance(module, SelfAttention):
+                layers, number = path.rsplit(".", 2)[:2]
+                width = 2 * module.spec.num_kv_heads * module.spec.head_dim
+                prefix = LoraLayer([0, width], num_slots, 0, dtype, self.tokens)
+                module.spec = replace(module.spec, prefix=prefix)
+                self._layers.append(prefix)
+                self.attentions[int(number)] = module
+                self.num_layers = len([*model.get_submodule(layers).children()])
         self.targets: dict[str, Target] = {}
         for path, module, parts in _adaptable(model):
             if not (max_rank or isinstance(module, VocabEmbedding)):

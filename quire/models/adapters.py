@@ -1,8 +1,11 @@
 """The loading of an adapter for a model's places, by the names that PEFT gives; `quire.worker.adapters` calls it."""
 
+import itertools
+
 from safetensors import safe_open
 from torch import Tensor
 
+from quire.layers.linear import Matrix
 from quire.lora.slots import Packed
 from quire.models.causal_lm import CausalLM
 from quire.models.peft import VIRTUAL, WEIGHTS, AdapterError, AdapterFiles
@@ -38,15 +41,31 @@ def load_adapter(model: CausalLM, files: AdapterFiles) -> Packed:
 
 
 def _load_virtual(model: CausalLM, files: AdapterFiles, rows: Tensor) -> Packed:
-    """Virtual tokens stand in the table of embeddings, which the first stage has."""
-    if model.num_incoming:
-        return {}
-    layer, width = model.embedding.lora, model.embedding.in_features
-    assert layer is not None, "the model has no places for adapters"
-    if rows.shape[1] != width:
-        what = f"{VIRTUAL!r} is {[*rows.shape]}, and embeddings are {width} wide"
+    """Virtual tokens' embeddings, for the table that the first stage has; or their keys and values in each layer."""
+    assert model.lora is not None, "the model has no places for adapters"
+    rows = _finite(files, VIRTUAL, rows)
+    if files.config["peft_type"] != "PREFIX_TUNING":
+        _check_width(files, model.embedding.in_features)
+        table = model.embedding.lora
+        return {table: {0: table.virtual(rows)}} if table is not None else {}
+    packed: Packed = {}
+    for number, attention in model.lora.attentions.items():
+        qkv, prefix = attention.qkv_proj, attention.spec.prefix
+        assert isinstance(qkv, Matrix), "a model's own attention has one projection"
+        assert prefix is not None
+        starts = itertools.accumulate(qkv.parts.values(), initial=0)
+        first, end = attention.o_proj.in_features, sum(qkv.parts.values())  # of keys and values, after the queries
+        here = [start + i for start, part in zip(starts, qkv.parts, strict=False) for r in qkv.rows[part] for i in r]
+        _check_width(files, model.lora.num_layers * (end - first))
+        own = rows.unflatten(1, (model.lora.num_layers, -1))[:, number, [i - first for i in here if i >= first]]
+        packed[prefix] = {0: prefix.virtual(own)}
+    return packed
+
+
+def _check_width(files: AdapterFiles, width: int) -> None:
+    if files.shape[1] != width:
+        what = f"{VIRTUAL!r} is {[*files.shape]}, and this model's are {width} wide"
         raise AdapterError(files.name, f"{what}: it was made for another base model.")
-    return {layer: {0: layer.virtual(_finite(files, VIRTUAL, rows))}}
 
 
 def _finite(files: AdapterFiles, name: str, tensor: Tensor) -> Tensor:

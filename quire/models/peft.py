@@ -1,7 +1,7 @@
 """What an adapter's files say, as PEFT writes them: which is checked here, before any tensor is read.
 
-A LoRA's tensors are factors; those of virtual tokens (prompt tuning, P-tuning) are one table of what stands for them.
-The engine's front end reads them when an adapter is first named, a worker when it loads one. A file is named in
+A LoRA's tensors are factors; virtual tokens (prompt tuning, P-tuning, prefix tuning) have one table of what stands for
+them. The engine's front end reads files when an adapter is first named, a worker when it loads one. A file is named in
 messages without its folder. Knows no model: whether the shapes are those of its layers is found out there. No torch.
 """
 
@@ -22,7 +22,7 @@ from quire.utils.values import number
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 VIRTUAL = "prompt_embeddings"  # the tensor of virtual tokens
-_KINDS = ("LORA", "PROMPT_TUNING", "P_TUNING")
+_KINDS = ("LORA", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 # What an adapter may not ask for; where the value is one of these, it does not.
 _REFUSED = {
     "use_dora": "magnitudes of its own (DoRA)",

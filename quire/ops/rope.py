@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.ops.lora import LoraLayer
 from quire.ops.native.builder import Value
 from quire.ops.native.structs import c_struct
 from quire.ops.rows import in_blocks
@@ -72,6 +73,7 @@ class AttentionSpec:
         rope: fp32 [positions, R], R <= D: R/2 cosines, then R/2 sines, by which queries and keys are rotated.
         group: the KV group that the layer's blocks belong to: which of the step's metadata is meant.
         layer: which of the step's caches is meant.
+        prefix: adapters' keys and values [2 Hkv D] of virtual tokens, as they are to be in the cache.
     """
 
     num_heads: int
@@ -90,6 +92,7 @@ class AttentionSpec:
     rope: Tensor | None = None
     group: int = 0
     layer: int = 0
+    prefix: LoraLayer | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -127,6 +130,8 @@ def prepare(qkv: Value, spec: AttentionSpec) -> Value:
         "eps": spec.norm_eps,
         "plus_one": spec.norm_plus_one,
     }
+    if spec.prefix is not None:
+        told["prefix"] = builder.hold(spec.prefix, spec.prefix.struct)
     if (table := spec.rope) is not None:
         if table.dtype != torch.float32 or not table.is_contiguous() or table.shape[1] > spec.head_dim:
             raise ValueError("cos_sin must be contiguous float32 [positions, rotary_dim <= head_dim]")

@@ -27,7 +27,8 @@ Some = list[PromptAdapterRequest | None]
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[PromptAdapterRequest]:
-    return demo_prompts(tmp_path_factory.mktemp("adapters"), [1, 8, 21])
+    folder = tmp_path_factory.mktemp("adapters")
+    return [*demo_prompts(folder, [1, 8, 21]), *demo_prompts(folder, [3, 39], 60, prefix=True)]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,18 @@ def test_it_is_transformers_with_these_embeddings(kernels: str, adapters: list[P
         tokens, num_virtual = found.prompt_token_ids, adapter.prompt_adapter_num_virtual_tokens
         assert tokens == llm.get_tokenizer().encode(PROMPTS[0])
         ids = torch.tensor([[*tokens, *found.outputs[0].token_ids]])
-        embedded = torch.cat([rows_of(adapter)[None], model.get_input_embeddings()(ids)], 1)
+        rows, embedded, past = rows_of(adapter), model.get_input_embeddings()(ids), None
+        if rows.shape[1] == 256:
+            embedded = torch.cat([rows[None], embedded], 1)
+        else:  # layers' keys and values, of 2 heads of 64
+            past = transformers.DynamicCache()
+            for layer, (keys, values) in enumerate(rows.view(-1, 5, 2, 2, 64).permute(1, 2, 3, 0, 4)):
+                past.update(keys[None], values[None], layer)
         with torch.no_grad():
-            logits = model(inputs_embeds=embedded).logits[0, num_virtual:].log_softmax(-1)
+            logits = model(inputs_embeds=embedded, past_key_values=past).logits[0].log_softmax(-1)
+        logits = logits[-ids.shape[1] :]
+        assert logits.shape[0] == ids.shape[1]
+        assert num_virtual == len(rows)
         for place, expected in enumerate(logits[:-1], 1):
             listed = (found.prompt_logprobs or []) + (found.outputs[0].logprobs or [])
             for token, one in (listed[place] or {}).items():
@@ -75,6 +85,10 @@ def test_it_is_peft_with_its_own_files(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     configs = {
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+        "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6),
+        "projected": peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=32
+        ),
         "p": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=7, encoder_hidden_size=32),
     }
     llm = LLM("demo", dtype="float32", weight_cache=False, **TAKES)
@@ -96,7 +110,7 @@ def test_no_neighbour_changes_a_bit(llm: LLM, adapters: list[PromptAdapterReques
         alone = [run(llm, PROMPTS[:1], [one], params)[0] for one in each]
         assert len({str(one) for one in alone}) == len(each)
         llm.reset_prefix_cache()
-        assert run(llm, PROMPTS[:1] * 8, each * 2, params) == alone * 2
+        assert run(llm, PROMPTS[:1] * 12, each * 2, params) == alone * 2
     (lora,) = demo_adapters(tmp_path, [4])
     (of_lora,) = llm.generate(PROMPTS[0], SEEDED, use_tqdm=False, lora_request=lora)
     both = llm.generate(
@@ -122,7 +136,7 @@ def test_samples_and_beams_share_virtual_tokens(llm: LLM, adapters: list[PromptA
 
 def test_a_prefix_is_shared_by_those_of_one_adapter_only(llm: LLM, adapters: list[PromptAdapterRequest]) -> None:
     prompt = " ".join(["The old house stood at the edge of the wood."] * 8)
-    for one in (None, adapters[0], adapters[2]):
+    for one in (None, adapters[0], adapters[2], adapters[4]):
         llm.reset_prefix_cache()
         llm.generate([prompt], SEEDED, use_tqdm=False, prompt_adapter_request=adapters[1])
         first, again = (llm.generate(prompt, SEEDED, use_tqdm=False, prompt_adapter_request=one)[0] for _ in range(2))
@@ -146,8 +160,8 @@ def test_what_a_penalty_counts_is_the_users_prompt(llm: LLM, tmp_path: Path) -> 
 
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "few blocks": {"num_kv_blocks": 16, "block_size": 8, "max_model_len": 64},
-    "swapped": {"num_kv_blocks": 16, "block_size": 8, "max_model_len": 64, "swap_space": 0.01},
+    "few blocks": {"num_kv_blocks": 20, "block_size": 8, "max_model_len": 80},
+    "swapped": {"num_kv_blocks": 20, "block_size": 8, "max_model_len": 80, "swap_space": 0.01},
     "small steps": {"max_num_batched_tokens": 5, "max_num_seqs": 4},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "two places": {"max_prompt_adapters": 2, "max_cpu_loras": 2, "max_loras": 1},
@@ -167,7 +181,7 @@ def test_it_is_so_in_every_engine(name: str, adapters: list[PromptAdapterRequest
     """Preempted, in chunks, with drafts, waiting for a place, on quantized weights."""
     options = ENGINES[name]
     base: Any = {key: options[key] for key in options.keys() & {"quantization", "kv_cache_dtype", "kernels"}}
-    each, prompts = [*adapters, None] * 2, (PROMPTS * 4)[:8]
+    each, prompts = [*adapters, None] * 2, (PROMPTS * 6)[:12]
     plain = LLM("demo", enable_prefix_caching=False, **TAKES, **base)
     expected = [run(plain, [prompt], [one])[0] for prompt, one in zip(prompts, each, strict=True)]
     mixed = LLM("demo", debug=True, **TAKES, **options)
@@ -177,7 +191,7 @@ def test_it_is_so_in_every_engine(name: str, adapters: list[PromptAdapterRequest
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_ranks_share_an_adapter(options: dict[str, Any], adapters: list[PromptAdapterRequest]) -> None:
-    each, prompts = [*adapters, None], ["Once upon a time"] * 4
+    each, prompts = [*adapters, None], ["Once upon a time"] * 6
     expected = run(LLM("demo", **TAKES), prompts, each)
     shared = LLM("demo", **TAKES, **options)
     try:
@@ -199,7 +213,8 @@ def test_what_is_refused_is_named(llm: LLM, adapters: list[PromptAdapterRequest]
 
     good = torch.zeros(4, 256)
     refused(
-        r"bad-101.*\[4, 512\], and embeddings are 256 wide: it was made for another", adapter(101, torch.zeros(4, 512))
+        r"bad-101.*\[4, 512\], and this model's are 256 wide: .*another base",
+        adapter(101, torch.zeros(4, 512)),
     )
     refused("bad-102.*129 virtual tokens, over max_prompt_adapter_token=128", adapter(102, torch.zeros(129, 256)))
     refused(r"bad-103.*must have 'prompt_embeddings' \[5, width\]", adapter(103, good, num_virtual_tokens=5))
@@ -210,6 +225,8 @@ def test_what_is_refused_is_named(llm: LLM, adapters: list[PromptAdapterRequest]
     run(llm, ["x"], [adapters[0]])
     refused("prompt_adapter_id=50 stands for the adapter 'mood-50'", PromptAdapterRequest("x", 50, str(tmp_path), 4))
     lora = LoRARequest("l", 50, adapters[0].prompt_adapter_local_path)
+    prefix = adapter(110, torch.zeros(4, 640), kind="PREFIX_TUNING")
+    refused(r"bad-110.*\[4, 640\], and this model's are 1280 wide: .*another base", prefix)
     for own, match in ((50, "lora_int_id=50 stands for"), (109, "has 1 virtual tokens .*and 0 by what")):
         with pytest.raises(InvalidRequestError, match=match) as error:
             llm.generate("x", ASKED, lora_request=LoRARequest("l", own, lora.lora_path))
@@ -239,3 +256,17 @@ def test_an_engine_without_says_so(adapters: list[PromptAdapterRequest]) -> None
 def test_requests_that_name_no_adapter(wrong: tuple[Any, Any, Any, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="^prompt_adapter_"):
         PromptAdapterRequest(*wrong)
+
+
+def test_the_demo_has_three_voices(llm: LLM) -> None:
+    folder = DEMO_MODEL / "adapters"
+    assert all(sum(file.stat().st_size for file in path.iterdir()) < 300_000 for path in folder.iterdir())
+    loras = [LoRARequest(name, own, str(folder / name)) for own, name in enumerate(("play", "talk"), 201)]
+    outputs = llm.generate(
+        ["The king"] * 4,
+        SEEDED,
+        use_tqdm=False,
+        lora_request=[*loras, None, None],
+        prompt_adapter_request=[None, None, PromptAdapterRequest("sea", 203, str(folder / "sea"), 20), None],
+    )
+    assert len({output.outputs[0].text for output in outputs}) == 4

@@ -33,7 +33,7 @@ def test_ranks_and_scales_follow_the_patterns(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] for whole modules"),
         ({"bias": "all"}, "bias='all' for biases"),
         ({"layer_replication": [[0, 2]]}, "layer_replication=[[0, 2]]"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'; what can be served is LORA, PROMPT_TUNING, P_TUNING"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'; what can be served is LORA, PROMPT_TUNING, P_TUNING, PREFIX_TUNING"),
         ({"r": 0}, "r=0, which must be a number from 1 on"),
         ({"lora_alpha": "8"}, "lora_alpha='8'"),
         ({"r": 5}, "are not of rank 5, as adapter_config.json says they are"),
