@@ -26,9 +26,7 @@ class KVGroup:
         num_pinned: blocks that no sequence can have, see `Pins`.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, window: int | None, times: ResidencyTimes | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None, times: ResidencyTimes | None) -> None:
         self.pool = BlockPool(num_blocks, Residency(times) if times is not None else None)
         self.window, self.block_size = window, block_size
         self.num_pinned = 0

@@ -198,15 +198,13 @@ class KVManager:
             for index in range(table.num_committed, table.num_tokens // self.block_size):
                 self._computing.setdefault(self._hash_of(table, index), table.sequence_id)
 
-    def fork(
-        self, table: BlockTable, sequence_id: int, output_token_ids: list[int], num_computed_tokens: int
-    ) -> BlockTable:
-        """A table for a sequence that shares the first num_computed_tokens tokens, and their blocks, with another."""
+    def fork(self, table: BlockTable, sequence_id: int, output_token_ids: list[int], num_tokens: int) -> BlockTable:
+        """A table for a sequence that shares the first num_tokens tokens, and their blocks, with another."""
         child = BlockTable(sequence_id, table.prompt_token_ids, output_token_ids, table.root, len(self._groups))
-        num_blocks, num_full = self.num_blocks_for(num_computed_tokens), num_computed_tokens // self.block_size
+        num_blocks, num_full = self.num_blocks_for(num_tokens), num_tokens // self.block_size
         for number, group in enumerate(self._groups):
             first = child.first_block[number] = table.first_block[number]
-            assert first <= group.first_visible(num_computed_tokens), "a window has left behind what a fork must see"
+            assert first <= group.first_visible(num_tokens), "a window has left behind what a fork must see"
             child.block_ids[number] = table.block_ids[number][:num_blocks]
             for block in child.block_ids[number][first:]:
                 group.pool.acquire(block)

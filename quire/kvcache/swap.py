@@ -190,9 +190,7 @@ class SwapSpace:
             self.pools[group].release(host)
         return settled
 
-    def complete(
-        self, number: int, names: Sequence[bytes], found: Sequence[int | None], swapped: Swapped | None
-    ) -> list[int]:
+    def complete(self, number: int, names: list[bytes], found: list[int | None], swapped: Swapped | None) -> list[int]:
         """A group's matched blocks: those that were not found on the device are here, b as -1 - b.
 
         They have these names; those of a swapped sequence are its own, and the last of them may be partial.

@@ -19,8 +19,6 @@ class PlanBuilder:
     `foresees`: a sequence's next token may be planned before the last one is known.
     """
 
-    __slots__ = ("_foresees", "budget", "new_requests", "new_sequences", "scheduled", "sequences")
-
     def __init__(self, budget: int, foresees: bool = True) -> None:
         self.budget = budget
         self._foresees = foresees

@@ -37,8 +37,6 @@ def place_in(queue: list[Sequence], sequence: Sequence) -> int:
 class WaitingQueue:
     """Sequences by (rank of their lane, key). What is done to one costs a search, and a short move of memory."""
 
-    __slots__ = ("_lanes", "_num_waiting", "_rank", "_turn_of", "_turns")
-
     def __init__(self, rank: Callable[[Lane], float]) -> None:
         self._rank = rank
         self._lanes: dict[Lane, list[Sequence]] = {}

@@ -30,8 +30,6 @@ class MaskBuffer:
         address: of the first.
     """
 
-    __slots__ = ("_bytes", "address", "array", "num_bytes", "num_rows", "num_words", "words")
-
     def __init__(self, num_words: int, num_rows: int = 32) -> None:
         self.num_words, self.num_bytes = num_words, 4 * num_words
         self._use(np.zeros((num_rows, num_words), np.uint32))

@@ -14,8 +14,6 @@ class Pace:
     one through the origin, or a level one.
     """
 
-    __slots__ = ("_fixed", "_is_stale", "_per_token", "_sums")
-
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of weights, and by weight of tokens, seconds, tokens squared, tokens times seconds
         self._fixed = self._per_token = 0.0

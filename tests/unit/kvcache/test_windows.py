@@ -44,12 +44,12 @@ def compute(kv: KVManager, table: BlockTable, start: int, stop: int, chunk: int)
 def test_blocks_are_needed_from_the_tile_of_keys_that_the_window_begins_in(
     num_computed: int, window: int | None, block_size: int, first: int
 ) -> None:
-    assert KVGroup(1, block_size, window).first_visible(num_computed) == first
+    assert KVGroup(1, block_size, window, None).first_visible(num_computed) == first
 
 
 @pytest.mark.parametrize(("window", "size"), [(1, 16), (8, 16), (100, 16), (64, 1), (65, 24), (4096, 128)])
 def test_the_reach_of_a_window_is_the_most_that_is_held_before_the_next_token(window: int, size: int) -> None:
-    group = KVGroup(1, size, window)
+    group = KVGroup(1, size, window, None)
     held = [n - group.first_visible(n) * size for n in range(2 * window + 6 * 64 * size)]
     assert max(held) <= window_reach(window, size)
     if 64 % size == 0:
