@@ -18,9 +18,8 @@ from quire.errors import InvalidRequestError
 from quire.text.renderer import FRAME, MAX_CHARS, Answer, Job
 from quire.text.template import ChatTemplate
 
-_RETIRES_AT = (
-    1 / 4
-)  # share of the memory limit; one that still holds so much after its answer makes way for a fresh one
+# Share of the memory limit; one that still holds so much after its answer makes way for a fresh one.
+_RETIRES_AT = 1 / 4
 
 
 def answer(job: Job) -> Answer:

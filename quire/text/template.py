@@ -145,6 +145,10 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
 # --- messages
 
 
+def _bad_messages(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(reason, "messages")
+
+
 def _read_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in values or {}:
         if not isinstance(name, str) or name in RESERVED_NAMES:
@@ -164,7 +168,7 @@ def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
 
 def _read_messages(messages: Any, template: jinja2.Template) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequestError("messages must be a list of at least one dict with role and content.", "messages")
+        raise _bad_messages("messages must be a list of at least one dict with role and content.")
     return [_read_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
 
 
@@ -172,11 +176,11 @@ def _read_message(given: Any, where: str, template: jinja2.Template) -> dict[str
     """One message as the template sees it: no None entries, parsed tool calls, reasoning under its names."""
     plain = to_plain(given, where)
     if not isinstance(plain, dict):
-        raise InvalidRequestError(f"{where} is a {type(given).__name__}, not a dict with role and content.", "messages")
+        raise _bad_messages(f"{where} is a {type(given).__name__}, not a dict with role and content.")
     message = {name: value for name, value in plain.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where} needs a role, such as 'user'; got {role!r}.", "messages")
+        raise _bad_messages(f"{where} needs a role, such as 'user'; got {role!r}.")
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_read_tool_call(call, where) for call in message["tool_calls"]]
     if not message.get("tool_calls"):
@@ -185,9 +189,7 @@ def _read_message(given: Any, where: str, template: jinja2.Template) -> dict[str
     if "content" in message:
         message["content"] = _read_content(message["content"], f"{where}.content", template)
     elif not (role == "assistant" and (reasoning or "tool_calls" in message or "function_call" in message)):
-        raise InvalidRequestError(
-            f"{where} has no content; only an assistant's message with tool_calls may be without.", "messages"
-        )
+        raise _bad_messages(f"{where} has no content; only an assistant's message with tool_calls may be without.")
     if reasoning is not None:
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
     return message
@@ -202,9 +204,7 @@ def _read_tool_call(call: Any, where: str) -> Any:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
-            raise InvalidRequestError(
-                f"{where}: the arguments of tool call {function.get('name')!r} are no JSON object.", "messages"
-            )
+            raise _bad_messages(f"{where}: the arguments of tool call {function.get('name')!r} are no JSON object.")
     return call | {"function": function | {"arguments": arguments or {}}}
 
 
@@ -212,9 +212,7 @@ def _read_content(content: Any, where: str, template: jinja2.Template) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{where} must be a string or a list of text parts, got {type(content).__name__}.", "messages"
-        )
+        raise _bad_messages(f"{where} must be a string or a list of text parts, got {type(content).__name__}.")
     takes_parts = iterates_content(template)
     parts = [_read_part(part, f"{where}[{i}]", takes_parts) for i, part in enumerate(content)]
     return parts if takes_parts else "\n".join(part["text"] for part in parts)
@@ -226,15 +224,13 @@ def _read_part(part: Any, where: str, takes_parts: bool) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _TEXT_PARTS:
         if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{where} of type {kind!r} needs a string 'text'.", "messages")
+            raise _bad_messages(f"{where} of type {kind!r} needs a string 'text'.")
         return part | {"type": "text"}
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA_PARTS):
-        raise InvalidRequestError(f"{where} is of type {kind!r}, but this model takes text only.", "messages")
+        raise _bad_messages(f"{where} is of type {kind!r}, but this model takes text only.")
     if takes_parts and isinstance(kind, str):
         return part  # a kind of this template's own, such as "thinking"
-    raise InvalidRequestError(
-        f"{where} must be a dict of type 'text', got {kind or type(part).__name__!r}.", "messages"
-    )
+    raise _bad_messages(f"{where} must be a dict of type 'text', got {kind or type(part).__name__!r}.")
 
 
 def _mark_final_message(conversation: list[dict[str, Any]], mark: str, template: str) -> str:

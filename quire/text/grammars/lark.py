@@ -66,9 +66,8 @@ class Lark:
         following = first = ""
         for expression, needed in reversed(items):
             begins = f"{expression} {following}".strip()
-            first = (
-                begins if needed else self.rule(" | ".join(filter(None, [begins, first])) + ("" if first else " | "))
-            )
+            choice = " | ".join(filter(None, [begins, first])) + ("" if first else " | ")
+            first = begins if needed else self.rule(choice)
             body = f"{between}{expression}" if needed else f"({between}{expression})?"
             following = self.rule(f"{body} {following}".strip())
         return first

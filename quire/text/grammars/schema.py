@@ -199,12 +199,7 @@ class _Values:
             return False
         kinds = part.get("type")
         kinds = [kinds] if isinstance(kinds, str) else kinds
-        if (
-            not isinstance(kinds, list)
-            or any(kind not in ("object", "array") for kind in kinds)
-            or "enum" in part
-            or "const" in part
-        ):
+        if part.keys() & {"enum", "const"} or not isinstance(kinds, list) or not {"object", "array"}.issuperset(kinds):
             return True  # a value of another kind will do
         return ("object" in kinds and self._object_ends(part)) or ("array" in kinds and self._array_ends(part))
 

@@ -29,11 +29,8 @@ def lark_of_tag(tag: Any, prepare: Callable[[Any], Any], special_tokens: Mapping
         raise InvalidRequestError('a structural tag is {"type": "structural_tag", "format": {...}}.')
     format = tag.get("format")
     if format is None:
-        triggers, structures = _of(tag, "triggers", list), _of(tag, "structures", list)
-        tags = [
-            {**_checked(one), "content": {"type": "json_schema", "json_schema": _checked(one).get("schema")}}
-            for one in structures
-        ]
+        triggers, structures = _of(tag, "triggers", list), map(_checked, _of(tag, "structures", list))
+        tags = [{**one, "content": {"type": "json_schema", "json_schema": one.get("schema")}} for one in structures]
         format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
     lark = Lark(special_tokens)
     writer = FormatWriter(lark, prepare)
@@ -144,12 +141,10 @@ class FormatWriter:
         by_trigger: dict[str, list[Any]] = {}
         for tag in tags:
             begin = _of(_checked(tag), "begin", str)
-            trigger = max(
-                (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), key=len, default=None
-            )
-            if trigger is None:
+            fitting = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
+            if not fitting:
                 raise InvalidRequestError(f"no trigger of the structural tag begins its tag {begin[:80]!r}.")
-            by_trigger.setdefault(trigger, []).append(tag)
+            by_trigger.setdefault(max(fitting, key=len), []).append(tag)
         rests = {t: self._lark.rule(" | ".join(self._tag(tag, t) for tag in tags)) for t, tags in by_trigger.items()}
         at_once = self._lark.rule(" | ".join(f"{self._lark.text(t)} {rest}" for t, rest in rests.items()))
         in_text = self._lark.rule(" | ".join(f"{self._lark.until(t)} {rest}" for t, rest in rests.items()))
