@@ -34,31 +34,14 @@ class FastBackend:
         self.decoder_spec: dict[str, Any] | None = None if decoder is None else json.loads(decoder.__getstate__())
         added = fast.get_added_tokens_decoder()
         self.added_tokens = {index: (token.content, token.special) for index, token in added.items()}
+        self.decode, self.id_to_token, self.token_to_id = fast.decode, fast.id_to_token, fast.token_to_id
+        self.get_vocab, self.get_vocab_size, self.to_json = fast.get_vocab, fast.get_vocab_size, fast.to_str
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         # The library lets go of the GIL for batches only.
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def id_to_token(self, token_id: int) -> str | None:
-        return self._fast.id_to_token(token_id)
-
-    def token_to_id(self, token: str) -> int | None:
-        return self._fast.token_to_id(token)
-
-    def to_json(self) -> str:
-        """As tokenizer.json has it."""
-        return self._fast.to_str()
-
-    def get_vocab(self) -> dict[str, int]:
-        return self._fast.get_vocab(with_added_tokens=True)
-
-    def get_vocab_size(self, with_added_tokens: bool) -> int:
-        return self._fast.get_vocab_size(with_added_tokens=with_added_tokens)
 
 
 class SentencePieceBackend:
@@ -68,7 +51,7 @@ class SentencePieceBackend:
 
     def __init__(self, processor: Any, later: Any, config: TokenizerConfig) -> None:
         """`later` encodes the text after a special token, `processor` the first."""
-        self._processor, self._later = processor, later
+        self._processor, self._later, settings = processor, later, config.settings
         self._size: int = processor.get_piece_size()
         self.added_tokens: dict[int, tuple[str, bool]] = {}
         named = (*config.named_tokens.values(), *config.extra_special_tokens)
@@ -81,11 +64,9 @@ class SentencePieceBackend:
         self._added_ids = {content: i for i, (content, _) in self.added_tokens.items()}
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
-        self._bos = (
-            [processor.bos_id()] if processor.bos_id() >= 0 and config.settings.get("add_bos_token", True) else []
-        )
-        self._eos = [processor.eos_id()] if processor.eos_id() >= 0 and config.settings.get("add_eos_token") else []
-        decoder = sentencepiece_decoder(has_first_space=config.settings.get("add_prefix_space") is not False)
+        self._bos = [processor.bos_id()] if processor.bos_id() >= 0 and settings.get("add_bos_token", True) else []
+        self._eos = [processor.eos_id()] if processor.eos_id() >= 0 and settings.get("add_eos_token") else []
+        decoder = sentencepiece_decoder(has_first_space=settings.get("add_prefix_space") is not False)
         self.decoder_spec: dict[str, Any] | None = json.loads(decoder.__getstate__())
         self._streams = StreamFactory(self, clean_up=False)
 

@@ -40,8 +40,8 @@ class Backend(Protocol):
     added_tokens: dict[int, tuple[str, bool]]  # id -> (content, whether it is special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def id_to_token(self, token_id: int) -> str | None: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, /) -> str: ...
+    def id_to_token(self, token_id: int, /) -> str | None: ...
     def token_to_id(self, token: str) -> int | None: ...
     def get_vocab(self) -> dict[str, int]: ...
     def get_vocab_size(self, with_added_tokens: bool) -> int: ...
@@ -61,10 +61,7 @@ class _Table(dict[int, _Value]):
     """id -> what `read` makes of its token, or of None where it is left out; filled as ids come, for all streams."""
 
     def __init__(
-        self,
-        id_to_token: Callable[[int], str | None],
-        skipped: frozenset[int],
-        read: Callable[[str | None], _Value],
+        self, id_to_token: Callable[[int], str | None], skipped: frozenset[int], read: Callable[[str | None], _Value]
     ) -> None:
         super().__init__()
         self.id_to_token, self._skipped, self._read = id_to_token, skipped, read
@@ -310,10 +307,8 @@ class StreamFactory:
         self._pieces = _parse_piece_decoder(backend.decoder_spec)
         spec = backend.decoder_spec or {}
         self._is_byte_level = spec.get("type") == "ByteLevel"
-        self._byte_tables = {skip: _Table(self._id_to_token, ids, _bytes_of) for skip, ids in self._skipped.items()}
-        self._piece_tables = {
-            skip: _Table(self._id_to_token, ids, self._piece_of) for skip, ids in self._skipped.items()
-        }
+        read = _bytes_of if self._is_byte_level else self._piece_of
+        self._tables = {skip: _Table[Any](self._id_to_token, ids, read) for skip, ids in self._skipped.items()}
 
     def new(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between: bool) -> TextStream:
         """A stream for an output that follows `prompt_token_ids`.
@@ -322,10 +317,10 @@ class StreamFactory:
         spaces would put one.
         """
         if self._is_byte_level:
-            stream: TextStream = ByteLevelStream(self._byte_tables[skip_special_tokens], prompt_token_ids)
+            stream: TextStream = ByteLevelStream(self._tables[skip_special_tokens], prompt_token_ids)
         elif self._pieces:
             _, _, strip, first_mark = self._pieces
-            stream = PieceStream(self._piece_tables[skip_special_tokens], prompt_token_ids, strip, first_mark)
+            stream = PieceStream(self._tables[skip_special_tokens], prompt_token_ids, strip, first_mark)
         else:
             stream = WindowStream(
                 lambda ids: self._backend.decode(ids, skip_special_tokens),
