@@ -174,9 +174,8 @@ class LLM:
                 raise _of_prompt(error, place, len(conversations), "messages") from None
         params = self._params_for(sampling_params, len(texts))
         # A template writes its own special tokens.
-        terms = [
-            Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(texts), prompt_adapter_request)
-        ]
+        adapters = self._adapters_for(lora_request, len(texts), prompt_adapter_request)
+        terms = [Terms(adapter=adapter) for adapter in adapters]
         return self._run(self._add_all(texts, params, terms, add_special_tokens=False), use_tqdm)
 
     def beam_search(

@@ -119,25 +119,22 @@ class ReplicatedCore:
         """Wait for events, which an interrupt may end, and sort them."""
         with self.interrupts:
             self.interrupts.let_through(self._come.wait)
-            self._sort()
-
-    def _sort(self) -> None:
-        self._come.clear()
-        while self._events:
-            match self._events.popleft():
-                case News(outputs, scheduled):
-                    self._outputs += outputs
-                    self.first_scheduled += scheduled
-                    for item in outputs:
-                        if item.finish_reason is not None:
-                            self._drop(item.request_id, item.sequence_index)
-                case Reply() as reply:
-                    self._replies[reply.call_id] = reply
-                case Refused() as refused:
-                    self._refuse(refused)
-                case Dead(message):
-                    self._dead = f"all engines are dead: {message}"
-                    raise EngineDeadError(self._dead)
+            self._come.clear()
+            while self._events:
+                match self._events.popleft():
+                    case News(outputs, scheduled):
+                        self._outputs += outputs
+                        self.first_scheduled += scheduled
+                        for item in outputs:
+                            if item.finish_reason is not None:
+                                self._drop(item.request_id, item.sequence_index)
+                    case Reply() as reply:
+                        self._replies[reply.call_id] = reply
+                    case Refused() as refused:
+                        self._refuse(refused)
+                    case Dead(message):
+                        self._dead = f"all engines are dead: {message}"
+                        raise EngineDeadError(self._dead)
 
     def _refuse(self, event: Refused) -> None:
         left, error = self._left.pop(event.request_id, ()), event.fault.error()

@@ -19,9 +19,8 @@ _UNITS = (("day", 86400), ("hour", 3600), ("minute", 60))
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire cache`."""
     parser.usage = "%(prog)s [list] | %(prog)s clear NAME | %(prog)s clear --all"
-    parser.add_argument(
-        "action", nargs="?", choices=["list", "clear"], default="list", help="what to do (default: list)"
-    )
+    actions_help = "what to do (default: list)"
+    parser.add_argument("action", nargs="?", choices=["list", "clear"], default="list", help=actions_help)
     parser.add_argument("name", nargs="?", metavar="NAME", help="model, or file, to clear")
     parser.add_argument("--kv-cache-dir", metavar="DIR", help="of the prefixes kept in this folder, not of weights")
     parser.add_argument("--all", action="store_true", help="clear everything")

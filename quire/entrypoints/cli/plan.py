@@ -93,18 +93,14 @@ def make_plan(args: EngineArgs) -> Plan:
         refusal = f"the weights take {human_bytes(free - left)}, and {human_bytes(free)} of memory are free."
         return Plan(config, loaded[0], shares, free, refusal=refusal)
     reports = [rank.cache_report() for rank in ranks]
-    shares = [
-        replace(share, activations=report.activation_bytes) for share, report in zip(shares, reports, strict=True)
-    ]
+    shares = [replace(share, activations=each.activation_bytes) for share, each in zip(shares, reports, strict=True)]
     report = least([structs.replace(report, available_bytes=left // len(ranks)) for report in reports])
     try:
         layout = plan_cache(cache_request(config, config.args.pipeline_parallel_size), report)
     except ConfigError as error:
         return Plan(config, loaded[0], shares, free, refusal=str(error))
-    shares = [
-        replace(share, kv_cache=num_bytes(layout.num_blocks, report))
-        for share, report in zip(shares, reports, strict=True)
-    ]
+    caches = [num_bytes(layout.num_blocks, each) for each in reports]
+    shares = [replace(share, kv_cache=size) for share, size in zip(shares, caches, strict=True)]
     return Plan(config, loaded[0], shares, free, max(layout.num_blocks, default=0), layout.max_model_len)
 
 

@@ -83,9 +83,8 @@ def fit_lengths(args: LoadArgs, vocab_size: int | None, max_model_len: int | Non
         return args
     # Drawn lengths are rounded up, each by less than one.
     output_len = max(1, int(room * _OUTPUT_LEN / (_INPUT_LEN + _OUTPUT_LEN)))
-    return replace(
-        args, random_input_len=max(1, int(room - output_len - 2 * (ratio > 0))), random_output_len=output_len
-    )
+    input_len = max(1, int(room - output_len - 2 * (ratio > 0)))
+    return replace(args, random_input_len=input_len, random_output_len=output_len)
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -121,10 +120,8 @@ def fill(shapes: Sequence[Shape], vocab_size: int | None, args: LoadArgs) -> lis
     requests: list[Request] = []
     for shape in shapes:
         if shape.blocks:
-            blocks = (
-                np.random.default_rng([args.seed, block]).integers(size, size=block_len) for block in shape.blocks
-            )
-            numbers = np.concatenate(list(blocks))[: shape.input_len].tolist()
+            own = (np.random.default_rng([args.seed, block]) for block in shape.blocks)
+            numbers = np.concatenate([each.integers(size, size=block_len) for each in own])[: shape.input_len].tolist()
         else:
             numbers = prefix + rng.integers(size, size=shape.input_len).tolist()
         prompt = numbers if vocab_size is not None else " ".join(_WORDS[number] for number in numbers)

@@ -205,12 +205,9 @@ def _measure_synthetic(
     executor = llm.llm_engine.executor
     if not isinstance(executor, InProcessExecutor):
         raise ConfigError("--acceptance-rates needs the in-process executor; give no rates with another.")
-    known = {
-        tuple(prompt["prompt_token_ids"]): tokens
-        for prompt, tokens in zip(work.prompts, _Run(plain, work).tokens, strict=True)
-    }
+    prompts, vocab_size = [tuple(prompt["prompt_token_ids"]) for prompt in work.prompts], llm.model_config.vocab_size
+    known = dict(zip(prompts, _Run(plain, work).tokens, strict=True))
     for rate in namespace.acceptance_rates:
-        vocab_size = llm.model_config.vocab_size
         executor.worker.runner.proposer = ReplayProposer(num_drafts, rate, vocab_size, known)
         yield _compare(plain, llm, work, (f"synthetic, {rate:g} accepted", config), namespace.rounds)
     llm.llm_engine.shutdown()
@@ -228,13 +225,9 @@ def _compare(plain: "LLM", llm: "LLM", work: Workload, drafting: tuple[str, dict
     expected, first = _Run(plain, work), _Run(llm, work)
     if config.get("acceptance", "exact") == "exact" and first.tokens != expected.tokens:
         raise QuireError(f"{name}: drafts changed an answer, which is a fault of Quire's: please report it.")
-    pairs: list[tuple[_Run, _Run]] = []
-    for _ in range(rounds):
-        pairs.append((_Run(plain, work), _Run(llm, work)))
+    pairs = [(_Run(plain, work), _Run(llm, work)) for _ in range(rounds)]
     num_tokens = sum(map(len, first.tokens)) * rounds
-    num_drafted, num_accepted = (
-        sum(getattr(own, name) for _, own in pairs) for name in ("num_drafted", "num_accepted")
-    )
+    num_accepted = sum(own.num_accepted for _, own in pairs)
     speedup = statistics.median(other.seconds / own.seconds for other, own in pairs)
     tokens_per_step = num_tokens / (num_tokens - num_accepted)
     longest = max(map(len, first.tokens))
@@ -247,7 +240,7 @@ def _compare(plain: "LLM", llm: "LLM", work: Workload, drafting: tuple[str, dict
         plain_seconds_per_token=statistics.median(other.seconds for other, _ in pairs) / longest,
         speedup=speedup,
         cpu_speedup=statistics.median(other.cpu / own.cpu for other, own in pairs),
-        num_drafted=num_drafted,
+        num_drafted=sum(own.num_drafted for _, own in pairs),
         num_accepted=num_accepted,
         tokens_per_step=tokens_per_step,
         break_even=tokens_per_step / speedup,

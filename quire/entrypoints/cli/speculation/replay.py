@@ -41,7 +41,5 @@ class ReplayProposer(Proposer):
 
     def _spoiled(self, prompt: tuple[int, ...]) -> list[int]:
         """A sequence's drafts, one for each position."""
-        draw = random.Random(hash(prompt))
-        return [
-            token if draw.random() < self._rate else (token + 1) % self._vocab_size for token in self._outputs[prompt]
-        ]
+        draw, known = random.Random(hash(prompt)), self._outputs[prompt]
+        return [token if draw.random() < self._rate else (token + 1) % self._vocab_size for token in known]
