@@ -15,6 +15,7 @@ from quire import LLM, EngineArgs, SamplingParams
 from quire.engine.build import worker_config
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import processes
+from quire.layers.attention import SelfAttention
 from quire.worker.worker import Worker
 
 __all__ = ["nothing_left"]  # a fixture of all tests here
@@ -58,7 +59,7 @@ def test_windows_have_their_kv_group_beside_a_draft_model_without(model_options)
     config = worker_config(args.resolve())
     for rank in range(2):
         worker = Worker(dataclasses.replace(config, rank=rank, load_format="none"))
-        (attention,) = worker._model._context.attentions
+        (attention,) = (module for module in worker._model.modules() if isinstance(module, SelfAttention))
         assert [group.window for group in worker._groups] == [None, 24]
         assert attention.spec.group == 1
 
