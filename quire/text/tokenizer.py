@@ -276,8 +276,7 @@ def _load_vocab_and_merges(directory: Path, config: TokenizerConfig) -> FastBack
     except Exception as error:
         raise ModelLoadError(f"vocab.json or merges.txt can't be read ({error}); download them again.") from None
     fast = tokenizers.Tokenizer(model)
-    name = config.tokenizer_class or "GPT2Tokenizer"
-    _rebuild(fast, config, name)
+    _rebuild(fast, config, config.tokenizer_class or "GPT2Tokenizer")
     return _add_ends(_finish(fast, config), config, fast)
 
 

@@ -41,13 +41,10 @@ def build_parser() -> Parser:
     _add_leaf(commands, "generate", "continue prompts", generate.add_flags, generate.run)
     _add_leaf(commands, "chat", "talk with a model in the terminal", chat.add_flags, chat.run)
     _add_leaf(commands, "complete", "continue prompts by a running server", complete.add_flags, complete.run)
-    _add_leaf(
-        commands, "run-batch", "answer a file of requests in OpenAI's batch form", run_batch.add_flags, run_batch.run
-    )
-    plan_help = "say what a model would take, before loading it"
-    _add_leaf(commands, "plan", plan_help, plan.add_flags, plan.run)
-    quantize_help = "write a checkpoint in fewer bits"
-    _add_leaf(commands, "quantize", quantize_help, quantize.add_flags, quantize.run)
+    batch_help = "answer a file of requests in OpenAI's batch form"
+    _add_leaf(commands, "run-batch", batch_help, run_batch.add_flags, run_batch.run)
+    _add_leaf(commands, "plan", "say what a model would take, before loading it", plan.add_flags, plan.run)
+    _add_leaf(commands, "quantize", "write a checkpoint in fewer bits", quantize.add_flags, quantize.run)
     bench_help = "measure latency, throughput or what drafts gain"
     measures = commands.add_parser("bench", help=bench_help).add_subparsers(metavar="WHAT", required=True)
     latency_help, throughput_help = "time one batch of prompts, run again and again", "time many requests given at once"

@@ -68,8 +68,7 @@ def add_sampling_flags(parser: ArgumentParser, help_texts: Mapping[str, str] | N
 def add_server_flags(parser: ArgumentParser) -> None:
     """The flags that say which server is asked (without defaults in the namespace), and the one that asks once."""
     group = parser.add_argument_group("server")
-    help_text = "the server (default: http://localhost:8000/v1)"
-    group.add_argument("--url", default=SUPPRESS, help=help_text)
+    group.add_argument("--url", default=SUPPRESS, help="the server (default: http://localhost:8000/v1)")
     group.add_argument("--model-name", default=SUPPRESS, metavar="NAME", help="default: the server's first model")
     help_text = "default: $QUIRE_API_KEY, or else $OPENAI_API_KEY"
     group.add_argument("--api-key", default=SUPPRESS, metavar="KEY", help=help_text)
