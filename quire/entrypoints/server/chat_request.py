@@ -12,12 +12,13 @@ _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=
 class ChatMessage(BaseModel):
     """One message. It goes to the chat template with all fields that it came with."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow")
 
     role: Annotated[
         str, Field(min_length=1, max_length=64, description="Which roles there are is the template's matter.")
     ]
-    content: str | _Parts | None = Field(None, description="Text, or a list of text parts.")
+    content: str | _Parts | None = None
+    """Text, or a list of text parts."""
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
@@ -30,27 +31,37 @@ class ChatCompletionRequest(GenerationRequest):
     """A conversation to answer."""
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, description="To the end of the context by default.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over max_tokens.")
+    max_tokens: int | None = Field(None, ge=1)
+    """To the end of the context by default."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """Wins over max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=-1, description="Only with logprobs; -1: the vocabulary.")
+    top_logprobs: int | None = Field(None, ge=-1)
+    """Only with logprobs; -1: the vocabulary."""
 
     # The template.
-    add_generation_prompt: bool | None = Field(None, description="True by default, unless continue_final_message is.")
-    continue_final_message: bool | None = Field(None, description="Go on with the last message.")
-    chat_template: str | None = Field(None, description="Only where the server is told to trust requests' templates.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
-    documents: Objects | None = Field(None, description="For the template.")
-    tools: Objects | None = Field(None, description="Functions that the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(
-        None, description="'none', 'auto', 'required', or an object: a function that is called, or allowed_tools."
-    )
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
-    thinking_token_budget: int | None = Field(
-        None, ge=0, le=2**31, description="Most tokens of the thought; needs a server that tells thoughts apart."
-    )
-    reasoning_effort: str | None = Field(None, description="For a template that has such a variable.")
-    verbosity: str | None = Field(None, description="For a template that has such a variable.")
+    add_generation_prompt: bool | None = None
+    """True by default, unless continue_final_message is."""
+    continue_final_message: bool | None = None
+    """Go on with the last message."""
+    chat_template: str | None = None
+    """Only where the server is told to trust requests' templates."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the template."""
+    documents: Objects | None = None
+    """For the template."""
+    tools: Objects | None = None
+    """Functions that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """'none', 'auto', 'required', or an object: a function that is called, or allowed_tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call in an answer."""
+    thinking_token_budget: int | None = Field(None, ge=0, le=2**31)
+    """Most tokens of the thought; needs a server that tells thoughts apart."""
+    reasoning_effort: str | None = None
+    """For a template that has such a variable."""
+    verbosity: str | None = None
+    """For a template that has such a variable."""
 
     # Refused.
     functions: Annotated[None, refuse("superseded by tools; leave it out", [])] = None

@@ -43,8 +43,10 @@ class CompletionRequest(GenerationRequest):
     """A prompt, or several, to go on with."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_read_prompts, json_schema_input_type=_PromptSchema)]
-    max_tokens: int | None = Field(None, ge=0, description="16 by default; 0 only with echo.")
-    logprobs: int | None = Field(None, ge=-1, description="Logprobs of each token and of so many of the likeliest.")
+    max_tokens: int | None = Field(None, ge=0)
+    """16 by default; 0 only with echo."""
+    logprobs: int | None = Field(None, ge=-1)
+    """Logprobs of each token and of so many of the likeliest."""
 
     # Refused.
     suffix: Annotated[None, refuse("filling in before a suffix is not supported; leave it out", "")] = None

@@ -16,7 +16,7 @@ _ELSEWHERE = refuse("not supported by this server; leave it out", [], {})
 class MessageParam(BaseModel):
     """A turn of the conversation."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="ignore")
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
@@ -29,11 +29,15 @@ class ConversationRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1)
     system: str | Blocks | None = None
     stop_sequences: Annotated[list[Word], Field(max_length=MAX_STOPS)] | None = None
-    thinking: dict[str, Any] | None = Field(None, description="enabled (with budget_tokens), adaptive or disabled.")
+    thinking: dict[str, Any] | None = None
+    """enabled (with budget_tokens), adaptive or disabled."""
     tools: Objects | None = None
-    tool_choice: dict[str, Any] | None = Field(None, description="auto, any, tool (with its name) or none.")
-    output_config: dict[str, Any] | None = Field(None, description="format: a JSON schema; effort.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    tool_choice: dict[str, Any] | None = None
+    """auto, any, tool (with its name) or none."""
+    output_config: dict[str, Any] | None = None
+    """format: a JSON schema; effort."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the template."""
 
     # Accepted, and of no effect: caching needs no marks here, and the rest is Anthropic's own.
     cache_control: dict[str, Any] | None = None

@@ -110,12 +110,12 @@ _ELSEWHERE = refuse("not supported by this server; leave it out")
 class StreamOptions(BaseModel):
     """What a stream tells besides its text."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow")
 
-    include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage.")
-    continuous_usage_stats: bool | None = Field(
-        None, description="The usage so far on every chunk; only with include_usage."
-    )
+    include_usage: bool | None = None
+    """One more chunk at the end, with the usage."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far on every chunk; only with include_usage."""
     include_obfuscation: Annotated[
         None, refuse("chunks are not padded against traffic analysis; leave it out", False)
     ] = None
@@ -124,38 +124,37 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """Fields of both kinds of requests. A client's further fields are kept, for `unknown_fields` to tell about."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str | None = Field(None, description="A name of /v1/models; the first one if left out.")
+    model: str | None = None
+    """A name of /v1/models; the first one if left out."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    stream_options: StreamOptions | None = None
+    """Only with stream."""
 
     # Sampling, under OpenAI's names.
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Choices for each prompt."""
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=_INT64_MIN, le=2**64 - 1)
     stop: Annotated[list[str] | None, PlainValidator(_read_stops, json_schema_input_type=_StopSchema)] = None
-    logit_bias: Annotated[_Biases | None, BeforeValidator(_check_biases)] = Field(
-        None, description="Token id -> added to its logit, within [-100, 100]."
-    )
+    logit_bias: Annotated[_Biases | None, BeforeValidator(_check_biases)] = None
+    """Token id -> added to its logit, within [-100, 100]."""
 
     # Sampling, beyond OpenAI's.
-    best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Draw so many and return the n likeliest; not in a stream."
-    )
-    use_beam_search: bool | None = Field(
-        None, description="Keep best_of (or n) beams and return the n best; temperature is 0 then, and nothing streams."
-    )
-    length_penalty: float | None = Field(
-        None, ge=-10, le=10, description="Beams are ranked by their logprob / tokens ** length_penalty; 1 by default."
-    )
-    early_stopping: bool | Literal["never"] | None = Field(
-        None, description="When a beam search may end: at enough ended beams, or (never) when none can get better."
-    )
-    top_k: int | None = Field(None, ge=-1, le=_INT64_MAX, description="0 and -1: all tokens.")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Draw so many and return the n likeliest; not in a stream."""
+    use_beam_search: bool | None = None
+    """Keep best_of (or n) beams and return the n best; temperature is 0 then, and nothing streams."""
+    length_penalty: float | None = Field(None, ge=-10, le=10)
+    """Beams are ranked by their logprob / tokens ** length_penalty; 1 by default."""
+    early_stopping: bool | Literal["never"] | None = None
+    """When a beam search may end: at enough ended beams, or (never) when none can get better."""
+    top_k: int | None = Field(None, ge=-1, le=_INT64_MAX)
+    """0 and -1: all tokens."""
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     stop_token_ids: TokenIds | None = None
@@ -166,28 +165,37 @@ class GenerationRequest(BaseModel):
     min_tokens: int | None = Field(None, ge=0)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=-1, description="Logprobs of the prompt's tokens; not in a stream.")
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    """Logprobs of the prompt's tokens; not in a stream."""
 
     # The prompt.
-    echo: bool | None = Field(None, description="Begin the answer with the prompt (chat: with the last message).")
-    add_special_tokens: bool | None = Field(None, description="By default true for completions, false for chat.")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="Keep the last k; -1: what the context holds.")
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt."
-    )
+    echo: bool | None = None
+    """Begin the answer with the prompt (chat: with the last message)."""
+    add_special_tokens: bool | None = None
+    """By default true for completions, false for chat."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep the last k; -1: what the context holds."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    """Share cached prefixes only with requests of the same salt."""
 
     # How it is run and shown.
-    priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX, description="Lower runs first.")
-    speculative: bool | None = Field(None, description="False: without drafts, where the server makes any.")
-    ttft_target: float | None = Field(None, gt=0, le=1e6, description="Seconds to the first token, or 503 at once.")
-    tpot_target: float | None = Field(None, gt=0, le=1e6, description="Seconds between tokens, or 503 at once.")
-    user: str | None = Field(None, description="Whose request it is, for fair shares; an API key says it instead.")
-    request_id: Annotated[str, AfterValidator(_check_printable)] | None = Field(
-        None, min_length=1, max_length=200, description="Part of the answer's id; of printable characters."
-    )
+    priority: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX)
+    """Lower runs first."""
+    speculative: bool | None = None
+    """False: without drafts, where the server makes any."""
+    ttft_target: float | None = Field(None, gt=0, le=1000000.0)
+    """Seconds to the first token, or 503 at once."""
+    tpot_target: float | None = Field(None, gt=0, le=1000000.0)
+    """Seconds between tokens, or 503 at once."""
+    user: str | None = None
+    """Whose request it is, for fair shares; an API key says it instead."""
+    request_id: Annotated[str, AfterValidator(_check_printable)] | None = Field(None, min_length=1, max_length=200)
+    """Part of the answer's id; of printable characters."""
     return_token_ids: bool | None = None
-    timings: bool | None = Field(None, description="End the answer with where its time went, as llama.cpp does.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens in logprobs as 'token_id:ID'.")
+    timings: bool | None = None
+    """End the answer with where its time went, as llama.cpp does."""
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens in logprobs as 'token_id:ID'."""
 
     # Accepted, and of no effect here: they are for OpenAI's own accounts, billing and caches.
     metadata: dict[str, Any] | None = None
@@ -199,22 +207,21 @@ class GenerationRequest(BaseModel):
     prompt_cache_options: dict[str, Any] | None = None
 
     # What the output must look like; one of these.
-    response_format: dict[str, Any] | None = Field(
-        None,
-        description="Of type text, json_object, json_schema (it holds, strict or not) or structural_tag.",
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of json, regex, choice, grammar, json_object and structural_tag, as vLLM has them."
-    )
+    response_format: dict[str, Any] | None = None
+    """Of type text, json_object, json_schema (it holds, strict or not) or structural_tag."""
+    structured_outputs: dict[str, Any] | None = None
+    """One of json, regex, choice, grammar, json_object and structural_tag, as vLLM has them."""
     structural_tag: str | dict[str, Any] | None = None
     json_schema: str | dict[str, Any] | None = None
-    grammar: str | None = Field(None, description="Lark, or GBNF.")
+    grammar: str | None = None
+    """Lark, or GBNF."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    guided_decoding_backend: str | None = Field(None, description="Of no effect: there is one.")
+    guided_decoding_backend: str | None = None
+    """Of no effect: there is one."""
 
     # Refused.
     logits_processors: Annotated[None, _ELSEWHERE] = None

@@ -23,43 +23,53 @@ _Include = Literal[
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow")
 
 
 class TextSettings(_Settings):
     """What the answer's text is like."""
 
-    format: dict[str, Any] | None = Field(None, description="text, json_object, or json_schema with name and schema.")
-    verbosity: str | None = Field(None, description="For a template that has such a variable.")
+    format: dict[str, Any] | None = None
+    """text, json_object, or json_schema with name and schema."""
+    verbosity: str | None = None
+    """For a template that has such a variable."""
 
 
 class ReasoningSettings(_Settings):
     """How the model thinks before it answers."""
 
-    effort: str | None = Field(None, description="For a template that can be told.")
-    summary: str | None = Field(None, description="Thoughts are shown whole, and not summed up.")
+    effort: str | None = None
+    """For a template that can be told."""
+    summary: str | None = None
+    """Thoughts are shown whole, and not summed up."""
     generate_summary: str | None = None
 
 
 class ResponsesRequest(GenerationRequest):
     """An input to answer, as text or as items."""
 
-    input: str | _Items = Field(description="A user's text, or a list of input items.")
-    instructions: str | None = Field(None, description="A system message, for this response only.")
-    previous_response_id: str | None = Field(None, description="A stored response to go on from.")
-    max_output_tokens: int | None = Field(None, ge=1, description="To the end of the context by default.")
+    input: str | _Items = Field()
+    """A user's text, or a list of input items."""
+    instructions: str | None = None
+    """A system message, for this response only."""
+    previous_response_id: str | None = None
+    """A stored response to go on from."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    """To the end of the context by default."""
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    tools: Objects | None = Field(None, description="Functions.")
+    tools: Objects | None = None
+    """Functions."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[_Include], Field(max_length=100)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: leave out the oldest items where the input is too long."
-    )
-    background: bool | None = Field(None, description="Answer at once, and compute meanwhile; needs store.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: leave out the oldest items where the input is too long."""
+    background: bool | None = None
+    """Answer at once, and compute meanwhile; needs store."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the template."""
 
     # Accepted, and of no effect: there are no tools but functions.
     max_tool_calls: int | None = None
