@@ -242,7 +242,7 @@ def test_wrong_counts_and_types(llm: LLM) -> None:
         llm.generate(PROMPTS, greedy(1), priority=[1])
     with pytest.raises(InvalidRequestError, match="must be SamplingParams, got dict"):
         llm.generate("x", {"temperature": 0})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="must be a LoRARequest or a PromptAdapterRequest, got object"):
+    with pytest.raises(InvalidRequestError, match="lora_request must be a LoRARequest or a .*Request, got object"):
         llm.generate("x", greedy(1), lora_request=object())  # type: ignore[arg-type]
 
 
