@@ -277,10 +277,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         if self.temperature < GREEDY_TEMPERATURE:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
-            warnings.warn(
-                f"temperature {self.temperature} is raised to the lowest, {MIN_TEMPERATURE}; 0 is greedy sampling.",
-                stacklevel=5,
-            )
+            raised = f"temperature {self.temperature} is raised to the lowest, {MIN_TEMPERATURE}"
+            warnings.warn(f"{raised}; 0 is greedy sampling.", stacklevel=5)
             self.temperature = MIN_TEMPERATURE
 
     def _check_together(self) -> None:
@@ -289,12 +287,8 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
         num_drawn = self.best_of or self.n
         if num_drawn > 1 and self.temperature == 0.0 and not self.use_beam_search:
             field = "n" if self.n > 1 else "best_of"
-            raise broken(
-                field,
-                num_drawn,
-                "1 for greedy sampling (temperature 0), where every sequence would be the same; raise temperature (or "
-                "set use_beam_search)",
-            )
+            why, remedy = "where every sequence would be the same", "raise temperature (or set use_beam_search)"
+            raise broken(field, num_drawn, f"1 for greedy sampling (temperature 0), {why}; {remedy}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise broken("min_tokens", self.min_tokens, f"in [0, max_tokens = {self.max_tokens}]")
         if self.stop and not self.detokenize:

@@ -237,9 +237,8 @@ class _Reader:
         if self.get(*names) is None:
             logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
         length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
-        if self.family.learned_positions or self.family.scaled_length:
-            return length
-        if rope["rope_type"] in _UNSCALED_ROPE_TYPES:
+        unscaled = rope["rope_type"] in _UNSCALED_ROPE_TYPES
+        if self.family.learned_positions or self.family.scaled_length or unscaled:
             return length
         if rope["rope_type"] == "yarn":
             length = rope.get("original_max_position_embeddings") or length
@@ -358,26 +357,20 @@ def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:
 
 
 def _resolve_max_model_len(requested: int | None, derived: int, learned: bool) -> int:
-    if requested is None:
-        return derived
-    if requested > derived:
+    if requested is not None and requested > derived:
         what = "positions that the model has learned" if learned else "tokens that the model supports"
         scale = "" if learned else ", or scale the model's positions with hf_overrides={'rope_scaling': ...}"
         raise ConfigError(
             f"max_model_len = {requested} is more than the {derived} {what}: lower it to {derived} at most{scale}."
         )
-    return requested
+    return derived if requested is None else requested
 
 
-def _token_ids(value: Any) -> list[int]:
-    """The token ids in an `*_token_id` value: null, one id, or a list."""
-    values = value if isinstance(value, list) else [value]
-    return [token_id for token_id in values if type(token_id) is int and token_id >= 0]
-
-
-def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    ids = _token_ids(config.get("eos_token_id")) + _token_ids(generation.get("eos_token_id"))
-    return tuple(dict.fromkeys(ids))
+def _eos_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
+    """The token ids that are each file's `eos_token_id`: null, one id, or a list."""
+    stated = [file.get("eos_token_id") for file in files]
+    ids = [token_id for value in stated for token_id in (value if isinstance(value, list) else [value])]
+    return tuple(dict.fromkeys(token_id for token_id in ids if type(token_id) is int and token_id >= 0))
 
 
 def _generation_defaults(generation: dict[str, Any], model: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ for each live request, forgets the request when it ends, and knows nothing of en
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from quire.metrics.histogram import Histogram, geometric, one_two_five
 from quire.metrics.live import History
@@ -29,28 +30,25 @@ _NUM_SEQUENCES = [1, 2, 5, 10, 20]
 _FINISH_REASONS = ("stop", "length", "abort", "error")  # there from the start, so that rates are
 
 
+@dataclass(slots=True)
 class _Sequence:
     """When one sequence's tokens came."""
 
-    __slots__ = ("first", "last", "num_tokens")
-
-    def __init__(self, now: float, num_tokens: int) -> None:
-        self.first = self.last = now
-        self.num_tokens = num_tokens
+    first: float
+    last: float
+    num_tokens: int
 
 
+@dataclass(slots=True)
 class _Request:
     """What is known of a live request."""
 
-    __slots__ = ("arrival", "max_tokens", "n", "num_prompt_tokens", "scheduled", "sequences")
-
-    def __init__(self, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
-        self.arrival = now
-        self.num_prompt_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
-        self.n = n
-        self.scheduled: float | None = None
-        self.sequences: dict[int, _Sequence] = {}
+    num_prompt_tokens: int
+    max_tokens: int
+    n: int
+    arrival: float
+    scheduled: float | None = None
+    sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
 
 
 class ServingMetrics:
@@ -77,7 +75,7 @@ class ServingMetrics:
         self._step_time = 0.0
         self._tokens_before_step = 0
 
-    def _add_histograms(self, token_counts: list[float]) -> None:
+    def _add_histograms(self, counts: list[float]) -> None:
         def add(name: str, help: str, bounds: Sequence[float], finer: Sequence[float] = ()) -> Histogram:
             self.histograms.append(Histogram(f"vllm:{name}", help, bounds, finer))
             return self.histograms[-1]
@@ -95,13 +93,11 @@ class ServingMetrics:
         self._prefill = add("request_prefill_time_seconds", "First step to first token.", seconds)
         self._decode = add("request_decode_time_seconds", "First token to last token.", seconds)
         self._inference = add("request_inference_time_seconds", "First step to last token.", seconds)
-        self._prompt_length = add("request_prompt_tokens", "Tokens of a request's prompt.", token_counts)
-        self._output_length = add("request_generation_tokens", "Tokens of a request's outputs.", token_counts)
-        self._longest_output = add(
-            "request_max_num_generation_tokens", "Tokens of a request's longest output.", token_counts
-        )
+        self._prompt_length = add("request_prompt_tokens", "Tokens of a request's prompt.", counts)
+        self._output_length = add("request_generation_tokens", "Tokens of a request's outputs.", counts)
+        self._longest_output = add("request_max_num_generation_tokens", "Tokens of a request's longest output.", counts)
         self._n = add("request_params_n", "Requests' n.", _NUM_SEQUENCES)
-        self._max_tokens = add("request_params_max_tokens", "Requests' max_tokens.", token_counts)
+        self._max_tokens = add("request_params_max_tokens", "Requests' max_tokens.", counts)
         self._step_tokens = add("iteration_tokens_total", "Prompt and output tokens of an engine step.", _STEP_TOKENS)
 
     def on_arrival(self, request_id: str, num_prompt_tokens: int, max_tokens: int, n: int, now: float) -> None:
@@ -125,19 +121,16 @@ class ServingMetrics:
         self.num_generation_tokens += num_tokens
         sequence = request.sequences.get(sequence_index)
         if sequence is None:
-            self._on_first_tokens(request, now)
-            request.sequences[sequence_index] = _Sequence(now, num_tokens)
+            if not request.sequences:  # the request's first
+                self.num_prompt_tokens += request.num_prompt_tokens
+                self._first_token.observe(now - request.arrival)
+                if request.scheduled is not None:
+                    self._prefill.observe(now - request.scheduled)
+            request.sequences[sequence_index] = _Sequence(now, now, num_tokens)
         else:
             self._inter_token.observe(now - sequence.last)
             sequence.last = now
             sequence.num_tokens += num_tokens
-
-    def _on_first_tokens(self, request: _Request, now: float) -> None:
-        if not request.sequences:
-            self.num_prompt_tokens += request.num_prompt_tokens
-            self._first_token.observe(now - request.arrival)
-            if request.scheduled is not None:
-                self._prefill.observe(now - request.scheduled)
 
     def on_finished(self, request_id: str, reasons: list[str], num_cached_tokens: int, now: float) -> None:
         """A request ended, each of its sequences for a reason."""

@@ -143,12 +143,10 @@ class Program:
         self._check = check
         self._library = loaded_library()
         self._held = held
-        self._parts = plan.parts
+        self._plan = plan
         self.is_whole = not any(isinstance(part, HostCall) for part in plan.parts)
-        self._num_brought = plan.num_brought
         self._bound = [(b.width, Type(b.type)) for b in plan.buffers[: plan.num_bound]]
         self._row_bytes = sum(b.width * DTYPE_OF[Type(b.type)].itemsize for b in plan.buffers if not b.bound)
-        self._needs_step = plan.needs_step
         self._num_layers = 1 + max((h.layer for h in plan.heads), default=-1)
         self._num_groups = 1 + max((h.group for h in plan.heads), default=0)
         self._host_seconds: float | None = None  # None: nobody asked yet
@@ -215,7 +213,7 @@ class Program:
         )
         if caches is not None:
             arguments.caches, arguments.cache_type = caches.address, caches.type
-        for part in self._parts:
+        for part in self._plan.parts:
             if isinstance(part, HostCall):
                 self._call_host(part, memory)
                 continue
@@ -238,8 +236,8 @@ class Program:
             self._host_seconds += time.perf_counter() - began
 
     def _check_tensors(self, tensors: Sequence[Tensor], num_rows: int) -> None:
-        if len(tensors) != self._num_brought:
-            raise ValueError(f"the program has {self._num_brought} bound tensors, got {len(tensors)}")
+        if len(tensors) != self._plan.num_brought:
+            raise ValueError(f"the program has {self._plan.num_brought} bound tensors, got {len(tensors)}")
         for tensor, (width, type) in zip(tensors, self._bound, strict=False):
             if tuple(tensor.shape) != (num_rows, width) or TYPE_OF.get(tensor.dtype) != type or tensor.stride(1) != 1:
                 raise ValueError(
@@ -247,7 +245,7 @@ class Program:
                 )
 
     def _check_step(self, num_rows: int, steps: tuple[StepData, ...], caches: Caches | None) -> None:
-        if bool(steps) != self._needs_step or any(step.ids.shape[0] != num_rows for step in steps):
+        if bool(steps) != self._plan.needs_step or any(step.ids.shape[0] != num_rows for step in steps):
             raise ValueError("a program with attention or embeddings needs a step of as many tokens as rows")
         if steps and len(steps) < self._num_groups:
             raise ValueError(f"the program has {self._num_groups} KV groups, got steps of {len(steps)}")
