@@ -100,10 +100,9 @@ class ModelConfig:
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
-        has_generation = (path / "generation_config.json").is_file()
         stated, generation = gguf_config(path, name) or (
             read_json(path, "config.json", name),
-            read_json(path, "generation_config.json", name) if has_generation else {},
+            read_json(path, "generation_config.json", name) if (path / "generation_config.json").is_file() else {},
         )
         config = _text_part(stated | (hf_overrides or {}))
         _refuse_lost_theta(_text_part(stated), config)
@@ -247,7 +246,8 @@ class _Reader:
     def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
         """The sliding window of each layer: by `layer_types`, else by the family's older keys."""
         layer_types, switch = self.get("layer_types"), self.family.window_switch
-        self._check_layer_types(layer_types, num_layers)
+        if layer_types is not None:
+            self._check_layer_types(layer_types, num_layers)
         if self.get("sliding_window") is None or (switch and not self.get(switch, default=False)):
             return (None,) * num_layers
         window = self.positive_int("sliding_window")
@@ -260,8 +260,6 @@ class _Reader:
         return tuple(window if self.family.windowed(self.get, layer) else None for layer in range(num_layers))
 
     def _check_layer_types(self, layer_types: Any, num_layers: int) -> None:
-        if layer_types is None:
-            return
         if not isinstance(layer_types, list):
             raise self.error(f"has layer_types = {layer_types!r}; it must be a list.")
         if strange := [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]:
@@ -377,13 +375,12 @@ def _generation_defaults(generation: dict[str, Any], model: str) -> dict[str, An
     """The sampling values that generation_config.json states; a value that is no number is left out, with a warning."""
     defaults: dict[str, Any] = {}
     for key in GENERATION_KEYS:
-        value = generation.get(key)
-        if value is None:
+        if (value := generation.get(key)) is None:
             continue
-        if not _is_number(value) or (key in _INTEGER_SAMPLING_KEYS and type(value) is not int):
+        if _is_number(value) and (type(value) is int or key not in _INTEGER_SAMPLING_KEYS):
+            defaults[key] = value
+        else:
             logger.warning("generation_config.json of %s: %s = %r ignored", model, key, value)
-            continue
-        defaults[key] = value
     return defaults
 
 

@@ -106,7 +106,6 @@ def _download(name: str, revision: str | None, cache_dir: str | Path | None, all
     # Read at each call: huggingface_hub itself looks at the environment only when first imported.
     offline = any(os.environ.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     try:
-        only_cache = offline or not _hub_answers(name, revision)
         return Path(
             snapshot_download(
                 name,
@@ -114,7 +113,7 @@ def _download(name: str, revision: str | None, cache_dir: str | Path | None, all
                 cache_dir=cache_dir,
                 allow_patterns=list(allow_patterns),
                 ignore_patterns=list(_IGNORE_PATTERNS),
-                local_files_only=only_cache,
+                local_files_only=offline or not _hub_answers(name, revision),
             )
         )
     except Exception as error:  # the hub's client lets its transport's and the disk's errors through
