@@ -97,7 +97,10 @@ def assert_empty(sockets: dict[str, str]) -> None:
 # Signals.
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_while_loading(tmp_path: Path, sockets: dict[str, str], number: int) -> None:
     """At whatever moment it comes, nothing is left, and the log has no stack trace."""
     for delay in (0.0, 0.2, 0.5, 1.0):
@@ -120,7 +123,7 @@ def test_signal_while_loading(tmp_path: Path, sockets: dict[str, str], number: i
             process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_while_idle(start_server: Starter, sockets: dict[str, str], number: int) -> None:
     """It leaves at once, though clients keep connections open."""
     server = start_server("--trust-request-chat-template", env=sockets)
@@ -148,7 +151,7 @@ def test_signal_while_idle(start_server: Starter, sockets: dict[str, str], numbe
 
 
 @pytest.mark.parametrize("engine", ["process", "thread"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signal_cuts_streams_with_an_error(
     start_server: Starter, sockets: dict[str, str], engine: str, number: int
 ) -> None:
@@ -265,7 +268,7 @@ async def everyone_is_told(server: RunningServer, break_it: Callable[[], object]
     return seconds
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.nightly)])
 def test_engine_is_killed(start_server: Starter, sockets: dict[str, str], number: int) -> None:
     server = start_server(env=sockets)
     engine = engine_of(server)
@@ -321,12 +324,12 @@ def sabotaged(tmp_path: Path, text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("engine", "fault"),
     [
-        ("process", "core.executor.submit = lambda plan: 1 / 0"),
+        pytest.param("process", "core.executor.submit = lambda plan: 1 / 0", marks=pytest.mark.nightly),
         ("process", "core.executor.submit = no_memory"),
-        ("process", "core.scheduler.update = None"),
+        pytest.param("process", "core.scheduler.update = None", marks=pytest.mark.nightly),
         ("process", "os._exit(0)"),
         ("process", "time.sleep(1000)"),
-        ("thread", "core.executor.submit = no_memory"),
+        pytest.param("thread", "core.executor.submit = no_memory", marks=pytest.mark.nightly),
         ("thread", "core.scheduler.update = None"),
         ("thread", "time.sleep(1000)"),
     ],
@@ -495,7 +498,13 @@ CORRUPTIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+# Of each kind of damage one; the others each night.
+ALWAYS = ("truncated", "header beyond the end", "lying shape", "missing tensor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in CORRUPTIONS]
+)
 def test_corrupt_weights(tmp_path: Path, name: str) -> None:
     demo = Path(quire.__file__).parent / "demo"
     model = tmp_path / "model"
