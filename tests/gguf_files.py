@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "gpt2": "gpt2",
+    "gpt2": "gpt2", "phi3": "phi3",
 }  # fmt: skip
 
 

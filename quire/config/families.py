@@ -126,6 +126,12 @@ FAMILIES = (
         tokenizer_class="GPT2Tokenizer",
     ),
     Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        "quire.models.llama:build_phi3",
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    ),
+    Family(
         "Qwen2ForCausalLM",
         "qwen2",
         "quire.models.llama:build_qwen2",

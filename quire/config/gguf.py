@@ -293,6 +293,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
     "gemma3": ("Gemma3ForCausalLM", {"rope_local_base_freq": 10_000.0, "rope_theta": 1e6}),
     "gpt2": ("GPT2LMHeadModel", {}),
+    "phi3": ("Phi3ForCausalLM", {}),
 }
 _WHOLE_HEADS = {"gemma2": 46, "gemma3": 62}  # of 27B: layers of those whose scores are scaled by hidden size / heads
 
@@ -366,7 +367,8 @@ def _check_sizes(config: dict[str, Any], file: GGUFFile, model: str) -> None:
         "block_count": (config.get("num_hidden_layers"), len(blocks)),
     }
     if up := file.tensors.get("blk.0.ffn_up.weight"):
-        said["feed_forward_length"] = (config.get("intermediate_size"), up.shape[0])
+        merged = 2 if config["architectures"] == ["Phi3ForCausalLM"] else 1  # with the gate
+        said["feed_forward_length"] = (config.get("intermediate_size"), up.shape[0] // merged)
     if experts := file.tensors.get("blk.0.ffn_up_exps.weight"):
         said["expert_count"] = (config.get("num_experts"), experts.shape[0])
         inner = config.get("moe_intermediate_size") or config.get("intermediate_size")

@@ -197,11 +197,20 @@ class Builder:
         self.context.attentions.append(block)
         return block
 
-    def gated_mlp(self, size: int, inner_size: int, *, activation: str, bias: bool = False) -> GatedMLP:
-        """A gated MLP; this builder's name is the block's."""
+    def gated_mlp(
+        self, size: int, inner_size: int, *, activation: str, bias: bool = False, fused: bool = False
+    ) -> GatedMLP:
+        """A gated MLP; this builder's name is the block's.
+
+        Args:
+            fused: the checkpoint holds the gate and what it is multiplied with as one matrix.
+        """
         parts = {"gate_proj": inner_size, "up_proj": inner_size}
         inner, whole = self.context.sharding.inner(self.prefix, size, inner_size, *parts)
-        gate_up = self.linear("gate_up_proj", size, parts, bias=bias, shard=inner)
+        if fused and inner is not None:
+            [gate] = inner.rows["gate_proj"]
+            inner = replace(inner, rows={"": (gate, range(gate.start + inner_size, gate.stop + inner_size))})
+        gate_up = self.linear("gate_up_proj", size, 2 * inner_size if fused else parts, bias=bias, shard=inner)
         return GatedMLP(gate_up, self.linear("down_proj", inner_size, size, bias=bias, shard=whole), activation)
 
     def mlp(self, size: int, inner_size: int, *, activation: str, bias: bool = False) -> MLP:

@@ -53,7 +53,10 @@ _IN_SANDWICH = {
 }
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 16 * 2**20  # bytes that are dequantized at once, to float32
-_PLAIN_MLP = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_OTHER_MLP = {  # of architectures
+    "gpt2": {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _arch(file: GGUFFile) -> str:
 def _all_pieces(file: GGUFFile) -> Iterator[Piece]:
     """The parts of all tensors, by their names in the modules."""
     arch = _arch(file)
-    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | (_PLAIN_MLP if arch == "gpt2" else {})
+    names = _IN_LAYER | (_IN_SANDWICH if arch in ("gemma2", "gemma3") else {}) | _OTHER_MLP.get(arch, {})
     for tensor in file.tensors.values():
         if tensor.name not in _IGNORED:
             yield from _pieces(tensor, names, arch)

@@ -1,8 +1,9 @@
 """Llama (arXiv:2302.13971): RMSNorm, rotary positions, grouped query attention, gated MLP.
 
-Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Qwen2 (arXiv:2407.10671), with biases on queries,
-keys and values; and Qwen3 (arXiv:2505.09388), with a norm on each head of queries and keys, are this with a few
-switches, and are built here. Their mixtures of experts build themselves with `build_llama`.
+Mistral (arXiv:2310.06825), whose windows `ModelConfig` has resolved; Phi-3 (arXiv:2404.14219), whose checkpoints merge
+matrices; Qwen2 (arXiv:2407.10671), with biases on queries, keys and values; and Qwen3 (arXiv:2505.09388), with a norm
+on each head of queries and keys, are this with a few switches, and are built here. Their mixtures of experts build
+themselves with `build_llama`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,12 +34,14 @@ class LlamaShape:
     Attributes:
         qkv_bias, output_bias: whether attention's projections have a bias.
         head_norms: RMSNorm over each head of queries and keys, before the rotation.
+        fused: its checkpoints hold queries, keys and values as one matrix.
         feed_forward: makes what follows attention; None for a gated MLP.
     """
 
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False
+    fused: bool = False
     feed_forward: FeedForward | None = None
     form: CheckpointFormat = FORMAT
 
@@ -66,6 +69,11 @@ def build_qwen3(config: ModelConfig, builder: Builder) -> CausalLM:
     return build_llama(config, builder, LlamaShape(bias, bias, head_norms=True))
 
 
+def build_phi3(config: ModelConfig, builder: Builder) -> CausalLM:
+    """Phi3ForCausalLM."""
+    return build_llama(config, builder, LlamaShape(fused=True, feed_forward=_gated_mlp(config, fused=True)))
+
+
 def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> CausalLM:
     """A model of Llama's shape."""
     size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
@@ -75,7 +83,12 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> Cau
     def layer(index: int, builder: Builder) -> DecoderLayer:
         own = replace(spec, window=config.layer_windows[index])
         attention = builder.child("self_attn").attention(
-            size, own, qkv_bias=shape.qkv_bias, output_bias=shape.output_bias, head_norms=shape.head_norms
+            size,
+            own,
+            qkv_bias=shape.qkv_bias,
+            output_bias=shape.output_bias,
+            head_norms=shape.head_norms,
+            fused=shape.fused,
         )
         mlp = feed_forward(index, builder.child("mlp"))
         return DecoderLayer(builder.rms_norm(size, eps), attention, builder.rms_norm(size, eps), mlp)
@@ -86,11 +99,12 @@ def build_llama(config: ModelConfig, builder: Builder, shape: LlamaShape) -> Cau
     return CausalLM(config, builder, Decoder(embedding, layers, body.rms_norm(size, eps)), embedding, shape.form)
 
 
-def _gated_mlp(config: ModelConfig, bias: bool = False) -> FeedForward:
+def _gated_mlp(config: ModelConfig, bias: bool = False, fused: bool = False) -> FeedForward:
+    size, inner = config.hidden_size, config.intermediate_size
     activation = str(config.hf_config.get("hidden_act", "silu"))
 
     def feed_forward(index: int, builder: Builder) -> nn.Module:
-        return builder.gated_mlp(config.hidden_size, config.intermediate_size, activation=activation, bias=bias)
+        return builder.gated_mlp(size, inner, activation=activation, bias=bias, fused=fused)
 
     return feed_forward
 

@@ -26,6 +26,7 @@ CASES = (
     "llama-tied-mha",
     "llama-biases-mqa",
     "qwen3-window-tied",
+    "phi3",
     "gemma2-caps",
     "opt-350m",
     "gpt2-inverse-scale",

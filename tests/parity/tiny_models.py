@@ -106,6 +106,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-llama3": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"rope_scaling": LLAMA3}),
     "mistral": ("MistralConfig", "MistralForCausalLM", LLAMA | {"sliding_window": 24}),
     "mistral-full": ("MistralConfig", "MistralForCausalLM", LLAMA | {"sliding_window": None, "head_dim": 16}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", LLAMA),
+    "phi3-window": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        LLAMA | {"sliding_window": 24, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA),
     "qwen2-window": (
         "Qwen2Config",
