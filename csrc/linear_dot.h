@@ -182,8 +182,9 @@ struct DotBlocks {
     explicit DotBlocks(const LinearArgs& args)
         : a(args), parts(is_gated(a.epilogue) ? 2 : 1), count(a.weight.num_blocks() / parts), bytes(a.weight.num_tiles() * a.weight.tile_bytes()) {}
     const uint8_t* weights(int64_t block, int part) const { return a.weight.tile(block + part * count, 0); }
-    void finish(int64_t block, const float* gate, const float* up, int64_t first_row, int64_t num_rows) const {
-        QUIRE_NS::finish(a, {gate, parts == 2 ? up : nullptr, 16, 16, block * 16, (block + count) * 16, first_row, num_rows});
+    // `ahead`: blocks from this one to the thread's next one.
+    void finish(int64_t block, int64_t ahead, const float* gate, const float* up, int64_t first_row, int64_t num_rows) const {
+        QUIRE_NS::finish(a, {gate, parts == 2 ? up : nullptr, 16, 16, block * 16, (block + count) * 16, first_row, num_rows, ahead});
     }
 };
 
@@ -199,20 +200,25 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
                     stream_block<kType, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x,
                                                rows.stride, sums[part]);
                 });
-            blocks.finish(block, sums[0], sums[1], 0, a.num_rows);
+            blocks.finish(block, 1, sums[0], sums[1], 0, a.num_rows);
         }
     });
 }
 
+// Blocks [begin, end) of the result. `next` is what this thread is likely to do next: it is fetched meanwhile.
+struct BlockRange {
+    int64_t begin, end, next;
+};
+
 // Some rows, block by block, a few tiles at a time, so that what is turned and what comes next stay in L1.
-inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, int64_t begin, int64_t end, TurnBlock turn_block, Scratch& scratch) {
+inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, Scratch& scratch) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), passes = divide_up(a.num_rows, kPanelTileRows);
     const int64_t step = round_up(divide_up(bytes, passes), 64);
     uint8_t* turned = scratch.get<uint8_t>(kPieceTiles * 1024 + passes * kPanelTileRows * 256);
     float* carried = reinterpret_cast<float*>(turned + kPieceTiles * 1024);
     alignas(64) float sums[2][kMostRows * 16];
-    for (int64_t block = begin; block < end; block++) {
+    for (int64_t block = range.begin; block < range.end; block++) {
         for (int part = 0; part < blocks.parts; part++)
             for (int64_t t = 0; t < tiles; t += kPieceTiles) {
                 const int64_t count = tiles - t < kPieceTiles ? tiles - t : kPieceTiles;
@@ -227,14 +233,9 @@ inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, int64_t b
                     fetch.from += count * step;
                 }
             }
-        blocks.finish(block, sums[0], sums[1], 0, a.num_rows);
+        blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], 0, a.num_rows);
     }
 }
-
-// Blocks [begin, end) of the result, all rows. `next` is what this thread is likely to do next: it is fetched meanwhile.
-struct BlockRange {
-    int64_t begin, end, next;
-};
 
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
@@ -265,7 +266,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     });
                 }
             }
-            blocks.finish(block, sums[0], sums[1], first, count);
+            blocks.finish(block, 1, sums[0], sums[1], first, count);
         }
     }
 }
@@ -281,7 +282,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
         context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
             const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
-            multiply_few(blocks, rows, begin, end, turn_block<kType>, context.thread_scratch[thread]);
+            multiply_few(blocks, rows, {begin, end, begin + context.pool.size() * group}, turn_block<kType>, context.thread_scratch[thread]);
         });
         return;
     }

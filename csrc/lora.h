@@ -66,7 +66,6 @@ inline void lora_groups(const int32_t* next, int64_t first, int64_t num_rows, co
 constexpr int kLoraRows = kLanes == 16 ? 4 : 2;  // that share what is loaded of an adapter
 constexpr int kLoraDots = 4;                     // rows of A
 constexpr int64_t kLoraWindow = 32;              // rows among which those of one adapter are looked for
-constexpr int64_t kLoraBlocksAhead = 1;          // to prefetch: a task has some blocks that follow each other
 
 // kCount rows of A times kRows of x; every sum in one order, whatever the counts. `ahead`: another's rows of A, to prefetch.
 template <class T, int kCount, int kRows>
@@ -126,6 +125,17 @@ inline LoraInner lora_inner(const LoraLayer* l, const Rows& x, int64_t num_rows,
     return {inner, next};
 }
 
+// Fetches an adapter's matrices of a block whose sums will be finished later.
+template <class T>
+QUIRE_INLINE void lora_fetch(const LoraLayer& l, int32_t slot, int64_t block) {
+    for (int64_t p = 0; p < l.num_parts && slot >= 0; p++) {
+        const LoraPart& part = l.of(slot)[p];
+        if (block < part.first || block >= part.last) continue;
+        const T* b = static_cast<const T*>(part.b) + (block - part.first) * part.rank * 16;
+        for (int64_t i = 0; i < part.rank * 16; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(b + i);
+    }
+}
+
 // What kRows rows of one adapter get in a block of 16 features. Sums go by parts and ranks, even ones and odd ones by themselves.
 template <class T, int kRows>
 QUIRE_ONE_COPY void lora_block_rows(const LoraLayer& l, int32_t slot, int64_t block, const float* const (&inner)[kRows], float* const (&out)[kRows]) {
@@ -138,7 +148,6 @@ QUIRE_ONE_COPY void lora_block_rows(const LoraLayer& l, int32_t slot, int64_t bl
         const LoraPart& part = l.of(slot)[p];
         if (!part.rank || block < part.first || block >= part.last) continue;
         const T* b = static_cast<const T*>(part.b) + (block - part.first) * part.rank * 16;
-        const int64_t ahead = kLoraBlocksAhead * part.rank * 16;
         auto add = [&](int64_t j, int half) QUIRE_ALWAYS {
             for (int v = 0; v < kVectors; v++) {
                 const vf weight = load(b + j * 16 + v * kLanes);
@@ -146,25 +155,26 @@ QUIRE_ONE_COPY void lora_block_rows(const LoraLayer& l, int32_t slot, int64_t bl
             }
         };
         int64_t j = 0;
-        for (; j + 2 <= part.rank; j += 2) {
-            __builtin_prefetch(b + ahead + j * 16);
-            add(j, 0), add(j + 1, 1);
-        }
+        for (; j + 2 <= part.rank; j += 2) add(j, 0), add(j + 1, 1);
         if (j < part.rank) add(j, 0);
     }
     for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) store(out[r] + v * kLanes, sums[0][r][v] + sums[1][r][v]);
 }
 
-// What rows [first_row, first_row + num_rows), kLoraWindow at most, get in a block; -0 where they have no adapter.
+// What rows [first_row, first_row + num_rows), kLoraWindow at most, get in a block; -0 where they have no adapter. `next` is
+// the block that is likely to be asked for after it.
 template <class T>
-void lora_block(const LoraLayer& l, const LoraInner& inner, int64_t block, int64_t first_row, int64_t num_rows, float* out, int64_t stride) {
+void lora_block(const LoraLayer& l, const LoraInner& inner, int64_t block, int64_t next, int64_t first_row, int64_t num_rows, float* out, int64_t stride) {
+    int32_t fetched = -1;
     lora_groups<kLoraRows>(inner.next, first_row, num_rows, [&](auto exact, const int64_t* rows) {
         constexpr int kRows = decltype(exact)::value;
         const float* from[kRows];
         float* to[kRows];
         for (int r = 0; r < kRows; r++) from[r] = inner.values + (first_row + rows[r]) * l.width(), to[r] = out + rows[r] * stride;
-        lora_block_rows<T, kRows>(l, l.slots()[first_row + rows[0]], block, from, to);
+        const int32_t slot = l.slots()[first_row + rows[0]];
+        if (slot != fetched) lora_fetch<T>(l, fetched = slot, next);
+        lora_block_rows<T, kRows>(l, slot, block, from, to);
     });
 }
 

@@ -99,7 +99,8 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
     try:
         with safe_open(weights, framework="np") as file:
             shapes = {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in file.keys()}  # noqa: SIM118
-        digest = hashlib.sha256(text + weights.read_bytes()).digest()
+        with weights.open("rb") as raw:  # piece by piece: nobody waits for this thread to let go of the interpreter
+            digest = hashlib.file_digest(raw, lambda: hashlib.sha256(text)).digest()
     except (SafetensorError, OSError) as error:
         raise AdapterError(name, f"{WEIGHTS} is truncated or damaged ({error}); fetch it again.") from None
     if config["peft_type"] != "LORA":

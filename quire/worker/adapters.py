@@ -15,6 +15,7 @@ from quire.lora.slots import Packed
 from quire.models.adapters import load_adapter
 from quire.models.causal_lm import CausalLM
 from quire.models.peft import AdapterError, read_adapter
+from quire.ops.native.library import torch_threads
 from quire.protocol.requests import AdapterRef
 from quire.protocol.worker import AdapterReply, PlaceAdapters
 from quire.utils.child import work_behind_others
@@ -87,4 +88,5 @@ class Adapters:
         files = read_adapter(ref.path, ref.name)
         if files.digest != ref.digest:
             raise AdapterError(ref.name, "its files have changed since it was first used; give it a new lora_int_id.")
-        return load_adapter(self._model, files)
+        with torch_threads(1):  # others' are for steps
+            return load_adapter(self._model, files)

@@ -177,6 +177,7 @@ def _tell(process: subprocess.Popen[bytes], birth: Birth) -> None:
 
 def main() -> int:
     """The child: load the model, serve, and leave when told to or when the parent is gone."""
+    sys.setswitchinterval(1e-3)  # seconds: of a thread that computes beside the loop, as one that loads an adapter
     # The front end, whose work is short, goes first: requests that trickle in cost the engine whole steps.
     os.nice(5)
     # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
