@@ -32,13 +32,7 @@ class DraftCounts:
 
     def stats(self) -> SpeculationStats | None:
         """The figures of this moment; None where nothing drafts."""
-        return _copied(self._counts) if self._shown or self._counts.num_drafts else None
-
-    def restore(self, stats: SpeculationStats | None) -> None:
-        """Go on from these."""
-        if stats is not None:
-            self._counts = _copied(stats)
-
-
-def _copied(stats: SpeculationStats) -> SpeculationStats:
-    return structs.replace(stats, num_accepted_tokens_per_pos=[*stats.num_accepted_tokens_per_pos])
+        if not self._shown:
+            return None
+        per_position = [*self._counts.num_accepted_tokens_per_pos]
+        return structs.replace(self._counts, num_accepted_tokens_per_pos=per_position)

@@ -8,7 +8,7 @@ knows tokens and log-probabilities, and nothing of blocks, queues or plans.
 from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
@@ -107,19 +107,6 @@ class Beams(Continuation):
         """Any output may come of any beam."""
         return bool(unfinished)
 
-    def state(self) -> dict[str, Any]:
-        """The beams and the hypotheses; candidates are ranked again."""
-        return {
-            "beams": [[index, _packed(node)] for index, node in self._beams],
-            "hypotheses": [[h.score, _packed(h.node), h.finish_reason, h.stop_reason] for h in self._hypotheses],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
-        self._beams = [(index, _unpacked(entries)) for index, entries in state["beams"]]
-        self._hypotheses = [Hypothesis(score, _unpacked(entries), *why) for score, entries, *why in state["hypotheses"]]
-        self._found = {}
-
     # The choice.
 
     def _candidates(self) -> Iterator[_Candidate]:
@@ -183,14 +170,3 @@ class Beams(Continuation):
 def continuation_of(task: SamplingTask) -> Continuation:
     """What a request's results mean."""
     return Beams(task) if task.num_beams else Continuation(task)
-
-
-def _packed(node: Node) -> list[list[list[Any]]]:
-    return [[entry.token_ids, entry.logprobs, entry.ranks] for entry in node.entries()]
-
-
-def _unpacked(entries: list[list[list[Any]]]) -> Node:
-    node = _PROMPT
-    for entry in entries:
-        node = node.then(TokenLogprobs(*entry))
-    return node

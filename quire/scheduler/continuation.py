@@ -6,7 +6,6 @@ and logprobs, and nothing of queues, blocks or plans.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
@@ -80,11 +79,3 @@ class Continuation:
         Here: the root computes the prompt for all.
         """
         return not self._forked and bool(unfinished)
-
-    def state(self) -> Any:
-        """What `restore` needs: numbers, strings, lists and dicts. Here: whether the sequences have been made."""
-        return self._forked
-
-    def restore(self, state: Any) -> None:
-        """Continue from such a state."""
-        self._forked = state

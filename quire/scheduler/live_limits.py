@@ -62,9 +62,3 @@ def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, A
                 name,
             )
     return found
-
-
-def restored(most: SchedulerConfig, limits: Limits) -> SchedulerConfig:
-    """The configuration of a scheduler that goes on from another one's limits, as far as its own start allows."""
-    counts = {name: min(getattr(limits, name), getattr(most, name)) for name in _COUNTS}
-    return changed(most, most, {"policy": limits.policy, **limits.policy_options, **counts})

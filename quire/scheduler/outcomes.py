@@ -4,6 +4,8 @@ The scheduler's half that looks back; `Scheduler.update` calls it. It keeps the 
 the queues to the planner.
 """
 
+from itertools import count
+
 from msgspec import structs
 
 from quire.config.scheduler import SchedulerConfig
@@ -37,7 +39,6 @@ class Outcomes:
     Attributes:
         groups: live requests by id.
         live: live sequences by id.
-        num_sequences: sequences since the start.
         num_guided: live requests with a grammar.
         drafts: what became of drafts.
         drafts_forced: tokens that a grammar forces are drafts.
@@ -46,8 +47,8 @@ class Outcomes:
     def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig, drafts: DraftCounts) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.live: dict[int, Sequence] = {}
-        self.num_sequences = 0
         self.num_guided = 0
+        self._orders, self._sequence_ids = count(), count()
         self.drafts = drafts
         self._planner, self._kv = planner, kv
         self._max_model_len = config.max_model_len
@@ -56,22 +57,17 @@ class Outcomes:
 
     # Beginnings.
 
-    def open(self, request: NewRequest, continuation: Continuation, order: int, is_new: bool = True) -> SequenceGroup:
-        """A request without sequences; the policy knows one that is not new."""
-        group = SequenceGroup(request, order, continuation, self._max_model_len)
-        self._planner.enrol(group, is_new)
+    def open(self, request: NewRequest, continuation: Continuation) -> SequenceGroup:
+        """A new request, without sequences."""
+        group = SequenceGroup(request, next(self._orders), continuation, self._max_model_len)
+        self._planner.enrol(group)
         self.groups[request.request_id] = group
         self.num_guided += group.task.has_grammar
         return group
 
-    def make_sequence(
-        self, group: SequenceGroup, index: int, output_token_ids: list[int], sequence_id: int | None = None
-    ) -> Sequence:
-        """A new sequence of a request, waiting; a restored one keeps its id."""
-        if sequence_id is None:
-            sequence_id = self.num_sequences
-            self.num_sequences += 1
-        request = group.request
+    def make_sequence(self, group: SequenceGroup, index: int, output_token_ids: list[int]) -> Sequence:
+        """A new sequence of a request, waiting."""
+        sequence_id, request = next(self._sequence_ids), group.request
         digest = request.adapter.digest if request.adapter else b""
         table = self._kv.open(sequence_id, request.prompt_token_ids, output_token_ids, request.cache_salt, digest)
         sequence = Sequence(sequence_id, group, index, table)

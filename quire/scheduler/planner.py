@@ -7,6 +7,8 @@ results, and of requests only what their policy makes of them.
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
 from quire.kvcache.table import NOTHING_APPENDED, PrefixMatch
@@ -15,8 +17,16 @@ from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.policies.base import Policy
 from quire.scheduler.policies.registry import POLICIES
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.scheduler.state import PlanCounts
 from quire.scheduler.waiting import WaitingQueue, insert, remove
+
+
+class PlanCounts(msgspec.Struct):
+    """What the planner has counted since the start; each field is one of `EngineStats`."""
+
+    num_preemptions_total: int = 0  # sequences whose blocks were taken from them
+    num_forks_total: int = 0  # sequences that began with the blocks of another
+    prefix_cache_queries_total: int = 0  # prompt tokens looked up, at requests' first admission
+    prefix_cache_hits_total: int = 0  # and found
 
 
 class Planner:
@@ -110,7 +120,7 @@ class Planner:
         last, waiting, running = self.policy, [*self.waiting], [*self.running]
         self._use_policy(self._config)
         if type(last) is type(self.policy):  # with other options: it goes on with what it knows
-            self.policy.restore(last.state())
+            self.policy.go_on_from(last)
         for group in groups:
             self.enrol(group, is_new=False)
             for sequence in group.sequences.values():

@@ -24,13 +24,12 @@ from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
 from quire.scheduler.guidance import Guidance
 from quire.scheduler.limits import check_request_fits, check_width
-from quire.scheduler.live_limits import changed, limits_of, restored
+from quire.scheduler.live_limits import changed, limits_of
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
 from quire.scheduler.policies.base import Load, Prompt
 from quire.scheduler.reasons import waiting_reasons, why
-from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.scheduler.state import RequestState, SchedulerState, SequenceState
+from quire.scheduler.sequence import Sequence, SequenceStatus
 from quire.structured.manager import GrammarManager
 
 
@@ -65,7 +64,6 @@ class Scheduler:
         drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
         self._outcomes = Outcomes(self._planner, kv_manager, config, drafts)
         self.guidance = Guidance(grammars, self._planner, self._outcomes)
-        self._num_added = 0
         self._step_id = 0
         # Step ids, when they were planned, and for which sequences.
         self._in_flight: deque[tuple[int, float, list[Sequence]]] = deque()
@@ -85,18 +83,12 @@ class Scheduler:
         task = check_request_fits(request, self.config, self.kv)
         check_width(task, self.config)
         self._planner.policy.check(request, now, self._load)
-        group = self._outcomes.open(request, self._make_continuation(task), self._num_added)
-        self._num_added += 1
-        self._outcomes.make_sequence(group, 0, [])
-        self._prepare(group)
-
-    def _prepare(self, group: SequenceGroup) -> None:
-        """Set a new request's sequences aside, until it has all that it needs."""
-        if group.request.adapter is None:
+        group = self._outcomes.open(request, self._make_continuation(task))
+        root = self._outcomes.make_sequence(group, 0, [])
+        if request.adapter is None:
             self.guidance.open(group)
         else:
-            for sequence in group.sequences.values():
-                self._planner.set_aside(sequence, "adapter")
+            self._planner.set_aside(root, "adapter")
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request has come and not ended."""
@@ -154,12 +146,9 @@ class Scheduler:
 
         What runs beyond a lower limit goes on until it ends; another policy orders all that wait and run anew.
         """
-        self._apply(changed(self.config, self._most, changes))
+        self.config = changed(self.config, self._most, changes)
+        self._planner.set_limits(self.config, self._outcomes.groups.values())
         return self.limits
-
-    def _apply(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self._planner.set_limits(config, self._outcomes.groups.values())
 
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None = None) -> PinnedPrefix:
         """Keep the full blocks of a prompt that has been computed, until `kv.pins.remove` or a reset.
@@ -281,58 +270,3 @@ class Scheduler:
             assert all(group.needs(index) for index in group.sequences), "a sequence goes on that nobody needs"
         held = [count - free for count, free in zip(kv.num_blocks, kv.num_free_blocks, strict=True)]
         assert running or held == kv.pins.num_blocks, "idle, but blocks are held"
-
-    # Going on elsewhere.
-
-    def state(self) -> SchedulerState:
-        """Everything that `restore` needs; results of plans in flight are not waited for."""
-        planner = self._planner
-        return SchedulerState(
-            requests=[
-                RequestState(
-                    request=group.request,
-                    order=group.order,
-                    unfinished=sorted(group.unfinished),
-                    num_cached_tokens=group.num_cached_tokens,
-                    num_prompt_logprobs=group.num_prompt_logprobs,
-                    continuation=group.continuation.state(),
-                    sequences=[
-                        SequenceState(s.sequence_id, s.index, s.output_token_ids.copy(), s.drafts)
-                        for s in group.sequences.values()
-                    ],
-                )
-                for group in self._outcomes.groups.values()
-            ],
-            num_added=self._num_added,
-            num_sequences=self._outcomes.num_sequences,
-            step_id=self._step_id,
-            counts=structs.replace(planner.counts),
-            limits=self.limits,
-            policy=planner.policy.state(),
-            speculation=self._outcomes.drafts.stats(),
-        )
-
-    def restore(self, state: SchedulerState) -> None:
-        """Go on from a state; this scheduler must be new, and its workers know nothing. All sequences wait."""
-        assert not self._num_added, "restore() needs a scheduler that was never used"
-        self._num_added, self._step_id = state.num_added, state.step_id
-        self._outcomes.num_sequences = state.num_sequences
-        self._outcomes.drafts.restore(state.speculation)
-        planner = self._planner
-        planner.counts = structs.replace(state.counts)
-        self._apply(restored(self._most, state.limits))
-        if state.policy is not None:
-            planner.policy.restore(state.policy)
-        for saved in state.requests:
-            task = check_request_fits(saved.request, self.config, self.kv)
-            continuation = self._make_continuation(task)
-            continuation.restore(saved.continuation)
-            group = self._outcomes.open(saved.request, continuation, saved.order, is_new=False)
-            group.unfinished = set(saved.unfinished)
-            group.num_cached_tokens = saved.num_cached_tokens
-            group.num_prompt_logprobs = saved.num_prompt_logprobs
-            for sequence in saved.sequences:
-                outputs = sequence.output_token_ids.copy()
-                made = self._outcomes.make_sequence(group, sequence.index, outputs, sequence.sequence_id)
-                made.kept_drafts = made.num_tokens, sequence.draft_token_ids
-            self._prepare(group)

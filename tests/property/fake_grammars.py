@@ -16,7 +16,7 @@ from quire.structured_outputs import StructuredOutputsParams
 VOCAB, EOS_TOKEN = 40, 3
 ALL = (1 << VOCAB) - 1
 _END = 1 << EOS_TOKEN
-NUM_LANGUAGES = 60
+NUM_LANGUAGES = 20
 BROKEN = 9  # languages whose number ends with it can't be compiled
 
 
@@ -131,7 +131,7 @@ class FakeManager(GrammarManager):
         if number % 10 == BROKEN:
             return "the language is broken."
         grammar = Grammar(FakeEngine(number), (EOS_TOKEN,))
-        if len(self._ready) > 9:
+        if len(self._ready) > 3:
             self._ready.pop(next(iter(self._ready)))
         self._ready[key] = grammar
         return grammar

@@ -37,12 +37,6 @@ class Grove(Continuation):
     def carries(self, index: int, unfinished: set[int]) -> bool:
         return any(self._bearer(child) == index for child in self._unborn & unfinished)
 
-    def state(self) -> list[int]:
-        return sorted(self._unborn)
-
-    def restore(self, state: list[int]) -> None:
-        self._unborn = set(state)
-
     def ends(self, token_id: int, num_output_tokens: int) -> str | None:
         """Why a sequence ends with its num_output_tokens-th token, if it does."""
         min_tokens = 0 if self._task.has_grammar else self._task.params.min_tokens

@@ -22,7 +22,7 @@ from quire.kvcache.pool import BlockPool
 from quire.kvcache.swap import SwapSpace
 from quire.kvcache.table import BlockTable
 from quire.protocol.step import Moves
-from quire.scheduler.continuation import Branch, Continuation
+from quire.scheduler.continuation import Branch
 from quire.scheduler.guidance import Guidance
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.planner import Planner
@@ -213,12 +213,6 @@ def drafts_outlive_their_row(right: Callable[..., None], sequence: Sequence) -> 
     sequence.num_drafts = num_drafts
 
 
-@plant(Continuation, "restore")
-def a_restart_forgets_the_forks(right: Callable[..., None], continuation: Continuation, state: bool) -> None:
-    """After a restart the prompt's end is taken for new, and the sequences are forked again."""
-    right(continuation, False)
-
-
 @plant(Planner, "start_anew")
 def an_interrupt_leaves_removed_rows(right: Callable[..., None], planner: Planner) -> None:
     """After Ctrl-C workers, who know no rows any more, are told to drop some."""
@@ -332,15 +326,6 @@ def a_grammar_wakes_the_first_only(right: Callable[..., Any], guidance: Guidance
     for groups in guidance._awaiting.values():
         del groups[1:]
     return right(guidance, timeout)
-
-
-@plant(Guidance, "open")
-def a_restored_sequence_begins_its_grammar_anew(right: Callable[..., None], guidance: Guidance, group: Any) -> None:
-    """What a sequence has drawn before a restart is not taken in."""
-    right(guidance, group)
-    if group.grammar is not None and group.num_cached_tokens is None:
-        for sequence in group.sequences.values():
-            sequence.matcher = group.grammar.matcher([], False)
 
 
 @plant(Outcomes, "_guided_drafts")

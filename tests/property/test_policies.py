@@ -218,14 +218,14 @@ def test_idle_time_is_not_saved_up() -> None:
     assert 4 <= first.count("late") <= 6, "they take turns: nobody is owed what it never asked for"
 
 
-def test_a_clients_counter_survives_a_restart_and_what_was_idle_longest_is_forgotten() -> None:
+def test_a_clients_counter_survives_other_options_and_what_was_idle_longest_is_forgotten() -> None:
     core, executor = make("fair")
     for i in range(3):
         add(core, str(i), [i] * 8, client=f"c{i % 2}")
     core.step()
     fair = executor.scheduler._planner.policy
     other = POLICIES["fair"](PolicyOptions())
-    other.restore(fair.state())
+    other.go_on_from(fair)
     assert [other.rank(f"c{i}") for i in range(2)] == [fair.rank(f"c{i}") for i in range(2)] != [0.0, 0.0]
     task = SamplingTask(params=SamplingParams(), max_tokens=1, stop_token_ids=frozenset(), seed=1)
     for i in range(20_000):
@@ -233,7 +233,7 @@ def test_a_clients_counter_survives_a_restart_and_what_was_idle_longest_is_forgo
         fair.on_added(request, False, None)
         fair.on_admitted(request, 1)
         fair.on_ended(request)
-    assert len(fair.state()[1]) < 5000
+    assert len(fair._counters) < 5000
 
 
 # Shortest first.

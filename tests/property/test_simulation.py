@@ -18,10 +18,10 @@ KINDS.append(Kind(2, 6, 0.8, "[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)]"))
 WINDOWS: list[Windows] = [(8,), (None, 20), (None, 3, 70)]
 ENDS = ("stop", "length", "string", "abort", "error", "refused", "beam")
 GUIDED = tuple(f"guided {end}" for end in ("stop", "length", "abort", "error"))
-EVENTS = ("reset", "interrupted", "restored", "died", "limits", "pinned")
+EVENTS = ("reset", "interrupted", "moved", "died", "limits", "pinned")
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, 4])
 def test_short_simulation(seed: int) -> None:
     world = simulate(seed, QUICK_STEPS)
     stats = world.scheduler.stats()
@@ -30,7 +30,7 @@ def test_short_simulation(seed: int) -> None:
     assert world.num_copies > 0
     assert world.num_forks > 0
     assert world.num_forced > 0
-    assert {*ENDS, *GUIDED, "interrupted", "restored", "died"} <= world.ends.keys()
+    assert {*ENDS, *GUIDED, "interrupted", "moved", "died"} <= world.ends.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

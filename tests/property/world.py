@@ -41,7 +41,6 @@ from quire.protocol.step import SampleGuide, SequenceOutput, StepPlan, StepResul
 from quire.scheduler.planner import Planner
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence, SequenceStatus
-from quire.scheduler.state import SchedulerState
 
 VOCAB = 40
 
@@ -132,26 +131,33 @@ class World:
         self.ends: Counter[str] = Counter()
         self.trace = 0
         self._named: list[dict[bytes, tuple[int, ...]]] = [{} for _ in layout.groups]  # a hash's content, by KV group
-        self.scheduler, self.executor, self.core = self._engine()
+        self.scheduler = self._scheduler()
+        self.executor, self.core = self._engine()
 
-    def _engine(self) -> tuple[Scheduler, CheckingExecutor, EngineCore]:
+    def _scheduler(self) -> Scheduler:
         stored: list[list[bytes]] | None = None
         if self.disk is not None:
             groups = range(len(self.layout.groups))
             stored = [[name for group, name in self.disk if group == number] for number in groups]
         kv = KVManager(self.layout, self.caching, stored=stored)
-        scheduler = Scheduler(self.config, kv, make_continuation, FakeManager())
+        return Scheduler(self.config, kv, make_continuation, FakeManager())
+
+    def _engine(self) -> tuple[CheckingExecutor, EngineCore]:
         executor = CheckingExecutor(self, self.model, self.kind.max_in_flight)
         executor.initialize_cache(self.layout)
-        return scheduler, executor, EngineCore(scheduler, executor, clock=lambda: self.clock)
+        return executor, EngineCore(self.scheduler, executor, clock=lambda: self.clock)
 
     def go_on_elsewhere(self) -> None:
-        """Take the scheduler's state to an engine with a fresh worker and an empty cache."""
-        saved = msgspec.msgpack.encode(self.scheduler.state())
+        """The scheduler goes on with a fresh worker: no result comes any more, and no block holds anything."""
+        for output in self.core._undelivered:  # such as of grammars that could not be compiled
+            self._take(output)
         self._count()
-        self.scheduler, self.executor, self.core = self._engine()
-        self.scheduler.restore(msgspec.msgpack.decode(saved, type=SchedulerState))
-        self.ends["restored"] += 1
+        self.scheduler.cancel()
+        if self.scheduler.kv.disk is not None:
+            self.scheduler.kv.disk.saves.clear()  # their blocks are lost, and with them the files: reads will fail
+        assert self.scheduler.kv.reset_prefix_cache(keep_disk=True)
+        self.executor, self.core = self._engine()
+        self.ends["moved"] += 1
 
     def add(self, request: NewRequest, has_stop_string: bool = False, faults: dict[int, int] | None = None) -> bool:
         """Add a request; returns whether the scheduler took it."""
@@ -279,8 +285,6 @@ class World:
         with pytest.raises(EngineDeadError):
             self.core.step()
         self.ends["died"] += 1
-        for output in self.core._undelivered:  # such as of grammars that could not be compiled
-            self._take(output)
         self.go_on_elsewhere()
 
     def _count(self) -> None:
@@ -289,7 +293,7 @@ class World:
         self.num_out += self.executor.num_out
         self.num_in += self.executor.num_in
         tiers = self.scheduler.stats().tiers
-        self.num_disk_hits += tiers.disk_hits_total if tiers is not None else 0
+        self.num_disk_hits = tiers.disk_hits_total if tiers is not None else 0
         self.num_forks += self.executor.num_forks
         self.num_accepted += self.executor.num_accepted
         self.num_forced += self.executor.num_forced

@@ -99,9 +99,5 @@ class Policy:
         """Why `first` comes before `request`, with numbers."""
         return "those came earlier"
 
-    def state(self) -> Any:
-        """What `restore` needs, as plain data; None where that is nothing."""
-        return None
-
-    def restore(self, state: Any) -> None:
-        """Go on from what another object of the class knew."""
+    def go_on_from(self, last: Any) -> None:
+        """Take over what another object of the class has learnt; it is told again who lives."""

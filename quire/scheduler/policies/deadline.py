@@ -97,13 +97,9 @@ class EarliestDeadline(Policy):
         after_first = due - self._due(first)
         return f"{what} {due - request.arrival_time:.3g} s after its arrival, and {after_first:.3g} s after the first"
 
-    def state(self) -> Any:
-        """The pace; who lives is told again."""
-        return self._pace.state()
-
-    def restore(self, state: Any) -> None:
-        """Go on with this pace."""
-        self._pace.restore(state)
+    def go_on_from(self, last: Any) -> None:
+        """Keep its pace."""
+        self._pace = last._pace
 
     # Targets and forecasts.
 

@@ -76,14 +76,9 @@ class FairShare(Policy):
             return f"its own client's, whose turn it is: its counter stands at {own:.0f}"
         return f"its client's counter stands at {own:.0f}, that of the next in turn at {other:.0f}"
 
-    def state(self) -> Any:
-        """The counters; who lives is told again."""
-        return [self._last_admitted, list(self._counters.items())]
-
-    def restore(self, state: Any) -> None:
-        """Go on with these counters."""
-        self._last_admitted, counters = state
-        self._counters = {client: counter for client, counter in counters}
+    def go_on_from(self, last: Any) -> None:
+        """Keep its counters."""
+        self._counters, self._last_admitted = last._counters, last._last_admitted
 
     def _forget_idle(self) -> None:
         """Drop the clients without requests whose counters are the lowest: they would be lifted the soonest."""

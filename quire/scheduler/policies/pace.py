@@ -41,15 +41,6 @@ class Pace:
         left = seconds - self.seconds(0)
         return left / self._per_token if self._per_token > 0 else float("inf") if left >= 0 else 0.0
 
-    def state(self) -> list[float]:
-        """The sums, for `restore`."""
-        return self._sums
-
-    def restore(self, state: list[float]) -> None:
-        """Go on from another one's sums."""
-        self._sums = state
-        self._is_stale = state[0] > 0
-
     def _fit(self) -> None:
         self._is_stale = False
         w, wx, wy, wxx, wxy = self._sums

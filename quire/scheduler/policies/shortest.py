@@ -38,13 +38,9 @@ class ShortestFirst(Policy):
         """Whatever runs has a token less to do."""
         self._num_steps += 1
 
-    def state(self) -> Any:
-        """The steps there were."""
-        return self._num_steps
-
-    def restore(self, state: Any) -> None:
+    def go_on_from(self, last: Any) -> None:
         """Go on counting."""
-        self._num_steps = state
+        self._num_steps = last._num_steps
 
     def explain(self, request: NewRequest, first: NewRequest) -> str:
         """By what is left to do."""

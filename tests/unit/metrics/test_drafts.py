@@ -16,8 +16,8 @@ def test_a_tree_counts_by_depth() -> None:
 
 
 def test_a_chain_counts_by_place() -> None:
-    counts = DraftCounts(False)
-    assert counts.stats() is None
+    assert DraftCounts(False).stats() is None
+    counts = DraftCounts(True)
     counts.count(3, 1)
     stats = counts.stats()
     assert stats is not None

@@ -1,17 +1,11 @@
 """Several plans in flight, drafts, ranked candidates, plans that are forgotten, a scheduler that goes on elsewhere."""
 
-import msgspec
 import pytest
 
 from quire.config.draft_tree import DraftTree
-from quire.config.scheduler import SchedulerConfig
-from quire.kvcache.manager import KVManager
-from quire.protocol.cache import CacheGroup, CacheLayout
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
 from quire.scheduler.continuation import Branch, Continuation, Ending
-from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.state import SchedulerState
 
 # --- plans in flight
 
@@ -264,26 +258,6 @@ def test_forgotten_plans_are_made_again(driver) -> None:
     assert (plan.removed_sequence_ids, plan.ended_request_ids, plan.forks) == ([], [], [])
     d.update()
     assert set(d.finish().values()) == {"length"}
-
-
-def test_a_state_survives_its_journey(driver) -> None:
-    d = driver()
-    d.add("a", 6, n=2, max_tokens=4)
-    d.add("b", 6, max_tokens=9)
-    d.step()
-    d.step()
-    d.schedule()
-    saved = msgspec.msgpack.encode(d.scheduler.state())
-    layout = CacheLayout(block_size=4, groups=[CacheGroup(layers=[0])], num_blocks=[100], max_model_len=200)
-    fresh = Scheduler(SchedulerConfig(max_model_len=200, max_num_batched_tokens=100), KVManager(layout), Continuation)
-    fresh.restore(msgspec.msgpack.decode(saved, type=SchedulerState))
-    fresh.check_integrity()
-    plan = fresh.schedule(5.0)
-    assert plan is not None
-    assert {new.sequence_id: new.output_token_ids for new in plan.new_sequences} == {0: [7, 7], 1: [7, 7]}
-    assert [s.num_new_tokens for s in plan.scheduled] == [8, 8]
-    assert fresh.stats().waiting_reasons == {"prefix": 1}, "the fork shares what is computed for its root"
-    assert plan.step_id == d.plan.step_id + 1
 
 
 def test_an_id_that_is_used_again_at_once_is_not_forgotten(driver) -> None:

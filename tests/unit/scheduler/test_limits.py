@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from quire.config.scheduler import OPTIONS_OF, PolicyOptions
 from quire.errors import ConfigError, InvalidRequestError
 from quire.scheduler.policies.registry import POLICIES
-from quire.scheduler.state import SchedulerState
 
 
 def test_every_policy_has_an_entry_in_the_configuration() -> None:
@@ -66,20 +64,6 @@ def test_other_options_of_a_policy_keep_what_it_knows(driver) -> None:
     assert [rank("c0"), rank("c1")] == before == [10.0, 0.0]
     d.scheduler.check_integrity()
     d.finish()
-
-
-def test_limits_survive_a_restart_as_far_as_it_allows(driver) -> None:
-    d = driver(max_num_seqs=8, max_num_batched_tokens=50)
-    d.scheduler.set_limits({"max_num_seqs": 6, "max_num_batched_tokens": 20, "policy": "fair"})
-    d.add("a", 4, client="x")
-    d.step()
-    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(d.scheduler.state()), type=SchedulerState)
-    other = driver(max_num_seqs=5, max_num_batched_tokens=50)
-    other.scheduler.restore(saved)
-    limits = other.scheduler.limits
-    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.policy) == (5, 20, "fair")
-    assert other.scheduler._planner.policy.rank("x") == 6.0
-    assert other.scheduler.stats().limits == limits
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [

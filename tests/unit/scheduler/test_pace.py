@@ -36,16 +36,3 @@ def test_neither_part_is_negative() -> None:
     assert steep.seconds(0) == 0.0
     assert 0 < steep.seconds(10) < steep.seconds(80)
     assert falling.seconds(10) == falling.seconds(80) > 0
-
-
-def test_it_goes_on_elsewhere() -> None:
-    pace, other = Pace(), Pace()
-    for num_tokens in (10, 20, 30, 40):
-        pace.observe(num_tokens, 0.1 + num_tokens)
-    other.restore(pace.state())
-    assert other.is_known
-    assert other.seconds(25) == pace.seconds(25)
-    fresh = Pace()
-    fresh.restore(Pace().state())
-    assert not fresh.is_known
-    assert fresh.seconds(5) == 0.0
