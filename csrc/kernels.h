@@ -157,6 +157,7 @@ struct Kernels {
     void (*unpack_row)(const Matrix&, int64_t row, float* out);  // [cols]
     void (*sample)(const SampleArgs&, Context&);
     void (*move_slots)(const MoveArgs&);
+    double (*bare_loop)(const uint8_t* memory, int64_t size, Context&);
 };
 
 extern const Kernels kPortableKernels;

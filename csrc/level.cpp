@@ -1,12 +1,13 @@
 // Compiled once for each level of CPU features, with QUIRE_NS naming its namespace (see CMakeLists.txt).
 #include "cache_moves.h"
 #include "kernels.h"
+#include "limits.h"
 #include "ops.h"
 #include "sampler.h"
 
 namespace quire {
 
-#define QUIRE_KERNELS(name, ns) {name, ns::kOperations.data(), int32_t(ns::kOperations.size()), ns::pack, ns::unpack_row, ns::sample, ns::move_slots}
+#define QUIRE_KERNELS(name, ns) {name, ns::kOperations.data(), int32_t(ns::kOperations.size()), ns::pack, ns::unpack_row, ns::sample, ns::move_slots, ns::bare_loop}
 
 #if defined(__AMX_BF16__)
 const Kernels kAmxKernels = QUIRE_KERNELS("amx", amx);

@@ -56,7 +56,7 @@ void Program::run(const RunArgs& args, Context& context) {
     for (int64_t i = args.first; i < args.last; i++) {
         const auto start = Clock::now();
         run(instructions_[i]);
-        seconds_[instructions_[i].op] += std::chrono::duration<double>(Clock::now() - start).count();
+        seconds_[i] += std::chrono::duration<double>(Clock::now() - start).count();
     }
 }
 
@@ -73,6 +73,12 @@ QUIRE_API void quire_program_reserve(Program* program, int64_t num_rows) {
 QUIRE_API void quire_program_run(Program* program, const RunArgs* args) {
     const Call call(program->num_threads());
     program->run(*args, call.context);
+}
+
+// bare_loop of limits.h.
+QUIRE_API double quire_bare_loop(const Kernels* level, int32_t num_threads, const uint8_t* memory, int64_t size) {
+    const Call call(num_threads);
+    return level->bare_loop(memory, size, call.context);
 }
 
 QUIRE_API const double* quire_program_times(Program* program) { return program->times(); }

@@ -47,7 +47,7 @@ public:
     explicit Program(const ProgramSpec& spec)
         : instructions_(spec.instructions, spec.instructions + spec.num_instructions),
           buffers_(spec.buffers, spec.buffers + spec.num_buffers), own_(spec.num_buffers), kernels_(*spec.kernels),
-          num_threads_(spec.num_threads), seconds_(spec.kernels->num_operations) {}
+          num_threads_(spec.num_threads), seconds_(spec.num_instructions) {}
 
     int num_threads() const { return num_threads_; }
     int64_t num_buffers() const { return int64_t(buffers_.size()); }
@@ -58,7 +58,7 @@ public:
     void reserve(int64_t num_rows);
     void run(const RunArgs& args, Context& context);
 
-    // Seconds spent in each operation since this was first asked for; [number of operations].
+    // Seconds spent in each instruction since this was first asked for.
     const double* times() {
         timed_ = true;
         return seconds_.data();

@@ -14,7 +14,7 @@ from quire.attention.step import AdapterBatch, Step, Taps
 from quire.models.causal_lm import CausalLM
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.library import Target
-from quire.ops.native.program import Caches, Program, StepData
+from quire.ops.native.program import Caches, Program, Spent, StepData
 from quire.ops.native.rounds import Rounds
 from quire.ops.native.structs import TYPE_OF
 
@@ -51,9 +51,9 @@ class CompiledModel:
         """Make room for steps of that many tokens."""
         self._body.reserve(num_tokens)
 
-    def times(self) -> dict[str, float]:
-        """Seconds in each kind of kernel since this was first called; "head" is the output head's product."""
-        return self._body.times() | {"head": sum(self._head.times().values()) if self._head else 0.0}
+    def spent(self) -> tuple[list[Spent], list[Spent]]:
+        """`Program.spent` of the layers, and of the output head."""
+        return self._untapped.spent(), self._head.spent() if self._head else []
 
     def rounds(self, caches: Sequence[Tensor]) -> Rounds | None:
         """Several tokens of rows in one call; None where parts of the model are not kernels."""

@@ -14,7 +14,19 @@ from typing import NoReturn
 
 import quire
 from quire.config.not_yet import not_yet
-from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
+from quire.entrypoints.cli import (
+    bench,
+    bench_step,
+    cache,
+    chat,
+    collect_env,
+    complete,
+    generate,
+    plan,
+    quantize,
+    run_batch,
+    serve,
+)
 from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
@@ -52,6 +64,8 @@ def build_parser() -> Parser:
     _add_leaf(measures, "throughput", throughput_help, bench.add_throughput_flags, bench.run_throughput)
     spec_help = "compare ways of speculative decoding with plain decoding"
     _add_leaf(measures, "spec", spec_help, bench_spec.add_flags, bench_spec.run)
+    step_help = "show where a step's time goes, kernel by kernel, beside this machine's limits"
+    _add_leaf(measures, "step", step_help, bench_step.add_flags, bench_step.run)
     _add_leaf(measures, "serve", "put load on a running server", bench.add_serve_flags, bench.run_serve)
     _add_leaf(commands, "cache", "show or clear the packed weights kept on disk", cache.add_flags, cache.run)
     _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)

@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 16  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 17  # as quire_abi_version() in csrc/api.cpp
 # A checkout's library is its developer's to build: silently slower would fool every measurement.
 _IS_CHECKOUT = (Path(__file__).parents[3] / "csrc").is_dir()
 _REMEDY = "run `make native` in a checkout, else reinstall Quire"
@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_program_reserve": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "quire_program_run": (None, [ctypes.c_void_p, ctypes.c_void_p]),
     "quire_program_times": (ctypes.POINTER(ctypes.c_double), [ctypes.c_void_p]),
+    "quire_bare_loop": (ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),
     "quire_meet": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]),
     "quire_arrive": (None, [ctypes.c_void_p, ctypes.c_int32]),
     "quire_await": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32]),

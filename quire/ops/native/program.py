@@ -9,6 +9,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,6 +127,14 @@ class Plan:
     needs_step: bool
 
 
+class Spent(NamedTuple):
+    """Seconds in an instruction, of which operation, and what that is told beside its operands; None of the host."""
+
+    op: str
+    spec: ctypes.Structure | None
+    seconds: float
+
+
 class Program:
     """A recorded program. Made by `ProgramBuilder.finish`; runs on its target's level and threads.
 
@@ -175,11 +184,15 @@ class Program:
         """Allocate and touch the buffers for that many rows, so that no step has to."""
         self._library.quire_program_reserve(self.handle, num_rows)
 
-    def times(self) -> dict[str, float]:
-        """Seconds spent in each kind of instruction, and in host calls, since this was first called; for profiles."""
-        seconds = self._library.quire_program_times(self.handle)
+    def spent(self) -> list[Spent]:
+        """Of each instruction, and of all host calls, since this was first called; for profiles."""
+        seconds, names = self._library.quire_program_times(self.handle), operation_names()
         self._host_seconds = self._host_seconds or 0.0
-        return {name: seconds[i] for i, name in enumerate(operation_names())} | {"host": self._host_seconds}
+        found = [Spent("host", None, self._host_seconds)]
+        for number, made in enumerate(self._plan.instructions):
+            name = names[made.op]
+            found.append(Spent(name, c_struct(name).from_buffer_copy(bytes(made.spec)), seconds[number]))
+        return found
 
     def run(
         self, tensors: Sequence[Tensor], step: StepData | Sequence[StepData] | None = None, caches: Caches | None = None

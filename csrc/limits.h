@@ -1,0 +1,84 @@
+// What a machine can do at a level: bare loops that read memory, and that multiply values which lie close by.
+//
+// `quire bench step` holds every kernel's time against them, in the same minutes.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
+
+namespace quire::QUIRE_NS {
+
+// Reads a piece of memory once; returns what keeps the compiler from leaving it out.
+inline float read_piece(const uint8_t* from, int64_t bytes) {
+    vf sums[4] = {};
+    const float* p = reinterpret_cast<const float*>(from);
+    for (int64_t i = 0; i + 4 * kLanes <= bytes / 4; i += 4 * kLanes) {
+        __builtin_prefetch(p + i + 1024);
+        for (int j = 0; j < 4; j++) sums[j] += load(p + i + j * kLanes);
+    }
+    return hsum(sums[0] + sums[1] + (sums[2] + sums[3]));
+}
+
+// Multiplies what lies in L1 `rounds` times; adds its operations (a multiplication and an addition are two) to `count`.
+inline float multiply_near(int64_t rounds, double& count) {
+#if defined(__AMX_BF16__)
+    alignas(64) uint8_t tiles[4][1024] = {};
+    alignas(64) float sums[256];
+    const Tiles configured;
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int64_t i = 0; i < rounds; i++) {
+        _tile_loadd(4, tiles[0], 64); _tile_loadd(5, tiles[1], 64); _tile_loadd(6, tiles[2], 64); _tile_loadd(7, tiles[3], 64);
+        _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    }
+    count += 4.0 * 2 * 16 * 16 * 32 * double(rounds);
+    _tile_stored(0, sums, 64);
+    return sums[0];
+#else
+    constexpr int kSums = 12;  // that wait for none of each other
+    alignas(64) static const float values[kSums * 16] = {};
+#if defined(__AVX512BF16__)
+    __m512 sums[kSums] = {};
+    for (int64_t i = 0; i < rounds; i++)
+        for (int j = 0; j < kSums; j++) {
+            asm volatile("" : "+v"(sums[j]));
+            const __m512bh x = (__m512bh)_mm512_load_si512(values + j * 16);
+            sums[j] = _mm512_dpbf16_ps(sums[j], x, x);
+        }
+    count += 4.0 * kSums * 16 * double(rounds);
+    float result = 0;
+    for (const __m512& sum : sums) result += _mm512_reduce_add_ps(sum);
+    return result;
+#else
+    vf sums[kSums] = {};
+    for (int64_t i = 0; i < rounds; i++)
+        for (int j = 0; j < kSums; j++) {
+            const vf x = load(values + (j + (i & 1)) % kSums * kLanes);
+            sums[j] += x * x;
+        }
+    count += 2.0 * kSums * kLanes * double(rounds);
+    float result = 0;
+    for (const vf& sum : sums) result += hsum(sum);
+    return result;
+#endif
+#endif
+}
+
+// Reads `size` bytes of memory on all threads; without memory multiplies so many times, and returns the operations done.
+inline double bare_loop(const uint8_t* memory, int64_t size, Context& context) {
+    constexpr int64_t kPiece = 1 << 20, kRounds = 1 << 14;
+    const int64_t pieces = divide_up(size, memory ? kPiece : kRounds);
+    std::vector<double> counts(context.pool.size());
+    std::vector<float> kept(context.pool.size());
+    context.pool.run(pieces, [&](int64_t piece, int thread) {
+        const int64_t begin = piece * kPiece, bytes = size - begin < kPiece ? size - begin : kPiece;
+        kept[thread] += memory ? read_piece(memory + begin, bytes) : multiply_near(kRounds, counts[thread]);
+    });
+    double count = 0;
+    for (size_t i = 0; i < counts.size(); i++) count += counts[i] + (kept[i] == 1.5f ? 1 : 0);  // nothing is left out
+    return count;
+}
+
+}  // namespace quire::QUIRE_NS

@@ -1,0 +1,275 @@
+"""`quire bench step`: where the time of a step goes, kernel by kernel, beside what this machine reaches in bare loops.
+
+What a kernel must read and multiply at least follows from the model's program and the batch; the machine's limits are
+measured in the same run (csrc/limits.h). A kernel's floor is the longer of the two times that they make; its share of
+the limit is the floor over the time that it took. Weights that lie in a cache may be read faster than memory is.
+"""
+
+import math
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.entrypoints.cli.files import write_figures, write_text
+from quire.entrypoints.cli.flags import add_engine_flags, positive_int
+from quire.entrypoints.cli.session import load, random_prompts
+from quire.entrypoints.cli.svg import axis, document, text
+from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.entrypoints.llm import LLM
+    from quire.models.compiled import CompiledModel
+    from quire.ops.native.program import Spent
+
+_Spents = list["Spent"]
+_READ_BYTES = 1 << 28  # that no cache holds
+_MULTIPLY_ROUNDS = 1 << 22
+_COLOURS = {"memory": "#3a7bd5", "multiplication": "#3aa76d", "neither": "#9a9a9a"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine reaches: bytes it reads a second, and operations of its kernels' fastest product."""
+
+    read: float
+    multiply: float
+
+
+@dataclass
+class Kernel:
+    """Kernels of one kind in a step: what they must read (bytes) and multiply (operations) at least, and their time."""
+
+    name: str
+    calls: float = 0
+    seconds: float = 0
+    num_bytes: float = 0
+    operations: float = 0
+
+    def floor(self, limits: Limits) -> float:
+        """Seconds that a step can't do without."""
+        return max(self.num_bytes / limits.read, self.operations / limits.multiply)
+
+    def bound(self, limits: Limits) -> str:
+        """What the floor is made of."""
+        if not self.num_bytes + self.operations:
+            return "neither"
+        return "memory" if self.num_bytes / limits.read >= self.operations / limits.multiply else "multiplication"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step was asked for, of so many that were timed.
+
+    Attributes:
+        num_outputs: of its tokens, those that logits are computed for.
+        seen: keys that tokens meet, summed over tokens, at most `window` each.
+        read: keys of sequences, summed over sequences, likewise.
+    """
+
+    num_steps: int
+    num_tokens: float
+    num_outputs: float
+    seen: Callable[[float], float]
+    read: Callable[[float], float]
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of `quire bench step`."""
+    for flag, default, what in (
+        ("--batch-size", 8, "sequences"),
+        ("--input-len", 256, "tokens of each prompt"),
+        ("--num-steps", 32, "steps that are timed of those that decode"),
+    ):
+        parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times and floors to this SVG file")
+    parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
+    add_engine_flags(parser, {"enable_prefix_caching": False})
+
+
+def run(namespace: Namespace) -> None:
+    """Measure prompts and decoding, and print a table of each."""
+    llm, _ = load(namespace)
+    model = _native_model(llm)
+    limits = _measure_limits(model)
+    target = model.target
+    print(f"{target.level}, {target.num_threads} threads: ", end="")
+    print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
+    size, length, steps = namespace.batch_size, namespace.input_len, namespace.num_steps
+    prompts = random_prompts(llm, size, length)
+    _steps(llm, model, prompts, 1)  # once untimed
+    phases: dict[str, tuple[float, list[Kernel]]] = {}
+    for phase, num_outputs in (("prompts", 1), ("decoding", steps + 1)):
+        seconds, num_steps, spent = _steps(llm, model, prompts, num_outputs)
+        if phase == "prompts":
+            title = f"prompts: {size} of {length} tokens in {num_steps} steps; of one step"
+            work = Work(num_steps, size * length / num_steps, size / num_steps, *_prompt_keys(size, length, num_steps))
+        else:
+            context = length + (num_steps + 1) / 2
+            title = f"decoding: {size} sequences of {context:g} tokens; of one step"
+            keys = _decoding_keys(size, context)
+            work = Work(num_steps, size, size, keys, keys)
+        kernels = _kernels(llm, spent, work)
+        phases[phase] = seconds / num_steps, kernels
+        _print_table(title, seconds / num_steps, work.num_tokens, kernels, limits)
+    figures = {"limits": asdict(limits)} | {
+        phase: {"seconds": seconds, "kernels": [asdict(kernel) for kernel in kernels]}
+        for phase, (seconds, kernels) in phases.items()
+    }
+    write_figures(namespace.output_json, {"model": llm.model_config.model} | figures)
+    if namespace.plot is not None:
+        write_text(namespace.plot, "--plot", _render(llm.model_config.model, phases, limits))
+
+
+def _native_model(llm: "LLM") -> "CompiledModel":
+    from quire.executor.inprocess import InProcessExecutor
+    from quire.models.compiled import CompiledModel
+
+    executor = llm.llm_engine.executor
+    model = executor.worker.runner.model if isinstance(executor, InProcessExecutor) else None
+    if not isinstance(model, CompiledModel):
+        raise ConfigError(
+            "quire bench step times compiled kernels in this process: leave out other devices, ranks and kernels=torch."
+        )
+    return model
+
+
+def _measure_limits(model: "CompiledModel") -> Limits:
+    import torch
+
+    from quire.ops.native.library import loaded_library, prefault
+
+    target, bare_loop = model.target, loaded_library().quire_bare_loop
+    memory = torch.zeros(_READ_BYTES, dtype=torch.uint8)
+    prefault(memory, target.num_threads)
+    read = multiply = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        bare_loop(target.kernels, target.num_threads, memory.data_ptr(), _READ_BYTES)
+        read = max(read, _READ_BYTES / (time.perf_counter() - start))
+        start = time.perf_counter()
+        operations = bare_loop(target.kernels, target.num_threads, None, _MULTIPLY_ROUNDS)
+        multiply = max(multiply, operations / (time.perf_counter() - start))
+    return Limits(read, multiply)
+
+
+def _steps(
+    llm: "LLM", model: "CompiledModel", prompts: list[Any], num_outputs: int
+) -> tuple[float, int, list[_Spents]]:
+    """Seconds, steps and what instructions took in them, of layers and head: of prompts (one output) or of decoding."""
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
+    names = [f"step-{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, prompt, params)
+    started: set[str] = set()
+    while num_outputs > 1 and len(started) < len(prompts):
+        started |= {output.request_id for output in engine.step()}
+    before, num_steps, is_whole = model.spent(), 0, True
+    start = time.perf_counter()
+    while engine.has_unfinished_requests() and (is_whole or num_outputs == 1):
+        is_whole = not any(output.finished for output in engine.step())
+        num_steps += 1
+    seconds = time.perf_counter() - start
+    pairs = [zip(own, then, strict=True) for own, then in zip(model.spent(), before, strict=True)]
+    engine.abort_request(names)
+    return (
+        seconds,
+        num_steps,
+        [[now._replace(seconds=now.seconds - then.seconds) for now, then in own] for own in pairs],
+    )
+
+
+def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    def seen(window: float) -> float:
+        inside = min(window, length)
+        return size * (inside * (inside + 1) / 2 + (length - inside) * inside) / num_steps
+
+    return seen, lambda window: size * min(window, length) / num_steps  # at least: read once
+
+
+def _decoding_keys(size: int, context: float) -> Callable[[float], float]:
+    return lambda window: size * min(window, context)
+
+
+def _kernels(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
+    """What a step's kernels did, by kinds; of products by weights."""
+    from quire.ops.native.matrix import PackedMatrix
+    from quire.ops.native.structs import Type
+
+    report = llm.llm_engine.executor.report if llm.llm_engine.executor else None
+    key_bytes = 1 if report and report.kv_cache_dtype == "int8" else 4 if llm.model_config.dtype == "float32" else 2
+    found: dict[str, Kernel] = {}
+    for tokens, own in zip((work.num_tokens, work.num_outputs), spent, strict=True):
+        for op, spec, seconds in own:
+            name, num_bytes, operations = op, 0.0, 0.0
+            if op == "linear":
+                assert spec is not None
+                weight, kind = spec.weight, Type(spec.weight.type)
+                name = f"product {weight.rows} x {weight.cols} {kind.name.lower()}"
+                num_bytes = math.prod(PackedMatrix.data_shape(weight.rows, weight.cols, kind))
+                operations = 2.0 * weight.rows * weight.cols * tokens
+            elif op == "attention":
+                assert spec is not None
+                heads, window = spec.heads, spec.window or math.inf
+                num_bytes = work.read(window) * heads.num_kv_heads * heads.head_dim * 2 * key_bytes
+                operations = 4.0 * work.seen(window) * heads.num_heads * heads.head_dim
+            kernel = found.setdefault(name, Kernel(name))
+            kernel.calls += 1
+            kernel.seconds += seconds / work.num_steps
+            kernel.num_bytes += num_bytes
+            kernel.operations += operations
+    return [kernel for name, kernel in found.items() if name != "host" or kernel.seconds]
+
+
+def _print_table(title: str, step: float, tokens: float, kernels: list[Kernel], limits: Limits) -> None:
+    print(f"\n{title}: {step * 1e3:.3f} ms, {tokens / step:,.0f} tokens/s")
+    print(f"{'kernel':30}{'calls':>6}{'ms':>10}{'of step':>9}{'MB':>9}{'GB/s':>8}{'GFLOP':>9}{'GFLOP/s':>9}  limit")
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.seconds):
+        seconds = kernel.seconds or math.inf
+        row = f"{kernel.name:30}{kernel.calls:6.0f}{kernel.seconds * 1e3:10.3f}{kernel.seconds / step:9.1%}"
+        if kernel.num_bytes + kernel.operations:
+            row += f"{kernel.num_bytes / 1e6:9.1f}{kernel.num_bytes / seconds / 1e9:8.1f}"
+            row += f"{kernel.operations / 1e9:9.2f}{kernel.operations / seconds / 1e9:9.0f}"
+            row += f"  {kernel.floor(limits) / seconds:.0%} of {kernel.bound(limits)}"
+        print(row)
+    rest = step - sum(kernel.seconds for kernel in kernels)
+    print(f"{'outside of kernels':30}{'':6}{rest * 1e3:10.3f}{rest / step:9.1%}   scheduling, inputs, sampling, text")
+    floors = {what: sum(k.floor(limits) for k in kernels if k.bound(limits) == what) for what in _COLOURS}
+    floor, most = sum(floors.values()), max(floors, key=floors.__getitem__)
+    share = f"{floors[most] / floor:.0%} of that by {most}"
+    print(f"The floor is {floor * 1e3:.3f} ms, {share}: {floor / step:.0%} of the step.")
+
+
+def _render(model: str, phases: dict[str, tuple[float, list[Kernel]]], limits: Limits) -> str:
+    """Bars of each kernel's time, and in them its floor."""
+    parts: list[str] = []
+    top = 90.0
+    for phase, (step, kernels) in phases.items():
+        rest = Kernel("outside of kernels", seconds=max(0.0, step - sum(kernel.seconds for kernel in kernels)))
+        shown = sorted([*kernels, rest], key=lambda kernel: -kernel.seconds)
+        box = 220.0, top, 560.0, 24.0 * len(shown)
+        most = shown[0].seconds * 1e3
+        parts += axis(box, most, f"{phase}: ms of a step of {step * 1e3:.2f}")
+        parts += _bars(shown, box, most, limits)
+        top += box[3] + 80
+    for place, (name, colour) in enumerate(_COLOURS.items()):
+        shown_name = f"floor by {name}" if name != "neither" else "no floor"
+        parts.append(
+            text(220 + 190 * place, top - 20, shown_name, "start", f'style="fill: {colour}" font-weight="600"')
+        )
+    return document(
+        840, top + 10, f"{model}: a step's kernels, and what this machine's limits leave of them", "", parts
+    )
+
+
+def _bars(kernels: list[Kernel], box: tuple[float, float, float, float], most: float, limits: Limits) -> Iterator[str]:
+    x, y, width, _ = box
+    for row, kernel in enumerate(kernels):
+        colour, place = _COLOURS[kernel.bound(limits)], y + 24 * row
+        for seconds, opacity in ((kernel.seconds, 0.3), (min(kernel.seconds, kernel.floor(limits)), 1)):
+            size = width * seconds * 1e3 / most
+            yield f'<rect x="{x}" y="{place + 4}" width="{size:.1f}" height="16" fill="{colour}" opacity="{opacity}"/>'
+        yield text(x - 8, place + 16, kernel.name, "end")

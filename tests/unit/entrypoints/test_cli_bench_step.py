@@ -1,0 +1,75 @@
+"""`quire bench step`: a small run on the bundled model, what it counts, its picture, wrong usage."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from quire.entrypoints.cli.bench_step import Kernel, Limits
+from quire.entrypoints.cli.main import main
+from quire.ops.native.library import levels
+
+needs_kernels = pytest.mark.skipif(len(levels()) == 1, reason="there are no compiled kernels here")
+SMALL = [
+    "--max-model-len",
+    "256",
+    "--num-kv-blocks",
+    "64",
+    "--batch-size",
+    "3",
+    "--input-len",
+    "40",
+    "--num-steps",
+    "4",
+]
+
+
+@needs_kernels
+def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is counted is what the model's shape and the batch make: 5 layers of width 256 and 4 KV heads of 32."""
+    figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
+    assert main(["bench", "step", "demo", *SMALL, "--output-json", str(figures), "--plot", str(plot)]) == 0
+    found = json.loads(figures.read_text())
+    assert found["limits"]["read"] > 1e8 < found["limits"]["multiply"]
+    prompts, decoding = ({one["name"]: one for one in found[phase]["kernels"]} for phase in ("prompts", "decoding"))
+    assert prompts.keys() == decoding.keys() >= {"attention", "norm", "product 256 x 704 bf16"}
+    down, head = "product 256 x 704 bf16", "product 4096 x 256 bf16"
+    for kernels, tokens in ((prompts, 3 * 40), (decoding, 3)):
+        assert kernels[down]["calls"] == 5
+        assert kernels[down]["num_bytes"] == 5 * 256 * 704 * 2
+        assert kernels[down]["operations"] == 5 * 2 * 256 * 704 * tokens
+        assert kernels[head]["operations"] == 2 * 4096 * 256 * 3  # of the last tokens only
+    heads = prompts["attention"]["operations"] / (4 * 3 * 40 * 41 / 2)
+    assert heads == pytest.approx(
+        decoding["attention"]["operations"] / (4 * 3 * 42.5)
+    )  # 40 tokens, and then 41 to 44 keys
+    step = found["decoding"]["seconds"]
+    assert 0 < sum(one["seconds"] for one in decoding.values()) < step
+    ElementTree.fromstring(plot.read_text())
+    printed = capsys.readouterr().out
+    assert printed.count("The floor is") == 2
+    assert "outside of kernels" in printed
+
+
+@needs_kernels
+def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None:
+    figures = tmp_path / "f.json"
+    chunked = ["--max-num-batched-tokens", "32", "--output-json", str(figures)]
+    assert main(["bench", "step", "demo", *SMALL, *chunked]) == 0
+    kernels = {one["name"]: one for one in json.loads(figures.read_text())["prompts"]["kernels"]}
+    assert kernels["product 256 x 704 bf16"]["operations"] == pytest.approx(5 * 2 * 256 * 704 * 120 / 4)
+
+
+def test_a_floor_is_the_longer_time() -> None:
+    limits = Limits(read=10.0, multiply=100.0)
+    kernel = Kernel("a", 1, 4.0, num_bytes=20.0, operations=100.0)
+    assert (kernel.floor(limits), kernel.bound(limits)) == (2.0, "memory")
+    kernel.operations = 300.0
+    assert (kernel.floor(limits), kernel.bound(limits)) == (3.0, "multiplication")
+    assert Kernel("b", 1, 4.0).bound(limits) == "neither"
+
+
+def test_plain_torch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "demo", *SMALL, "--kernels", "torch"]) != 0
+    assert "times compiled kernels" in capsys.readouterr().err
