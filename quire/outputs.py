@@ -32,17 +32,7 @@ class RequestMetrics:
     @property
     def time_in_queue(self) -> float | None:
         """Seconds from arrival to the first step that computed any of the request."""
-        return _elapsed(self.arrival_time, self.first_scheduled_time)
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first output token."""
-        return _elapsed(self.arrival_time, self.first_token_time)
-
-    @property
-    def latency(self) -> float | None:
-        """Seconds from arrival to the end."""
-        return _elapsed(self.arrival_time, self.finished_time)
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(slots=True, repr=False)
@@ -102,10 +92,6 @@ class BeamSearchOutput:
     """What a beam search found for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
-
-
-def _elapsed(start: float, end: float | None) -> float | None:
-    return None if end is None else end - start
 
 
 def _short_repr(output: CompletionOutput | RequestOutput) -> str:

@@ -15,19 +15,11 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import msgspec
 
 from quire.errors import InvalidRequestError, broken
-from quire.structured_outputs import CONSTRAINTS, GuidedDecodingParams, StructuredOutputsParams
-from quire.utils.keywords import NamesUnknownKeywords, UnknownParameterError
+from quire.structured_outputs import CONSTRAINTS
+from quire.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
+from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from quire.utils.keywords import NamesUnknownKeywords
 from quire.utils.values import items, number, plain, strings, token_ids
-
-__all__ = [
-    "BeamSearchParams",
-    "GuidedDecodingParams",
-    "RequestOutputKind",
-    "SamplingParams",
-    "SamplingType",
-    "StructuredOutputsParams",
-    "UnknownParameterError",
-]
 
 GREEDY_TEMPERATURE = 1e-5  # below this a request is greedy
 MIN_TEMPERATURE = 1e-2  # the lowest that tokens are drawn at: below it, a request is as good as greedy

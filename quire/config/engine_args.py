@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
 MAX_LORA_RANK = 256
+_OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options
 
 
 @dataclass(frozen=True)
@@ -211,16 +212,7 @@ class EngineArgs:
             ConfigError: options contradict each other or the model.
             ModelLoadError: the model's files are missing or broken.
         """
-        model = ModelConfig.from_pretrained(
-            self.model,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            revision=self.revision,
-            seed=self.seed,
-            hf_overrides=self.hf_overrides,
-            load_format=self.load_format,
-            download_dir=self.download_dir,
-        )
+        model = ModelConfig.from_pretrained(self.model, **{name: getattr(self, name) for name in _OF_MODEL})
         quantization = check_method(self.quantization, model.hf_config, model.model)
         budget = self.max_num_batched_tokens
         if budget is None:

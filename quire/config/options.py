@@ -23,12 +23,7 @@ UNLIMITED = 2.0**62  # a number beyond it is no number that an option means; inf
 
 
 def option(
-    default: Any,
-    least: float = -UNLIMITED,
-    most: float = UNLIMITED,
-    *,
-    secret: bool = False,
-    **facts: Any,
+    default: Any, least: float = -UNLIMITED, most: float = UNLIMITED, *, secret: bool = False, **facts: Any
 ) -> Any:
     """A field of a dataclass of options; the docstring below it is its documentation, and its flag's text.
 

@@ -170,9 +170,7 @@ class AsyncLLM:
         try:
             arrival = time.monotonic() if arrival_time is None else arrival_time
             adapter = await self._inputs.find_adapter(one_adapter(lora_request, prompt_adapter_request))
-            terms = Terms(
-                priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
-            )
+            terms = Terms(priority, client, ttft_target, tpot_target, adapter)
             if not isinstance(prompt, PreparedPrompt):
                 prompt, sampling_params = await self.prepare(prompt, params), None
             given = self._inputs.processor.process(external, prompt, sampling_params, arrival, terms)

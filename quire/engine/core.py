@@ -164,8 +164,7 @@ class EngineCore:
                 self._undelivered += self.scheduler.guidance.wake(_IDLE_WAIT)
             elif self.places.awaiting:
                 self._place_adapters(_IDLE_WAIT)
-            if self._publisher is not None:
-                self._publish()
+            self._publish()
             if self.debug:
                 self.check_integrity()
         # Here no interrupt can come between the two: Python looks for them at calls and loops.

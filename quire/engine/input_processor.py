@@ -7,7 +7,7 @@ Every request comes through here, once: `prepare` proves that a prompt can be co
 import copy
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,18 +29,13 @@ class ProcessedInput:
     """A request ready for the core, and what only its outputs need."""
 
     request: NewRequest
+    task: SamplingTask  # the request's
     prompt: str | None  # its text, where there is one
     params: SamplingParams  # the user's; the request's own may ask for logprobs besides, to rank sequences by
 
-    @property
-    def task(self) -> SamplingTask:
-        """What the request asks for."""
-        assert isinstance(self.request.task, SamplingTask), "the input processor makes no other requests"
-        return self.request.task
-
     def renamed(self, request_id: str) -> "ProcessedInput":
         """The same under another id; its random numbers stay those of the id it was made with."""
-        return ProcessedInput(msgspec.structs.replace(self.request, request_id=request_id), self.prompt, self.params)
+        return replace(self, request=msgspec.structs.replace(self.request, request_id=request_id))
 
 
 class InputProcessor:
@@ -133,23 +128,24 @@ class InputProcessor:
         if ranked and params.logprobs is None:
             drawn = copy.copy(params)
             drawn.logprobs = 0
+        task = SamplingTask(
+            params=drawn,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=stop_token_ids,
+            eos_token_id=eos_token_ids[0] if ends and eos_token_ids else None,
+            seed=self._seed(request_id) if params.seed is None else params.seed,
+            bad_words_token_ids=self._bad_words(params.bad_words),
+            has_grammar=params.structured_outputs is not None,
+        )
         request = NewRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            task=SamplingTask(
-                params=drawn,
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                stop_token_ids=stop_token_ids,
-                eos_token_id=eos_token_ids[0] if ends and eos_token_ids else None,
-                seed=self._seed(request_id) if params.seed is None else params.seed,
-                bad_words_token_ids=self._bad_words(params.bad_words),
-                has_grammar=params.structured_outputs is not None,
-            ),
+            task=task,
             arrival_time=arrival_time,
             cache_salt=prompt.cache_salt,
             **msgspec.structs.asdict(terms),
         )
-        return ProcessedInput(request, prompt.text, params)
+        return ProcessedInput(request, task, prompt.text, params)
 
     def _check_speculation(self, params: SamplingParams) -> None:
         speculative = self._config.speculative

@@ -18,10 +18,10 @@ from quire.engine.tokenizer import config_tokenizer
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PreparedPrompt, PromptType
-from quire.lora.request import AdapterRequest, LoRARequest, PromptAdapterRequest
+from quire.lora.request import LoRARequest, PromptAdapterRequest
 from quire.models.registry import check_architecture
 from quire.outputs import RequestOutput
-from quire.protocol.requests import AdapterRef, Terms
+from quire.protocol.requests import Terms
 from quire.protocol.stats import EngineStats, Limits
 from quire.protocol.step import SequenceOutput
 from quire.sampling_params import SamplingParams
@@ -36,7 +36,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, core: Core, tokenizer: Tokenizer | None) -> None:
         self.config, self.core, self.tokenizer = config, core, tokenizer
         self.executor = core.executor if isinstance(core, EngineCore) else None
-        self._inputs = InputProcessor(config, tokenizer, isinstance(core, EngineCore))
+        self._inputs = inputs = InputProcessor(config, tokenizer, isinstance(core, EngineCore))
+        self.prepare, self.find_adapter = inputs.prepare, inputs.adapters.find
         self._outputs = OutputProcessor(tokenizer, config.args)
         self._undelivered: list[RequestOutput] = []  # of a step that ended in an interrupt
         self._pending: list[SequenceOutput] = []  # final outputs of aborted requests, for the next step to hand out
@@ -93,20 +94,8 @@ class LLMEngine:
             OverloadedError: its targets can't be met now.
         """
         adapter = self.find_adapter(lora_request, prompt_adapter_request)
-        terms = Terms(
-            priority=priority, client=client, ttft_target=ttft_target, tpot_target=tpot_target, adapter=adapter
-        )
+        terms = Terms(priority, client, ttft_target, tpot_target, adapter)
         self.submit(self.process_input(request_id, prompt, params, arrival_time, terms))
-
-    def prepare(self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True) -> PreparedPrompt:
-        """Check and encode a prompt: see `InputProcessor.prepare`."""
-        return self._inputs.prepare(prompt, params, add_special_tokens)
-
-    def find_adapter(
-        self, request: AdapterRequest | None, prompt_adapter: PromptAdapterRequest | None = None
-    ) -> AdapterRef | None:
-        """The adapter that a request names: see `AdapterBook.find`."""
-        return self._inputs.adapters.find(request, prompt_adapter)
 
     def process_input(
         self,

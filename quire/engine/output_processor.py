@@ -21,6 +21,8 @@ from quire.utils.logs import quoted
 logger = logging.getLogger("quire")
 
 LogprobDict = dict[int, Logprob]
+# Parameters that a detokenizer keeps to.
+_OF_TEXT = ("stop", "include_stop_str_in_output", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 class ProcessedOutputs(NamedTuple):
@@ -81,15 +83,8 @@ class _RequestRecord:
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
-        return IncrementalDetokenizer(
-            self.tokenizer,
-            self.prompt_token_ids,
-            stop=self.params.stop,
-            include_stop_str_in_output=self.params.include_stop_str_in_output,
-            min_tokens=self.params.min_tokens,
-            skip_special_tokens=self.params.skip_special_tokens,
-            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
-        )
+        options = {name: getattr(self.params, name) for name in _OF_TEXT}
+        return IncrementalDetokenizer(self.tokenizer, self.prompt_token_ids, **options)
 
     @property
     def finished(self) -> bool:

@@ -7,7 +7,6 @@ step computed. The manager sees token ids to name prefixes by, and never a tenso
 import sys
 from collections.abc import Sequence
 
-from quire.errors import ConfigError
 from quire.kvcache.copies import BlockCopy, PlannedCopies
 from quire.kvcache.events import KVEventLog
 from quire.kvcache.groups import KVGroup, window_reach
@@ -37,9 +36,6 @@ class KVManager:
         space: the second memory, where there are host blocks; disk: the files below it, where blocks are kept there.
         times: how long contents stay in their blocks; its `now` is to be set once a step.
         settled: blocks that were watched, and were computed or given up since; whoever watches takes them out.
-
-    Raises:
-        ConfigError: a number of the layout is not positive.
     """
 
     def __init__(
@@ -50,9 +46,6 @@ class KVManager:
         stored: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
         """`stored`: the names of blocks on the disk, by group; None without such a tier, which needs host blocks."""
-        for number in (layout.block_size, *layout.num_blocks):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigError(f"block_size and num_blocks must be integers, at least 1, got {number!r}.")
         size = self.block_size = layout.block_size
         self.num_blocks = list(layout.num_blocks)
         self.windows = [group.window for group in layout.groups]

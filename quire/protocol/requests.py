@@ -67,7 +67,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
         return "prompt_adapter_request" if self.num_virtual else "lora_request"
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class Terms(msgspec.Struct, frozen=True):
     """On what terms a request is served; each field is one of `NewRequest`."""
 
     priority: int = 0

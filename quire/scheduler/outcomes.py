@@ -44,12 +44,12 @@ class Outcomes:
         drafts_forced: tokens that a grammar forces are drafts.
     """
 
-    def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig, drafts: DraftCounts) -> None:
+    def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.live: dict[int, Sequence] = {}
         self.num_guided = 0
         self._orders, self._sequence_ids = count(), count()
-        self.drafts = drafts
+        self.drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
         self._planner, self._kv = planner, kv
         self._max_model_len = config.max_model_len
         self.drafts_forced = config.drafts_forced
@@ -335,8 +335,7 @@ class Outcomes:
         sequence.proposes = num_drafts > 0
         if sequence.num_in_flight:
             return
-        sequence.num_expected = sequence.num_tokens
-        sequence.num_scheduled = sequence.num_computed_tokens
+        sequence.settle()
         if sequence.status is _RUNNING:
             sequence.num_drafts = num_drafts
         elif sequence.status is _PREPARING:

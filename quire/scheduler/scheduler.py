@@ -15,7 +15,6 @@ from msgspec import structs
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
-from quire.metrics.drafts import DraftCounts
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.stats import EngineStats, Limits
@@ -61,8 +60,7 @@ class Scheduler:
         self.kv = kv_manager
         self._make_continuation = make_continuation
         self._planner = Planner(config, kv_manager)
-        drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
-        self._outcomes = Outcomes(self._planner, kv_manager, config, drafts)
+        self._outcomes = Outcomes(self._planner, kv_manager, config)
         self.guidance = Guidance(grammars, self._planner, self._outcomes)
         self._step_id = 0
         # Step ids, when they were planned, and for which sequences.

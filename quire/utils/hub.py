@@ -13,15 +13,8 @@ from quire.config.gguf import gguf_of_hub, local_gguf
 from quire.errors import ModelLoadError
 from quire.utils.suggest import nearest
 
-CONFIG_PATTERNS = (
-    "*.json",
-    "*.jinja",
-    "tokenizer.model",
-    "tokenizer.model.v*",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-)
+CONFIG_PATTERNS = ("*.json", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt")
+CONFIG_PATTERNS += ("tokenizer.model", "tokenizer.model.v*")
 WEIGHT_PATTERNS = ("*.safetensors",)
 HEAD_PATTERNS = ("config.json", "*.safetensors", "*.pt", "*.bin")  # heads that draft are mostly published as pickles
 

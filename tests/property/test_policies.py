@@ -223,7 +223,7 @@ def test_a_clients_counter_survives_other_options_and_what_was_idle_longest_is_f
     for i in range(3):
         add(core, str(i), [i] * 8, client=f"c{i % 2}")
     core.step()
-    fair = executor.scheduler._planner.policy
+    fair: Any = executor.scheduler._planner.policy
     other = POLICIES["fair"](PolicyOptions())
     other.go_on_from(fair)
     assert [other.rank(f"c{i}") for i in range(2)] == [fair.rank(f"c{i}") for i in range(2)] != [0.0, 0.0]

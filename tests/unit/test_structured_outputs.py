@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import UnknownParameterError
 from quire.structured_outputs import MAX_GRAMMAR_BYTES, GuidedDecodingParams, StructuredOutputsParams
 from quire.text.grammars.compose import after, format_of
+from quire.utils.keywords import UnknownParameterError
 
 GIVEN: dict[str, Any] = {
     "json": {"type": "object"},

@@ -73,12 +73,7 @@ def terms_of(body: GenerationRequest, llm: AsyncLLM) -> Terms:
     Raises:
         InvalidRequestError: terms that the engine's scheduling policy does not know.
     """
-    terms = Terms(
-        priority=body.priority or 0,
-        client=_client_name(body.user),
-        ttft_target=body.ttft_target,
-        tpot_target=body.tpot_target,
-    )
+    terms = Terms(body.priority or 0, _client_name(body.user), body.ttft_target, body.tpot_target)
     check_terms(terms, llm.limits.policy)
     return terms
 

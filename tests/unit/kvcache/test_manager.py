@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from quire.errors import ConfigError
 from quire.kvcache.manager import KVManager
 from quire.kvcache.table import NO_MATCH, NOTHING_APPENDED, BlockTable
 from quire.protocol.cache import CacheGroup, CacheLayout
@@ -270,9 +269,3 @@ def test_check_integrity_sees_a_block_given_to_two_and_a_wrong_hash() -> None:
     one.prompt_token_ids[0] = 7
     with pytest.raises(AssertionError, match="wrong hash"):
         kv.check_integrity()
-
-
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0), (True, 16), (4, 1.5)])
-def test_config_is_checked(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ConfigError, match=r"num_blocks|block_size"):
-        KVManager(layout(num_blocks, block_size))
