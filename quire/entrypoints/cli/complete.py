@@ -7,10 +7,10 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 
-from quire.entrypoints.cli.chat import lines, refusals_shown, show
 from quire.entrypoints.cli.files import read_text
 from quire.entrypoints.cli.flags import add_typed_flag
 from quire.entrypoints.cli.session import add_sampling_flags, add_server_flags, sampling_given
+from quire.entrypoints.cli.terminal import Keyboard, refusals_shown, show
 from quire.errors import ConfigError
 
 _DEFAULT_MAX_TOKENS = 128
@@ -37,7 +37,7 @@ def run(namespace: Namespace) -> None:
     prompts: Iterable[str]
     if interactive:
         print(f"Writing with {server.model}. A line is a prompt; Ctrl-C stops its text, Ctrl-D leaves.")
-        prompts = lines(interactive, "Ctrl-D leaves.")
+        prompts = Keyboard(interactive, "Ctrl-D leaves.")
     else:
         prompts = [read_text("-").removesuffix("\n") if namespace.quick is None else namespace.quick]
         if not prompts[0]:

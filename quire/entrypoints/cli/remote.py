@@ -7,7 +7,7 @@ of its own.
 import os
 from argparse import Namespace
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from quire.entrypoints.cli.load.events import EventReader, error_words
+from quire.entrypoints.cli.load.events import Event, EventReader, error_words
 from quire.errors import ConfigError, InvalidRequestError, QuireError
 
 CONNECT_SECONDS = 30.0
@@ -90,7 +90,13 @@ class Server:
             return response.read()
 
     def texts(self, path: str, body: dict[str, Any]) -> Generator[str, None, None]:
-        """Post `body` and yield the answer's text as it comes; closing the iterator before its end aborts the request.
+        """The text of `events`, as it comes."""
+        with closing(self.events(path, body)) as events:
+            for event in events:
+                yield from (choice.piece for choice in event.choices or () if choice.piece)
+
+    def events(self, path: str, body: dict[str, Any]) -> Generator[Event, None, None]:
+        """Post `body` and yield the answer's events; closing the iterator before its end aborts the request.
 
         Raises:
             InvalidRequestError: the server refuses the request.
@@ -101,8 +107,7 @@ class Server:
         try:
             with self._answer("POST", self.address.path + path, content) as response:
                 while data := response.read1():
-                    for event in reader.feed(data):
-                        yield from (choice.piece for choice in event.choices or () if choice.piece)
+                    yield from reader.feed(data)
         except RemoteError:
             if not reader.ended and reader.failure is None:  # else the connection broke after the last word
                 raise

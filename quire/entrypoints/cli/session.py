@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.entrypoints.cli.flags import add_typed_flag, engine_args_from
+from quire.errors import InvalidRequestError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.utils.suggest import nearest
 
 if TYPE_CHECKING:
     from quire.entrypoints.llm import LLM
@@ -85,6 +87,29 @@ def sampling_given(namespace: Namespace) -> dict[str, Any]:
     given.pop("seed", None)  # the engine's, which keys requests without a seed
     SamplingParams(**given)
     return given
+
+
+def set_parameter(given: dict[str, Any], name: str, text: str) -> None:
+    """Read the value of a sampling parameter into `given`; an empty text takes it out.
+
+    Raises:
+        InvalidRequestError: there is no such parameter, or the value is none of its.
+    """
+    hints = typing.get_type_hints(SamplingParams)
+    name = name.lstrip("-").replace("-", "_")
+    if name not in (known := [*_SAMPLING_HELP, "seed", "stop"]):
+        close = nearest(name, known)
+        raise InvalidRequestError(f"there is no {name!r}. {f'Did you mean {close}?' if close else ', '.join(known)}")
+    changed = {key: value for key, value in given.items() if key != name}
+    if text:
+        try:
+            value = [text] if name == "stop" else msgspec.convert(text, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{name} can't be {text!r}: {error}.") from None
+        changed[name] = value
+    SamplingParams(**changed)
+    given.clear()
+    given.update(changed)
 
 
 def sampling_params(llm: "LLM", given: dict[str, Any], max_tokens: int | None) -> SamplingParams:

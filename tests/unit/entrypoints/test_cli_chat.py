@@ -25,10 +25,12 @@ def test_chat_remembers_resets_and_takes_instructions(
         "user:hi",
         "user:hi|assistant:Once more é.|user:and?",
         "user:new",
-        "system:Be brief.|user:again",
+        "system:Be brief.|user:new|assistant:Once more é.|user:again",
         "system:Be brief.|user:last",
     ]
-    assert capsys.readouterr().out.splitlines()[:5] == ["Once more é."] * 5
+    out = capsys.readouterr().out.splitlines()
+    assert out.count("Once more é.") == 5
+    assert out[-1] == "There is no command /nope. /help lists them."
     assert fake_llm.made[0].llm_engine.requests[0][1].max_tokens is None
 
 
@@ -104,12 +106,13 @@ def test_a_server_answers_where_no_model_is_named(
 ) -> None:
     give_input("hi\n/system Be brief.\nagain\n")
     assert main(["chat", "--url", server.url, "--temperature", "0.5", "--seed", "3"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["Once more é."] * 2
+    assert capsys.readouterr().out.splitlines() == ["Once more é.", "Instructions: Be brief.", "Once more é."]
     first, second = server.bodies("/v1/chat/completions")
     assert first == {
-        "model": "first", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 3, "stream": True
+        "model": "first", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 3,
+        "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    assert [m["role"] for m in second["messages"]] == ["system", "user"]
+    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
 
 
 def test_a_server_is_told_the_whole_conversation(server: Any, give_input: Callable[[str], None]) -> None:
