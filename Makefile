@@ -5,6 +5,11 @@ PY := .venv/bin/python
 PIP_INSTALL := QUIRE_NO_NATIVE=1 \
     $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
 
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+WITHOUT_GPU := ! ls /dev/nvidia0 /dev/kfd >/dev/null 2>&1 && [ "$$(uname)" = Linux ]
+# It takes minutes the first time: pip says what it loads, with bars at a terminal.
+PIP_INSTALL_ALOUD := $(subst -qq,,$(PIP_INSTALL))
+
 LIBRARY := quire/ops/native/_kernels.so
 # The machine's own cmake and ninja, or else those that set-up puts into .venv.
 WITH_CMAKE := PATH="$$PATH:$(CURDIR)/.venv/bin"
@@ -104,9 +109,14 @@ clean:
 	@echo "set-up: .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 
+# Without a GPU torch for CPUs will do, which is a fifth as large: PyTorch's own index has it, where that answers. What
+# fails there is left to the second line, as is the rest.
 .venv/runtime.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "set-up: Quire and what it runs on (torch is the large one)"
-	@$(PIP_INSTALL) --editable .
+	@if $(WITHOUT_GPU) && $(PY) tools/index_answers.py $(CPU_INDEX); then \
+	    echo "set-up: torch for CPUs, from $(CPU_INDEX)"; \
+	    $(PIP_INSTALL_ALOUD) --index-url $(CPU_INDEX) torch || true; fi
+	@$(PIP_INSTALL_ALOUD) --editable .
 	@touch $@
 
 .venv/dev.stamp: .venv/runtime.stamp
@@ -119,7 +129,9 @@ clean:
 build/native.stamp: CMakeLists.txt csrc $(wildcard csrc/*) | .venv/bin/python
 	@echo "set-up: native kernels (C++)"
 	@mkdir -p build
-	@$(MAKE) --no-print-directory native >build/native.log 2>&1 || { rm -f $(LIBRARY); \
+	@{ $(MAKE) --no-print-directory native 2>&1 || echo "failed"; } | tee build/native.log | \
+	    sed -un 's/^\(\[[0-9]*\/[0-9]*\]\) Building [A-Z]* object .*\/\([^/]*\)\.o$$/    \1 \2/p'
+	@[ "$$(tail -n 1 build/native.log)" != failed ] || { rm -f $(LIBRARY); \
 	    echo "set-up: the native kernels did not build, Quire is slower without; 'make native' says why"; }
 	@touch $@
 

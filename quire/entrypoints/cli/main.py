@@ -147,6 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, _USAGE_ERRORS) else 1
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # pathlib's words, of a path that begins with ~
+            raise
+        print("error: a path begins with ~, but that user has no home: write the path in full.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -43,10 +43,12 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(namespace: Namespace) -> None:
-    """Answer all requests of the file; if the engine dies meanwhile, the answers so far are in FILE.part."""
+    """Answer all requests of the file; what is interrupted leaves its answers in FILE.part, and goes on from there."""
     args, engine_args = ServerArgs(**options_given(namespace, ServerArgs)), engine_args_from(namespace)
     source, num_requests = _open_input(namespace.input_file)
     with _open_output(namespace.output_file) as sink:
+        done = answered_before(source, sink, f"{namespace.output_file}.part") if namespace.output_file != "-" else []
+        num_requests = None if num_requests is None else num_requests - len(done)
         import asyncio
 
         from quire.entrypoints.server.launch import load, read_chat_template
@@ -59,7 +61,44 @@ def run(namespace: Namespace) -> None:
             num_good, num_bad = asyncio.run(answer_all(batch, source, sink, window, num_requests))
         finally:
             state.shutdown()
+    num_good, num_bad = num_good + sum(done), num_bad + len(done) - sum(done)
     print(f"{num_good} requests answered, {num_bad} refused or failed.", file=sys.stderr)
+
+
+def answered_before(source: BinaryIO, sink: BinaryIO, name: str) -> list[bool]:
+    """Whether each request that an earlier run answered went well; both files stand behind them afterwards.
+
+    Raises:
+        ConfigError: the answers in the file of this name are to other requests.
+    """
+    done: list[bool] = []
+    position = 0
+    for text in sink:
+        try:
+            answer = msgspec.json.decode(text, type=Answer)
+        except msgspec.DecodeError:  # it was being written
+            break
+        line = next((line for line in iter(source.readline, b"") if line.strip()), b"")
+        if not line or answer.custom_id not in (None, _custom_id(line)):
+            raise ConfigError(f"{name} holds answers to other requests: remove it, or name another --output-file.")
+        done.append(_is_good(answer))
+        position += len(text)
+    sink.seek(position)
+    sink.truncate()
+    if done:
+        print(f"going on after the {len(done)} answers in {name}.", file=sys.stderr)
+    return done
+
+
+def _custom_id(line: bytes) -> Any:
+    try:
+        return msgspec.json.decode(line)["custom_id"]
+    except (msgspec.DecodeError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _is_good(answer: "Answer") -> bool:
+    return answer.response is not None and answer.response["status_code"] == 200
 
 
 async def answer_all(
@@ -76,7 +115,7 @@ async def answer_all(
     async def write_first() -> None:
         answer = await tasks[0]
         tasks.popleft()
-        statuses.append(answer.response is not None and answer.response["status_code"] == 200)
+        statuses.append(_is_good(answer))
         try:
             sink.write(msgspec.json.encode(answer) + b"\n")
             sink.flush()
@@ -210,13 +249,14 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
         return
     part = Path(f"{name}.part")
     try:
-        file = part.open("wb")
+        file = part.open("r+b" if part.exists() else "w+b")
     except OSError as error:
         raise ConfigError(f"--output-file {name}: {error.strerror}.") from None
     try:
         with file:
             yield file
     except BaseException:
-        print(f"the answers so far are in {part}.", file=sys.stderr)
+        if part.stat().st_size:
+            print(f"the answers so far are in {part}; the same command goes on from there.", file=sys.stderr)
         raise
     os.replace(part, name)

@@ -54,6 +54,9 @@ _DEAD_SECONDS = 2.0  # for /health to tell that the engine is dead
 _EXIT_SECONDS = 3.0  # for the interpreter to leave by itself, which threads can hold up
 _MAX_FILES = 65536
 _STALL_SECONDS = 0.01
+_KEY = '-H "Authorization: Bearer $QUIRE_API_KEY" '
+_NEXT = """Try 'quire chat --url {url}/v1', a browser, or:
+curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{{"prompt": "Once", "max_tokens": 32}}'"""
 _STALL_WINDOW = 30.0
 
 
@@ -183,7 +186,10 @@ class Server(uvicorn.Server):
         self._watchers = [asyncio.create_task(watcher) for watcher in (self._watch_engine(), *others)]
         assert sockets, "serve() passes the socket"
         sockets[0].listen(_BACKLOG)  # asyncio takes one number for two things
-        logger.info("Quire is ready on %s", describe_address(sockets[0], self._state.args))
+        address, args = describe_address(sockets[0], self._state.args), self._state.args
+        logger.info("Quire is ready on %s", address)
+        if args.uds is None:
+            logger.info(_NEXT.format(url=address.split()[0], key=_KEY if args.api_key else ""))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listener, wait for requests, end what is left with an error, and close the connections."""

@@ -33,7 +33,7 @@ def test_help_lists_what_there_is_and_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom quire.entrypoints.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
-        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'numpy', 'huggingface_hub', 'jinja2'}\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'numpy', 'huggingface_hub', 'jinja2', 'rich'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -53,6 +53,17 @@ def test_every_engine_option_is_a_flag(command: list[str], capsys: pytest.Captur
     for field in dataclasses.fields(EngineArgs):
         assert "--" + field.name.replace("_", "-") in shown
         assert " ".join(documentation(EngineArgs)[field.name].split()[:3]) in shown
+
+
+@pytest.mark.parametrize("arguments", [["plan", "~/model"], ["cache", "--kv-cache-dir", "~/kept"]])
+def test_a_home_that_nobody_has_is_a_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As without HOME and without an entry among the system's users."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err == "error: a path begins with ~, but that user has no home: write the path in full.\n"
 
 
 def test_python_dash_m() -> None:

@@ -14,7 +14,7 @@ import pytest
 from quire.entrypoints.cli import run_batch
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.run_batch import Answer, Batch, answer_all
-from quire.errors import EngineDeadError, InvalidRequestError, QuireError
+from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 
 
 class FakeService:
@@ -169,10 +169,41 @@ def test_the_output_has_its_name_when_it_is_complete(tmp_path: Path, capsys: pyt
     with pytest.raises(KeyboardInterrupt):
         write(b"half", KeyboardInterrupt())
     assert (path.read_text(), (tmp_path / "out.part").read_text()) == ("old", "half")
-    assert f"the answers so far are in {path}.part." in capsys.readouterr().err
+    told = f"the answers so far are in {path}.part; the same command goes on from there.\n"
+    assert capsys.readouterr().err == told
     write(b"whole", None)
     assert path.read_text() == "whole"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def _resume(requests: list[Any], part: bytes) -> tuple[list[bool], bytes, bytes]:
+    """What was answered, the requests that are left, and the answers that are kept."""
+    source, sink = io.BytesIO("\n\n".join(map(json.dumps, requests)).encode()), io.BytesIO(part)
+    done = run_batch.answered_before(source, sink, "out.part")
+    return done, source.read(), sink.getvalue()
+
+
+def _answers(*answers: Answer) -> bytes:
+    return b"".join(msgspec.json.encode(each) + b"\n" for each in answers)
+
+
+def test_a_batch_goes_on_after_the_answers_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [line("a"), {"nonsense": 1}, line("c"), line("d")]
+    kept = _answers(
+        Answer("1", "a", response={"status_code": 200}), Answer("2", error={}), Answer("3", "c", {"status_code": 400})
+    )
+    done, left, answers = _resume(requests, kept + _answers(Answer("4", "d"))[:-9])
+    assert (done, answers) == ([True, False, False], kept)
+    assert json.loads(left)["custom_id"] == "d"
+    assert capsys.readouterr().err == "going on after the 3 answers in out.part.\n"
+    assert _resume(requests, b"")[0] == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ids", [["b"], ["a", "b", "c"]])
+def test_answers_to_other_requests_are_left_alone(ids: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"out.part holds answers to other requests: remove it"):
+        _resume([line("a"), line("b")], _answers(*(Answer(each, each) for each in ids)))
 
 
 @pytest.mark.parametrize(

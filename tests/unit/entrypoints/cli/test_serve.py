@@ -171,6 +171,19 @@ def test_a_signal_ends_it_in_good_order(number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--api-key", "k"]])
+def test_it_says_what_to_try_next(flags: list[str]) -> None:
+    serving = Serving("--port", "0", "--host", "127.0.0.1", *flags)
+    assert serving.process.stderr is not None
+    first, second = (serving.process.stderr.readline() for _ in range(2))
+    assert f"'quire chat --url {serving.url()}/v1'" in first
+    environment = os.environ | {"QUIRE_API_KEY": "k"}
+    done = subprocess.run(second, shell=True, env=environment, capture_output=True, text=True)
+    assert '"finish_reason":"length"' in done.stdout.replace(" ", "")
+    assert serving.end()[0] == 0
+
+
+@pytest.mark.slow
 def test_the_death_of_its_engine_ends_it() -> None:
     serving = Serving("--port", "0", "--host", "127.0.0.1")
     (engine,) = children(serving.process)
