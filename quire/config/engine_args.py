@@ -16,7 +16,7 @@ from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import not_yet
 from quire.config.options import by_other_names, check_options, option, option_of, read_options
-from quire.config.parallel import PARALLEL_OPTIONS, ParallelConfig
+from quire.config.parallel import PARALLEL_OPTIONS, Backend, ParallelConfig, Router
 from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
@@ -124,13 +124,9 @@ class EngineArgs:
     pipeline_parallel_size: int = option_of(ParallelConfig, "pipeline_parallel_size")
     pp_partition: str | None = option_of(ParallelConfig, "pp_partition")
     data_parallel_size: int = option_of(ParallelConfig, "data_parallel_size")
-    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option_of(
-        ParallelConfig, "data_parallel_router"
-    )
+    data_parallel_router: Router = option_of(ParallelConfig, "data_parallel_router")
     enable_expert_parallel: bool = option_of(ParallelConfig, "enable_expert_parallel")
-    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option_of(
-        ParallelConfig, "distributed_executor_backend"
-    )
+    distributed_executor_backend: Backend | None = option_of(ParallelConfig, "distributed_executor_backend")
     ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option_of(ParallelConfig, "ray_placement")
     tp_collective: Literal["gather", "reduce"] = option_of(ParallelConfig, "tp_collective")
     cpu_bind: str = option_of(ParallelConfig, "cpu_bind")

@@ -10,6 +10,9 @@ from typing import Literal
 from quire.config.options import option
 from quire.errors import ConfigError, NotYetSupportedError
 
+Router = Literal["cache_aware", "least_loaded", "round_robin"]
+Backend = Literal["uni", "mp", "ray", "external_launcher"]
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -38,12 +41,12 @@ class ParallelConfig:
     """Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."""
     data_parallel_size: int = option(1, 1, short="-dp")
     """Engines, each with a copy of the model."""
-    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option("cache_aware")
+    data_parallel_router: Router = option("cache_aware")
     """Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; or
     each in turn."""
     enable_expert_parallel: bool = option(False)
     """Each of the tensor_parallel_size ranks has some of the experts, and not a part of each."""
-    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(None)
+    distributed_executor_backend: Backend | None = option(None)
     """Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray' (actors on a cluster), or
     'external_launcher' (this process and others that torchrun started); 'uni' by default for one worker, and 'mp'
     for more."""

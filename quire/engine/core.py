@@ -90,8 +90,10 @@ class EngineCore:
         self._asleep: set[str] = set()  # of _PARTS, what is not there
 
     def call(self, name: CallName, *arguments: Any) -> Any:
-        """Call a method of this object; where there are several engines, of each."""
-        return getattr(self, name)(*arguments)
+        """Call a method of this object, with Ctrl-C held back; where there are several engines, of each."""
+        self._check_alive()
+        with self.interrupts:
+            return getattr(self, name)(*arguments)
 
     def stats(self) -> EngineStats:
         """The counters and gauges at this moment."""
@@ -124,9 +126,7 @@ class EngineCore:
 
     def set_limits(self, changes: dict[str, Any]) -> Limits:
         """Change limits, from the next plan on: see `Scheduler.set_limits`."""
-        self._check_alive()
-        with self.interrupts:
-            return self.scheduler.set_limits(changes)
+        return self.scheduler.set_limits(changes)
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do; on a dead engine it will say so."""
@@ -178,21 +178,17 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""
-        with self.interrupts:
-            done = self.scheduler.kv.reset_prefix_cache()
-            self._publish()
+        done = self.scheduler.kv.reset_prefix_cache()
+        self._publish()
         return done
 
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str | None) -> PinnedPrefix:
         """Keep the blocks of a prompt that was just computed: see `Scheduler.pin_prefix`."""
-        self._check_alive()
-        with self.interrupts:
-            return self.scheduler.pin_prefix(name, token_ids, cache_salt)
+        return self.scheduler.pin_prefix(name, token_ids, cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted; False where there is none of this name."""
-        with self.interrupts:
-            return self.scheduler.kv.pins.remove(name)
+        return self.scheduler.kv.pins.remove(name)
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
@@ -210,10 +206,9 @@ class EngineCore:
             raise InvalidRequestError(f"level must be 1 or 2, got {level}.", "level")
         if self.has_unfinished():
             return False
-        with self.interrupts:
-            self._begin_anew(keep_disk=True)
-            self._asleep = set(_PARTS)
-            self.call_workers("sleep", [level])
+        self._begin_anew(keep_disk=True)
+        self._asleep = set(_PARTS)
+        self.call_workers("sleep", [level])
         return True
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -224,9 +219,8 @@ class EngineCore:
         """
         if not _PARTS.issuperset(tags or ()):
             raise InvalidRequestError(f"tags are 'weights' and 'kv_cache'; got {tags}.", "tags")
-        with self.interrupts:
-            self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
-            self._asleep.difference_update(wanted and [*wanted, "weights"])
+        self.call_workers("wake_up", [wanted := sorted(self._asleep.intersection(tags or _PARTS))])
+        self._asleep.difference_update(wanted and [*wanted, "weights"])
 
     def is_sleeping(self) -> bool:
         """Whether anything is missing."""
@@ -243,10 +237,9 @@ class EngineCore:
         """
         if self.has_unfinished():
             return False
-        with self.interrupts:
-            self._begin_anew(keep_disk=False)
-            self.call_workers("update_weights", [path, sorted(_PARTS - self._asleep)])
-            self._asleep.discard("weights")
+        self._begin_anew(keep_disk=False)
+        self.call_workers("update_weights", [path, sorted(_PARTS - self._asleep)])
+        self._asleep.discard("weights")
         return True
 
     def call_workers(self, method: str, arguments: list[Any]) -> Returned:
@@ -256,7 +249,6 @@ class EngineCore:
             RequestFailedError: there is none of this name, or all refused.
             EngineDeadError: some did, so that workers are no more alike.
         """
-        self._check_alive()
         replies: list[Any] = self.executor.call(Invoke(method, arguments))
         faults = [reply.fault for reply in replies if reply.fault is not None]
         if faults and len(faults) < len(replies):

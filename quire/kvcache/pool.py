@@ -154,8 +154,7 @@ class BlockPool:
         assert states == self._states, "the states of blocks are not what their counts and hashes say"
 
     def _evict(self, block: int, block_hash: bytes) -> None:
-        del self._block_of[block_hash]
-        self._hashes[block] = None
+        self.forget(block)
         self.num_evicted += 1
         if self.on_removed is not None:
             self.on_removed(block_hash)

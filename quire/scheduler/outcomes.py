@@ -38,7 +38,6 @@ class Outcomes:
 
     Attributes:
         groups: live requests by id.
-        live: live sequences by id.
         num_guided: live requests with a grammar.
         drafts: what became of drafts.
         drafts_forced: tokens that a grammar forces are drafts.
@@ -46,7 +45,6 @@ class Outcomes:
 
     def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig) -> None:
         self.groups: dict[str, SequenceGroup] = {}
-        self.live: dict[int, Sequence] = {}
         self.num_guided = 0
         self._orders, self._sequence_ids = count(), count()
         self.drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
@@ -71,7 +69,7 @@ class Outcomes:
         digest = request.adapter.digest if request.adapter else b""
         table = self._kv.open(sequence_id, request.prompt_token_ids, output_token_ids, request.cache_salt, digest)
         sequence = Sequence(sequence_id, group, index, table)
-        self.live[sequence_id] = group.sequences[index] = sequence
+        group.sequences[index] = sequence
         self._planner.waiting.add(sequence)
         return sequence
 
@@ -370,7 +368,6 @@ class Outcomes:
         """Forget a sequence, and its request with the last one."""
         self._planner.drop(sequence)
         group = sequence.group
-        del self.live[sequence.sequence_id]
         del group.sequences[sequence.index]
         if not group.sequences:
             assert not group.unfinished, "sequences of a request were left without a beginning"

@@ -256,8 +256,8 @@ class Scheduler:
         for status, queue in queues.items():
             assert all(s.status is status for s in queue), "a sequence is in the wrong queue"
         queued = {s.sequence_id: s for s in [*running, *waiting, *preparing]}
-        assert queued == self._outcomes.live, "a live sequence is in no queue, or a dead one in one"
-        assert queued == {s.sequence_id: s for group in groups for s in group.sequences.values()}
+        live = {s.sequence_id: s for group in groups for s in group.sequences.values()}
+        assert queued == live, "a live sequence is in no queue, or a dead one in one"
         for sequence in queued.values():
             sequence.check_integrity(kv.block_size, len(self._in_flight))
         swapped = {s.sequence_id for s in [*waiting, *preparing] if s.table.swapped is not None}

@@ -43,11 +43,12 @@ class Watched(SimulatedExecutor):
         self.now = 0.0
 
     def submit(self, plan: StepPlan) -> None:
-        planner, live = self.scheduler._planner, self.scheduler._outcomes.live
+        planner = self.scheduler._planner
+        running = {sequence.sequence_id: sequence for sequence in planner.running}
         self.num_steps += 1
         self.now += FIXED + PER_TOKEN * plan.num_tokens
         for new in plan.new_sequences:
-            check_order(planner, live[new.sequence_id])
+            check_order(planner, running[new.sequence_id])
         reason, budget = planner._reason, self.config.max_num_batched_tokens
         if len(planner.waiting):
             # Whoever is ready waits for something that is really lacking.
@@ -272,7 +273,7 @@ def test_what_starves_a_long_request_is_bounded(seed: int) -> None:
             admitted = executor.now
             break
     assert admitted is not None, "it starves"
-    gone = set(arrivals) - {s.group.request_id for s in executor.scheduler._outcomes.live.values()}
+    gone = set(arrivals) - executor.scheduler._outcomes.groups.keys()
     assert all(arrivals[name] <= 100 / options.ageing_rate for name in gone)
 
 

@@ -252,10 +252,11 @@ class World:
         if not config.enable_chunked_prefill:
             is_new = [s.sequence_id in announced for s in planned]
             assert all(is_new) or max(s.num_new_tokens - s.num_drafts for s in planned) == 1, "prefill and decode"
-        planner, live = self.scheduler._planner, self.scheduler._outcomes.live
+        planner = self.scheduler._planner
+        running = {sequence.sequence_id: sequence for sequence in planner.running}
         # Invariant 6: nobody is served before one that comes first and could be, and the very first always gets on.
         for sequence_id in announced:
-            check_order(planner, live[sequence_id])
+            check_order(planner, running[sequence_id])
         first = next((s for s in planner.running if not s.sits_out), None)
         if config.enable_chunked_prefill and first is not None:
             awaits_result = first.num_in_flight > 0 and first.num_scheduled >= first.num_expected
