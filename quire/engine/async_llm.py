@@ -384,11 +384,10 @@ class AsyncLLM:
         self._stats = news.stats
         metrics, now = self.metrics, news.end  # not when it got here: several steps' news may come at once
         metrics.on_engine_stats(news.stats, time.monotonic())
-        if news.scheduled:
-            self._outputs.note_scheduled(news.scheduled, news.start)
-            self._queued.difference_update(news.scheduled)
-            for request_id in news.scheduled:
-                metrics.on_scheduled(request_id, news.start)
+        self._outputs.note_scheduled(news.scheduled, news.start)
+        self._queued.difference_update(news.scheduled)
+        for request_id in news.scheduled:
+            metrics.on_scheduled(request_id, news.start)
         for item in news.outputs:
             if item.new_token_ids and self._outputs.awaits(item.request_id, item.sequence_index):
                 metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)

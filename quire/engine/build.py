@@ -48,7 +48,6 @@ def cache_request(config: EngineConfig, max_in_flight: int) -> CacheRequest:
         config,
         is_max_model_len_asked=config.args.max_model_len is not None,
         max_in_flight=max_in_flight,
-        memory_share=config.args.gpu_memory_utilization,
         swap_bytes=config.swap_bytes,
     )
 

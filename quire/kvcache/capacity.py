@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from msgspec import structs
-
 from quire.errors import ConfigError
 from quire.kvcache.groups import window_reach
 from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
@@ -33,7 +31,7 @@ class CacheRequest:
         max_in_flight: plans that may be under way at once.
         num_kv_blocks: blocks of the largest group (full attention, or else the widest window), in place of a measure.
         kv_cache_memory: bytes of all blocks, in place of a measure.
-        memory_share: of the available memory, 0 to 1; None for the default.
+        gpu_memory_utilization: share of the available memory, 0 to 1; None for the default.
         swap_bytes: host memory for swapped blocks.
         data_parallel_size: engines that share the available memory.
     """
@@ -46,7 +44,7 @@ class CacheRequest:
     max_in_flight: int = 1
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
-    memory_share: float | None = None
+    gpu_memory_utilization: float | None = None
     swap_bytes: int = 0
     data_parallel_size: int = 1
 
@@ -91,18 +89,21 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
             )
         max_model_len = fits
         sizes = _Sizes(request, report.groups, fits)
-    layout = CacheLayout(
+    by_group = sizes.layout(num_blocks)
+    return CacheLayout(
         block_size=request.block_size,
         groups=report.groups,
-        num_blocks=sizes.layout(num_blocks),
+        num_blocks=by_group,
         max_model_len=max_model_len,
+        num_host_blocks=_host_blocks(by_group, request, report) if request.swap_bytes else [],
+        block_bytes=report.block_bytes,
+        copy_bytes_per_second=report.copy_bytes_per_second,
     )
-    return _with_host_blocks(layout, request, report) if request.swap_bytes else layout
 
 
-def _with_host_blocks(layout: CacheLayout, request: CacheRequest, report: CacheReport) -> CacheLayout:
-    """The layout with host blocks, divided among the groups as the device's are."""
-    device_bytes = num_bytes(layout.num_blocks, report)
+def _host_blocks(num_blocks: list[int], request: CacheRequest, report: CacheReport) -> list[int]:
+    """The numbers of host blocks, divided among the groups as the device's are."""
+    device_bytes = num_bytes(num_blocks, report)
     left = report.host_bytes
     if left is None:
         left = max(0, report.available_bytes - report.activation_bytes - device_bytes)
@@ -111,18 +112,13 @@ def _with_host_blocks(layout: CacheLayout, request: CacheRequest, report: CacheR
             f"swap_space={request.swap_bytes / GIB:g} GiB is larger than the memory that is left beside model and KV "
             f"cache: {left / GIB:.1f} GiB. Lower swap_space, or the KV cache (num_kv_blocks, kv_cache_memory)."
         )
-    num_host_blocks = [count * request.swap_bytes // device_bytes for count in layout.num_blocks]
+    num_host_blocks = [count * request.swap_bytes // device_bytes for count in num_blocks]
     if min(num_host_blocks) < 1:
         raise ConfigError(
             f"swap_space={request.swap_bytes / GIB:g} GiB holds no KV block of {max(report.block_bytes)} bytes; raise "
             "it, or set it to 0."
         )
-    return structs.replace(
-        layout,
-        num_host_blocks=num_host_blocks,
-        block_bytes=report.block_bytes,
-        copy_bytes_per_second=report.copy_bytes_per_second,
-    )
+    return num_host_blocks
 
 
 class _Sizes:
@@ -177,5 +173,5 @@ def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:
 def _budget(request: CacheRequest, report: CacheReport) -> int:
     if request.kv_cache_memory is not None:
         return request.kv_cache_memory
-    share = (request.memory_share or CPU_SHARE) / request.data_parallel_size
+    share = (request.gpu_memory_utilization or CPU_SHARE) / request.data_parallel_size
     return int(report.available_bytes * share) - report.activation_bytes

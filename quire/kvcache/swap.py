@@ -89,13 +89,11 @@ class SwapSpace:
         firsts = [group.first_visible(num_computed_tokens) for group in self._groups]
         names = table.hashes[: min(max(table.num_committed, table.num_found), num_computed_tokens // self._size)]
         names += [None] * (stop - len(names))
-        held = self._hold(
-            [
-                list(zip(block_ids[first:stop], names[first:], strict=True))
-                for block_ids, first in zip(table.block_ids, firsts, strict=True)
-            ]
-        )
-        if held is None:
+        blocks = [
+            list(zip(block_ids[first:stop], names[first:], strict=True))
+            for block_ids, first in zip(table.block_ids, firsts, strict=True)
+        ]
+        if (held := self._hold(blocks)) is None:
             return False
         table.swapped = Swapped(num_computed_tokens, held)
         self.swapped[table.sequence_id] = table

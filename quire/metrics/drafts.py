@@ -25,8 +25,7 @@ class DraftCounts:
         counts.num_accepted_tokens += num_accepted
         per_position = counts.num_accepted_tokens_per_pos
         depth = num_drafts if self._tree is None else self._tree.depths[num_drafts - 1]
-        if depth > len(per_position):
-            per_position += [0] * (depth - len(per_position))
+        per_position += [0] * (depth - len(per_position))
         for place in range(num_accepted):
             per_position[place] += 1
 

@@ -167,5 +167,4 @@ class ServingMetrics:
         if num_tokens > self._tokens_before_step:
             self._step_tokens.observe(num_tokens - self._tokens_before_step)
         self._step_time, self._tokens_before_step = now, num_tokens
-        if now >= self.history.ends_at:
-            self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens), self._stats)
+        self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens), self._stats)

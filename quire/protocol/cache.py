@@ -43,7 +43,7 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: list[int]  # by group
     max_model_len: int  # tokens of the longest sequence
     num_host_blocks: list[int] = []  # by group, for what is swapped out; [] for no host memory
-    block_bytes: list[int] = []  # by group, of one block; known where there are host blocks
+    block_bytes: list[int] = []  # by group, of one block; [] where nobody needs to know
     copy_bytes_per_second: float = 0.0  # as the worker measured it; 0.0: unknown
 
 

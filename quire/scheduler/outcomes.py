@@ -375,7 +375,7 @@ class Outcomes:
             self.num_guided -= group.task.has_grammar
             self._planner.policy.on_ended(group.request)
             if group.announced:
-                self._planner.forget_request(group.request_id)
+                self._planner.ended[group.request_id] = None
 
 
 def _is_decode(sequence: Sequence, item: ScheduledSequence) -> bool:

@@ -39,6 +39,7 @@ class Planner:
         waiting: sequences that hold none and could run if there were room.
         planned: sequences of the last plan, in its order.
         preparing: sequences that could not, by id; they never hold up those that wait.
+        ended: requests for workers to forget with the next plan.
         max_running: most sequences that run at once; more may run still, where it was lowered.
         counts: what became of sequences since the start.
     """
@@ -52,7 +53,7 @@ class Planner:
         # Left free at admission so that what runs can grow a little before anything is preempted again.
         self._num_spare_blocks = kv.num_blocks[0] // 100
         self._removed: list[int] = []  # rows for the worker to drop with the next plan
-        self._ended: dict[str, None] = {}  # requests for it to forget
+        self.ended: dict[str, None] = {}
         self._forks: dict[int, Fork] = {}  # rows for it to copy, by the new sequence
         self._prefixes: dict[bytes, list[Sequence]] = {}  # who awaits a block that another one computes, by its name
         self.num_preparing: dict[str, int] = {}  # by what they await
@@ -81,25 +82,25 @@ class Planner:
             self._unseat(builder)
         if not builder.scheduled:  # moves to the host wait for the next plan
             disk = self._kv.disk
-            has_news = self._removed or self._ended or self._forks or (disk and (disk.saves or disk.under_way))
+            has_news = self._removed or self.ended or self._forks or (disk and (disk.saves or disk.under_way))
             if not (may_be_empty and has_news):
                 return None
         moves = self._kv.end_plan()
         assert builder.scheduled or not (moves.copies or moves.in_), "blocks are copied for nobody"
         for request in builder.new_requests:  # an id that is used again: the new request takes the old one's place
-            self._ended.pop(request.request_id, None)
+            self.ended.pop(request.request_id, None)
         self.planned = builder.sequences
         plan = StepPlan(
             step_id=step_id,
             removed_sequence_ids=self._removed,
-            ended_request_ids=list(self._ended),
+            ended_request_ids=list(self.ended),
             new_requests=builder.new_requests,
             new_sequences=builder.new_sequences,
             forks=list(self._forks.values()),
             moves=moves,
             scheduled=builder.scheduled,
         )
-        self._removed, self._ended, self._forks = [], {}, {}
+        self._removed, self.ended, self._forks = [], {}, {}
         return plan
 
     # What may be changed between steps.
@@ -169,10 +170,6 @@ class Planner:
             self._leave_preparing(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def forget_request(self, request_id: str) -> None:
-        """Workers may forget a request that they know."""
-        self._ended[request_id] = None
-
     def sit_out(self, sequence: Sequence) -> None:
         """A sequence's next token depends on siblings; it keeps its blocks while nobody who can go on needs them."""
         sequence.sits_out = True
@@ -212,7 +209,7 @@ class Planner:
             sequence.group.announced = False
         self._kv.cancel()
         self._kv.settled.clear()
-        self._removed, self._ended, self._forks, self._prefixes = [], {}, {}, {}
+        self._removed, self.ended, self._forks, self._prefixes = [], {}, {}, {}
         self._reason = None
 
     # What may be asked.

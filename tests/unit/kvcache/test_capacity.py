@@ -39,7 +39,7 @@ def test_no_more_blocks_than_all_contexts_can_use() -> None:
 def test_share_of_free_memory_less_activations() -> None:
     measured = report(1000 * BLOCK, 100 * BLOCK)
     assert planned(request(max_num_seqs=1000), measured)[0] == [int(1000 * CPU_SHARE) - 100]
-    assert planned(request(max_num_seqs=1000, memory_share=0.9), measured)[0] == [800]
+    assert planned(request(max_num_seqs=1000, gpu_memory_utilization=0.9), measured)[0] == [800]
 
 
 def test_bytes_and_blocks_override() -> None:
