@@ -243,7 +243,8 @@ struct WithSink {
 
 // The tasks of a step, spans and all, on the pool. A Kernel knows how to compute a range's partial for keys [low, high), to
 // merge a partial into the one before it, and to write out the last:
-//   kernel.compute(range, low, high, partial, thread), kernel.merge(into, from, num_rows), kernel.write(range, partial)
+//   kernel.compute(range, low, high, partial, thread, after), kernel.merge(into, from, num_rows), kernel.write(range, partial)
+// `after` is the range that the thread is likely to compute next, or null.
 template <class Kernel>
 void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel) {
     const AttentionTasks tasks(a, rows_per_task);
@@ -259,20 +260,20 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
         const Sight sight(a, range);
         return std::pair<int64_t, int64_t>{sight.lowest_key(range.begin), sight.position(range.end - 1) + 1};
     };
-    auto span_of = [&](RowRange range, int64_t span, Partial partial, int thread) {
+    auto span_of = [&](RowRange range, int64_t span, Partial partial, int thread, const RowRange* after) {
         auto [low, high] = seen(range);
         const int64_t begin = span * kSpan, end = begin + kSpan;
-        kernel.compute(range, low > begin ? low : begin, high < end ? high : end, partial, thread);
+        kernel.compute(range, low > begin ? low : begin, high < end ? high : end, partial, thread, after);
     };
     if (most_spans == 1 || context.pool.size() == 1 || tasks.count() >= 4 * context.pool.size()) {
         context.pool.run(tasks.count(), [&](int64_t task, int thread) {
             float* memory = context.thread_scratch2[thread].get<float>(2 * state);
             const Partial whole(memory, rows, dim), next(memory + state, rows, dim);
-            const RowRange range = tasks[task];
+            const RowRange range = tasks[task], after = tasks[std::min(task + context.pool.size(), tasks.count() - 1)];
             auto [low, high] = seen(range);
             for (int64_t span = low / kSpan; span * kSpan < high; span++) {
-                const bool first = span == low / kSpan;
-                span_of(range, span, first ? whole : next, thread);
+                const bool first = span == low / kSpan, last = (span + 1) * kSpan >= high;
+                span_of(range, span, first ? whole : next, thread, last ? &after : nullptr);
                 if (!first) kernel.merge(whole, next, range.end - range.begin);
             }
             kernel.write(range, whole, thread);
@@ -289,7 +290,7 @@ void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_ta
             const RowRange range = tasks[first + i / most_spans];
             auto [low, high] = seen(range);
             const int64_t span = i % most_spans;
-            if ((span + 1) * kSpan > low && span * kSpan < high) span_of(range, span, partial(i / most_spans, span), thread);
+            if ((span + 1) * kSpan > low && span * kSpan < high) span_of(range, span, partial(i / most_spans, span), thread, nullptr);
         });
         context.pool.run(count, [&](int64_t task, int thread) {
             const RowRange range = tasks[first + task];
@@ -337,7 +338,7 @@ struct RowKernel {
     const AttentionArgs& a;
     Context& context;
 
-    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange*) const {
         Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         float* keys = context.thread_scratch[thread].get<float>(2 * kChunk * dim + num_rows * dim);

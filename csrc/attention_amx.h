@@ -207,7 +207,7 @@ struct TileKernel {
     const AttentionArgs& a;
     Context& context;
 
-    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange*) const {
         constexpr bool kScaled = sizeof(Cached) == 1;
         const Tiles configured;
         Sight sight(a, range);

@@ -10,6 +10,7 @@ namespace quire::QUIRE_NS {
 
 constexpr int kDotRows = 6;           // rows whose sums of 64 columns stay in registers
 constexpr int64_t kDotTaskRows = 96;  // of a task, which share each gathered chunk
+constexpr int kDirectRows = 4;        // up to so many rows meet keys and values as they lie in memory
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
 struct DotScratch {
@@ -138,17 +139,108 @@ QUIRE_ONE_COPY float weigh_row(const DotScratch& s, int64_t r, uint64_t seen, Sc
     return decay;
 }
 
+// 32 elements as bf16.
+inline __m512i load_32(const bf16* p) { return _mm512_loadu_si512(p); }
+inline __m512i load_32(const int8_t* p) {  // small integers are exact in bf16
+    auto half = [&](int64_t i) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i)))); };
+    return (__m512i)_mm512_cvtne2ps_pbh(half(16), half(0));
+}
+
+// A whole chunk of two blocks of 32 keys where it lies, in the order in which it is read: keys and keys, values and values.
+// While a piece is read its second half is fetched, then the first half of the piece after it.
+template <class Cached>
+struct DirectChunk {
+    const Cached* pieces[5];  // the last: of the chunk after it, or null
+    int64_t dim;
+
+    DirectChunk(const Sight& sight, int64_t chunk) : dim(sight.a.cache_shape.padded_dim()) {
+        for (int i = 0; i < 4; i++) pieces[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i % 2 * 32, i >= 2));
+    }
+    // Lines of the pair of rows `row`, `row` + 1 of piece `i`, of which it has `count` of `size` elements.
+    QUIRE_INLINE void fetch(int i, int64_t row, int64_t count, int64_t size) const {
+        const int64_t half = count / 2 * size;
+        const bool is_own = row * size < half;
+        if (!is_own && !pieces[i + 1]) return;
+        const Cached* from = is_own ? pieces[i] + half + row * size : pieces[i + 1] + (row * size - half);
+        for (int64_t at = 0; at < 2 * size * int64_t(sizeof(Cached)); at += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(from) + at, _MM_HINT_T0);
+    }
+};
+
+// Pairs of two rows' columns in turn: of the lower halves of 128 bits, and of the upper ones.
+struct ColumnPairs {
+    __m512bh low, high;
+
+    template <class Cached>
+    QUIRE_INLINE ColumnPairs(const Cached* even, const Cached* odd) {
+        const __m512i a = load_32(even), b = load_32(odd);
+        low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+};
+
+// Sums by such pairs from and to 32 columns in order.
+QUIRE_INLINE void to_pairs(const float* from, float keep, __m512 (&sums)[2]) {
+    const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(keep)), b = _mm512_mul_ps(_mm512_loadu_ps(from + 16), _mm512_set1_ps(keep));
+    const __m512 c = _mm512_shuffle_f32x4(a, b, 0x88), d = _mm512_shuffle_f32x4(a, b, 0xdd);  // columns 0-3 8-11 16-19 24-27, the others
+    sums[0] = c, sums[1] = d;
+}
+QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(sums[0], first, sums[1]));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(sums[0], second, sums[1]));
+}
+
+// Scores of a block's 32 keys: as dot_pairs has them.
+template <int kRows, class Cached>
+inline void direct_scores(const DirectChunk<Cached>& c, int block, const uint32_t* queries, float* scores) {
+    __m512 acc[kRows][2];
+    for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
+    const Cached* keys = c.pieces[block];
+    for (int64_t d = 0; d < c.dim; d += 2) {
+        c.fetch(block, d, c.dim, 32);
+        const ColumnPairs columns(keys + d * 32, keys + (d + 1) * 32);
+        for (int r = 0; r < kRows; r++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(queries[(r * c.dim + d) / 2]));
+            acc[r][0] = _mm512_dpbf16_ps(acc[r][0], columns.low, pair), acc[r][1] = _mm512_dpbf16_ps(acc[r][1], columns.high, pair);
+        }
+    }
+    for (int r = 0; r < kRows; r++) from_pairs(acc[r], scores + r * kChunk + block * 32);
+}
+
+// out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise.
+template <int kRows, int kParts, class Cached>
+inline void direct_sums(const DirectChunk<Cached>& c, int64_t first, const uint32_t* weights, const float* keep, float* out) {
+    __m512 acc[kRows][kParts][2];
+    for (int r = 0; r < kRows; r++)
+        for (int j = 0; j < kParts; j++) to_pairs(out + r * c.dim + first + j * 32, keep[r], acc[r][j]);
+    for (int block = 0; block < 2; block++) {
+        const Cached* values = c.pieces[2 + block] + first;
+        for (int64_t i = 0; i < 32; i += 2) {
+            if (first == 0) c.fetch(2 + block, i, 32, c.dim);
+            __m512bh pairs[kRows];
+            for (int r = 0; r < kRows; r++) pairs[r] = (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + i / 2]));
+            for (int j = 0; j < kParts; j++) {
+                const ColumnPairs columns(values + i * c.dim + j * 32, values + (i + 1) * c.dim + j * 32);
+                for (int r = 0; r < kRows; r++) {
+                    acc[r][j][0] = _mm512_dpbf16_ps(acc[r][j][0], columns.low, pairs[r]);
+                    acc[r][j][1] = _mm512_dpbf16_ps(acc[r][j][1], columns.high, pairs[r]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < kRows; r++)
+        for (int j = 0; j < kParts; j++) from_pairs(acc[r][j], out + r * c.dim + first + j * 32);
+}
+
 template <class Cached, bool kCapped>
 struct DotKernel {
     const AttentionArgs& a;
     Context& context;
 
-    // Up to kDotRows rows, from `row` of the range on, meet a gathered chunk.
+    // What keys weigh for kRows rows, from `row` of the range on, and what the rows' sums shrink by.
     template <int kRows>
-    void attend(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, ScoreFactors factors, Partial partial) const {
-        const int64_t dim = a.cache_shape.padded_dim();
-        dot_pairs<kRows, 4>(s.queries + row * dim / 2, dim / 2, s.keys, kChunk, dim / 2, nullptr, s.scores, kChunk);
-        float decay[kRows];
+    void weigh(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, ScoreFactors factors, Partial partial, float (&decay)[kRows]) const {
         for (int64_t r = 0; r < kRows; r++) {
             const int64_t at = sight.range.begin + row + r;
             const int64_t first = sight.lowest_key(at) - chunk, last = sight.position(at) - chunk;
@@ -156,6 +248,32 @@ struct DotKernel {
             if (first > 0 && seen) seen = seen >> first << first;
             decay[r] = weigh_row<sizeof(Cached) == 1, kCapped>(s, r, seen, factors, partial.highest[row + r], partial.total[row + r]);
         }
+    }
+
+    // All rows of a range, a few, meet a chunk where it lies.
+    template <int kRows>
+    void attend_direct(const Sight& sight, const DotScratch& s, int64_t chunk, const DirectChunk<Cached>& c, ScoreFactors factors, Partial partial) const {
+        for (int block = 0; block < 2; block++) {
+            direct_scores<kRows>(c, block, s.queries, s.scores);
+            if (sizeof(Cached) > 1) continue;
+            std::memcpy(s.key_scales + block * 32, c.pieces[block] + 32 * c.dim, 32 * sizeof(float));
+            std::memcpy(s.value_scales + block * 32, c.pieces[2 + block] + 32 * c.dim, 32 * sizeof(float));
+        }
+        float decay[kRows];
+        weigh<kRows>(sight, s, 0, chunk, factors, partial, decay);
+        constexpr int kParts = kRows <= 2 ? 4 : 2;
+        int64_t d = 0;
+        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, d, s.weights, decay, partial.weighted);
+        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, decay, partial.weighted);
+    }
+
+    // Up to kDotRows rows, from `row` of the range on, meet a gathered chunk.
+    template <int kRows>
+    void attend(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, ScoreFactors factors, Partial partial) const {
+        const int64_t dim = a.cache_shape.padded_dim();
+        dot_pairs<kRows, 4>(s.queries + row * dim / 2, dim / 2, s.keys, kChunk, dim / 2, nullptr, s.scores, kChunk);
+        float decay[kRows];
+        weigh<kRows>(sight, s, row, chunk, factors, partial, decay);
         float* weighted = partial.weighted + row * dim;
         int64_t d = 0;
         for (; d + 64 <= dim; d += 64)
@@ -163,7 +281,7 @@ struct DotKernel {
         if (d < dim) dot_pairs<kRows, 2>(s.weights, kChunk / 2, s.values + d, dim, kChunk / 2, decay, weighted + d, dim);
     }
 
-    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread) const {
+    QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         const DotScratch s(context.thread_scratch[thread], dim, num_rows);
@@ -175,15 +293,36 @@ struct DotKernel {
             partial.highest[r] = kLowest, partial.total[r] = 0;
         }
         const ScoreFactors factors(a);
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
+        const bool direct = num_rows <= kDirectRows && a.cache_shape.block_size == 32 && !a.step->tail_starts;
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
+            if (direct && chunk >= low && chunk + kChunk <= high) {
+                DirectChunk<Cached> c(sight, chunk);
+                c.pieces[4] = first_piece(sight, chunk + kChunk, high, after);
+                with_rows<kDirectRows>(num_rows, [&](auto n) { attend_direct<n>(sight, s, chunk, c, factors, partial); });
+                continue;
+            }
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
-                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, next_chunk<Cached>(sight, chunk + kChunk, high), s);
+                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, next_of(sight, chunk + kChunk, high, after), s);
                 for (int64_t row = first_row; row < end_row; row += kDotRows) {
                     const int64_t count = end_row - row < kDotRows ? end_row - row : kDotRows;
                     if (sight.lowest_key(range.begin + row) >= chunk + kChunk || sight.position(range.begin + row + count - 1) < chunk) continue;
                     with_rows<kDotRows>(count, [&](auto n) { attend<n>(sight, s, row, chunk, factors, partial); });
                 }
             });
+        }
+    }
+
+    NextChunk next_of(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
+        if (chunk < high || !after) return next_chunk<Cached>(sight, chunk, high);
+        const Sight other(a, *after);
+        return next_chunk<Cached>(other, other.lowest_key(after->begin) / kChunk * kChunk, other.position(after->end - 1) + 1);
+    }
+    // Keys of what is likely to be read after the keys before `chunk`; null where nobody knows.
+    const Cached* first_piece(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
+        if (chunk < high) return reinterpret_cast<const Cached*>(sight.head(chunk, false));
+        if (!after) return nullptr;
+        const Sight other(a, *after);
+        return reinterpret_cast<const Cached*>(other.head(other.lowest_key(after->begin) / kChunk * kChunk, false));
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {
