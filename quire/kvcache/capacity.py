@@ -67,7 +67,9 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
         num_blocks = request.num_kv_blocks
     else:
         budget = _budget(request, report)
-        num_blocks = _most_blocks(sizes, report, budget)
+        # The most of the largest group with which all groups stay within the budget, and are of use.
+        counts = range(1, sizes.of_contexts(sizes.largest, Fraction(request.max_num_seqs)) + 1)
+        num_blocks = bisect_right(counts, budget, key=lambda count: num_bytes(sizes.layout(count), report))
         if num_blocks < 1:
             raise ConfigError(
                 f"no memory for the KV cache: {budget // MIB} MiB are left for it and one block of "
@@ -128,7 +130,6 @@ class _Sizes:
         self._groups = groups
         # The group whose blocks are counted, the others following: full attention, or else the widest window.
         self.largest = max(groups, key=lambda group: (group.window is None, group.window or 0))
-        self.max_num_seqs = request.max_num_seqs
         self._block_size = request.block_size
         self._whole = -(-max_model_len // request.block_size)  # one context, all of it
         self._pending = -(-request.max_num_batched_tokens * request.max_in_flight // request.block_size)
@@ -156,13 +157,6 @@ class _Sizes:
         """Blocks of a context that computes one token after the other."""
         num_tokens = window_reach(window, self._block_size) + 1
         return min(self._whole, -(-num_tokens // self._block_size))
-
-
-def _most_blocks(sizes: _Sizes, report: CacheReport, budget: int) -> int:
-    """The most blocks of the largest group with which all groups stay within the budget, and are of use."""
-    most = sizes.of_contexts(sizes.largest, Fraction(sizes.max_num_seqs))
-    counts = range(1, most + 1)
-    return bisect_right(counts, budget, key=lambda count: num_bytes(sizes.layout(count), report))
 
 
 def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:

@@ -39,7 +39,7 @@ class Guidance:
     def prepare(self) -> None:
         """Do now what would hold up everybody when the first grammar comes."""
         if self._grammars is not None:
-            self._grammars.prepare()
+            self._grammars.compiler.prepare()
 
     def open(self, group: SequenceGroup) -> None:
         """Give a new request its grammar, or set its sequences aside until that is compiled."""

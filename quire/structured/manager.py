@@ -28,21 +28,18 @@ class GrammarManager:
 
     Attributes:
         num_words: 32-bit words of a mask.
+        compiler: of all grammars.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.num_words = -(-vocabulary.size // 32)
-        self._compiler = Compiler(vocabulary)
+        self.compiler = Compiler(vocabulary)
         self._end_ids = vocabulary.eos_token_ids
         self._kept: OrderedDict[bytes, Grammar | str] = OrderedDict()
         self._num_bytes = 0
         self._compiling: set[bytes] = set()
         self._made: queue.SimpleQueue[tuple[bytes, Grammar | str, bool]] = queue.SimpleQueue()
-        self._lanes = Lanes(self._compiler, self._put)
-
-    def prepare(self) -> None:
-        """Read a large vocabulary; what is wrong with it is said when a grammar needs it."""
-        self._compiler.prepare()
+        self._lanes = Lanes(self.compiler, self._put)
 
     def key(self, params: StructuredOutputsParams) -> bytes:
         """What a grammar is kept by."""

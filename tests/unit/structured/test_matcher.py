@@ -98,12 +98,12 @@ def test_a_sequence_that_goes_on_ends_where_nothing_else_is_left(
 def test_a_large_vocabulary_is_read_before_anybody_streams(tokenizer: Tokenizer, size: int, num_read: int) -> None:
     load = Mock(wraps=tokenizer.grammar_table)
     grammars = GrammarManager(Vocabulary(load, size, (EOS,)))
-    grammars.prepare()
+    grammars.compiler.prepare()
     assert load.call_count == num_read
     compiled(grammars, choice=["a"])
     assert load.call_count == 1
     broken = GrammarManager(Vocabulary(Mock(side_effect=RequestFailedError("no tokenizer")), size, (EOS,)))
-    broken.prepare()
+    broken.compiler.prepare()
     broken.compile(b"key", StructuredOutputsParams(choice=["a"]))
     assert wait(broken)[0][1] == "no tokenizer"
 
@@ -145,9 +145,9 @@ def test_a_refusal_is_kept_as_long_as_a_grammar(tokenizer: Tokenizer, monkeypatc
     monkeypatch.setattr(module, "MAX_GRAMMARS", 2)
     grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
     tried: list[StructuredOutputsParams] = []
-    compile = grammars._compiler.compile
+    compile = grammars.compiler.compile
     monkeypatch.setattr(
-        grammars._compiler, "compile", lambda params, pace: tried.append(params) or compile(params, pace)
+        grammars.compiler, "compile", lambda params, pace: tried.append(params) or compile(params, pace)
     )
     bad = StructuredOutputsParams(json={"not": {}})
     refusals: list[Any] = []
@@ -168,7 +168,7 @@ def test_what_may_go_better_the_next_time_is_tried_again(tokenizer: Tokenizer, m
     grammars = GrammarManager(Vocabulary(tokenizer.grammar_table, 4096, (EOS,)))
     for error in (OSError("no memory"), RequestFailedError("no process")):
         with monkeypatch.context() as patch:
-            patch.setattr(grammars._compiler, "compile", Mock(side_effect=error))
+            patch.setattr(grammars.compiler, "compile", Mock(side_effect=error))
             grammars.compile(grammars.key(StructuredOutputsParams(choice=["a"])), StructuredOutputsParams(choice=["a"]))
             assert isinstance(wait(grammars)[0][1], str)
     compiled(grammars, choice=["a"])
