@@ -21,9 +21,9 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
-demo test test-amx test-asan test-clients test-ray test-nightly check: export OMP_WAIT_POLICY := PASSIVE
+demo test test-amx test-arm test-asan test-clients test-ray test-nightly check: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-amx test-asan test-clients test-ray test-nightly check native format bench clean help
+.PHONY: demo test test-amx test-arm test-asan test-clients test-ray test-nightly check native format bench clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make native        build the C++ kernels anew, and show what is wrong with them"
 	@echo "make test-asan     the kernels' tests under GCC's address and undefined-behaviour sanitizers"
 	@echo "make test-amx      the tests of the AMX kernels on a CPU without AMX, by emulated tiles"
+	@echo "make test-arm      the kernels of 64-bit Arm, cross-compiled and emulated, against each other (g++-aarch64-linux-gnu, qemu-user)"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
 	@echo "make test-ray      the tests of workers on a Ray cluster, of two nodes too (installs Ray)"
 	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes an hour"
@@ -82,6 +83,10 @@ test-asan: .venv/dev.stamp build/asan/build.ninja
 test-amx: .venv/dev.stamp build/emulated/build.ninja
 	@$(WITH_CMAKE) cmake --build build/emulated
 	@QUIRE_NATIVE_LIBRARY=$(CURDIR)/build/emulated/_kernels.so $(PY) -m pytest -k amx tests/unit/ops tests/unit/attention
+
+# Also part of make test, where the cross compiler and the emulator are there.
+test-arm: .venv/dev.stamp
+	@$(PY) -m pytest -rs -k arm tests/unit/ops/test_levels.py
 
 test-clients: .venv/dev.stamp $(NATIVE)
 	@$(PY) tests/clients/run.py

@@ -4,6 +4,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(QUIRE_HAVE_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(QUIRE_HAVE_NEON) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace quire {
@@ -24,6 +28,21 @@ bool amx_granted() {
     return false;
 #endif
 }
+#elif defined(QUIRE_HAVE_NEON) && defined(__linux__)
+// By the numbers of the kernel's interface, as older headers lack the names: HWCAP_ASIMDDP, HWCAP2_I8MM and HWCAP2_BF16.
+bool has_dot() { return getauxval(AT_HWCAP) >> 20 & 1; }
+bool has_bf16() { return (getauxval(AT_HWCAP2) >> 13 & 3) == 3; }
+#elif defined(QUIRE_HAVE_NEON) && defined(__APPLE__)
+bool has_feature(const char* name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+bool has_dot() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_bf16() { return has_feature("hw.optional.arm.FEAT_BF16") && has_feature("hw.optional.arm.FEAT_I8MM"); }
+#elif defined(QUIRE_HAVE_NEON)
+bool has_dot() { return false; }
+bool has_bf16() { return false; }
 #endif
 
 }  // namespace
@@ -44,6 +63,9 @@ std::vector<const Kernels*> supported_levels() {
 #endif
     if (avx512) found.push_back(&kAvx512Kernels);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Kernels);
+#elif defined(QUIRE_HAVE_NEON)
+    if (has_dot() && has_bf16()) found.push_back(&kNeonBf16Kernels);
+    if (has_dot()) found.push_back(&kNeonDotKernels);
 #endif
     found.push_back(&kPortableKernels);
     return found;

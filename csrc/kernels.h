@@ -165,5 +165,7 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512Bf16Kernels;
 extern const Kernels kAmxKernels;
+extern const Kernels kNeonDotKernels;
+extern const Kernels kNeonBf16Kernels;
 
 }  // namespace quire

@@ -17,6 +17,10 @@ const Kernels kAvx512Bf16Kernels = QUIRE_KERNELS("avx512_bf16", avx512_bf16);
 const Kernels kAvx512Kernels = QUIRE_KERNELS("avx512", avx512);
 #elif defined(__AVX2__)
 const Kernels kAvx2Kernels = QUIRE_KERNELS("avx2", avx2);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+const Kernels kNeonBf16Kernels = QUIRE_KERNELS("neon_bf16", neon_bf16);
+#elif defined(__ARM_FEATURE_DOTPROD)
+const Kernels kNeonDotKernels = QUIRE_KERNELS("neon_dot", neon_dot);
 #else
 const Kernels kPortableKernels = QUIRE_KERNELS("portable", portable);
 #endif

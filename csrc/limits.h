@@ -51,6 +51,18 @@ inline float multiply_near(int64_t rounds, double& count) {
     float result = 0;
     for (const __m512& sum : sums) result += _mm512_reduce_add_ps(sum);
     return result;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    float32x4_t sums[kSums] = {};
+    const bfloat16x8_t x = vreinterpretq_bf16_f32(vld1q_f32(values));
+    for (int64_t i = 0; i < rounds; i++)
+        for (float32x4_t& sum : sums) {
+            asm volatile("" : "+w"(sum));
+            sum = vbfmmlaq_f32(sum, x, x);
+        }
+    count += 32.0 * kSums * double(rounds);
+    float result = 0;
+    for (const float32x4_t& sum : sums) result += vaddvq_f32(sum);
+    return result;
 #else
     vf sums[kSums] = {};
     for (int64_t i = 0; i < rounds; i++)

@@ -134,8 +134,13 @@ inline void finish_adapted(const LinearArgs& a, Sums s) {
 
 inline void finish(const LinearArgs& a, const Sums& s) { a.inner.values ? finish_adapted(a, s) : finish_sums(a, s); }
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool kManyRegisters = true;  // 32 of them
+#else
+constexpr bool kManyRegisters = false;
+#endif
 constexpr int kTileN = 4;                                                       // weight rows of a register tile
-constexpr int kTileM = kLanes == 16 ? 4 : 2;                                    // rows of x
+constexpr int kTileM = kManyRegisters ? 4 : 2;                                  // rows of x
 constexpr int64_t kVectorRows = 64;                                             // rows of x that share a block's weights
 
 // sums[m][n] for kTileN weight rows and up to kTileM rows of x, over all of k.

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #include "linear.h"
@@ -68,6 +70,44 @@ inline IntRows quantize_rows(const LinearArgs& a, Context& context) {
     return {panels, scales, excess, panel_bytes};
 }
 
+#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kSignedSums = false;
+inline int32x4_t add_products(int32x4_t sum, uint8x16_t w, int8x16_t x) { return vusdotq_s32(sum, w, x); }
+
+// Pairs of features and of rows: 2 x 8 products with 8 x 2 elements, of eight features at a time.
+template <int kRows>
+inline void int_pairs(const uint8_t* weights, int64_t num_quads, const int8_t* x, int32_t* sums) {
+    int32x4_t acc[kRows / 2][4];
+    for (auto& pair : acc)
+        for (int32x4_t& sum : pair) sum = vdupq_n_s32(0);
+    auto zip = [](auto a, auto b, bool upper) {
+        const uint32x4_t first = vreinterpretq_u32_u8(a), second = vreinterpretq_u32_u8(b);
+        return vreinterpretq_u8_u32(upper ? vzip2q_u32(first, second) : vzip1q_u32(first, second));
+    };
+    const uint8_t* rows = reinterpret_cast<const uint8_t*>(x);
+    for (int64_t q = 0; q < num_quads; q += 2, weights += 128, rows += 2 * kIntRows * 4) {
+        uint8x16_t w[4];
+        for (int n = 0; n < 4; n++) w[n] = zip(vld1q_u8(weights + n / 2 * 16), vld1q_u8(weights + 64 + n / 2 * 16), n % 2);
+        for (int m = 0; m < kRows / 2; m++) {
+            const uint8x16_t pair = zip(vld1q_u8(rows + m / 2 * 16), vld1q_u8(rows + kIntRows * 4 + m / 2 * 16), m % 2);
+            for (int n = 0; n < 4; n++) acc[m][n] = vusmmlaq_s32(acc[m][n], w[n], vreinterpretq_s8_u8(pair));
+        }
+    }
+    for (int m = 0; m < kRows / 2; m++)
+        for (int n = 0; n < 4; n++)
+            for (int i = 0; i < 4; i++) sums[(2 * m + i % 2) * 16 + 2 * n + i / 2] = acc[m][n][i];
+}
+#else
+constexpr bool kSignedSums = true;  // what 128 adds is not in them
+inline int32x4_t add_products(int32x4_t sum, uint8x16_t w, int8x16_t x) {
+    return vdotq_s32(sum, vreinterpretq_s8_u8(veorq_u8(w, vdupq_n_u8(128))), x);
+}
+#endif
+#else
+constexpr bool kSignedSums = false;
+#endif
+
 // Sums of kRows rows of a panel and the sixteen features of each of kBlocks blocks, over all columns.
 template <int kRows, int kBlocks>
 inline void int_tile(const uint8_t* const (&weights)[2], int64_t num_quads, const int8_t* x, int32_t (*sums)[kIntRows * 16]) {
@@ -108,6 +148,30 @@ inline void int_tile(const uint8_t* const (&weights)[2], int64_t num_quads, cons
                 std::memcpy(lanes, &acc[i], sizeof lanes);
                 for (int feature = 0; feature < 4; feature++) sums[b][m * 16 + i * 4 + feature] = lanes[2 * feature] + lanes[2 * feature + 1];
             }
+        }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    for (int b = 0; b < kBlocks; b++)
+        for (int first = 0; first < 16; first += 8) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+            if constexpr (kRows > 1) {
+                int_pairs<kRows>(weights[b] + first * 4, num_quads, x, sums[b] + first);
+                continue;
+            }
+#endif
+            int32x4_t acc[kRows][2];
+            for (auto& row : acc) row[0] = row[1] = vdupq_n_s32(0);
+            for (int64_t q = 0; q < num_quads; q++) {
+                const uint8_t* from = weights[b] + q * 64 + first * 4;
+                const uint8x16_t w[2] = {vld1q_u8(from), vld1q_u8(from + 16)};
+                for (int m = 0; m < kRows; m++) {
+                    int32_t four;
+                    std::memcpy(&four, x + q * kIntRows * 4 + m * 4, 4);
+                    const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+                    for (int i = 0; i < 2; i++) acc[m][i] = add_products(acc[m][i], w[i], v);
+                }
+            }
+            for (int m = 0; m < kRows; m++)
+                for (int i = 0; i < 2; i++) vst1q_s32(sums[b] + m * 16 + first + 4 * i, acc[m][i]);
         }
 #else
     for (int b = 0; b < kBlocks; b++) {
@@ -158,7 +222,7 @@ inline void linear_int8(const LinearArgs& a, Context& context) {
                         for (int i = 0; i < 16; i += kLanes) {
                             vi sum;
                             std::memcpy(&sum, sums[b] + m * 16 + i, sizeof sum);
-                            store(scaled[b] + m * 16 + i, __builtin_convertvector(sum - rows.excess[first + m], vf) * rows.scales[first + m]);
+                            store(scaled[b] + m * 16 + i, __builtin_convertvector(sum - (kSignedSums ? 0 : rows.excess[first + m]), vf) * rows.scales[first + m]);
                         }
                 finish(a, {scaled[0], gated ? scaled[1] : nullptr, 16, 16, block * 16, other * 16, first, n});
                 if (both && !gated) finish(a, {scaled[1], nullptr, 16, 16, other * 16, 0, first, n});

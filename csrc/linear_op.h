@@ -8,6 +8,8 @@
 #include "linear_amx.h"
 #elif defined(__AVX512BF16__)
 #include "linear_dot.h"
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "linear_mmla.h"
 #endif
 
 namespace quire::QUIRE_NS {
@@ -31,6 +33,8 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     linear_amx(args, context);
 #elif defined(__AVX512BF16__)
     linear_dot(args, context);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    linear_mmla(args, context);
 #else
     linear(args, context);
 #endif

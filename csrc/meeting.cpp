@@ -48,6 +48,8 @@ bool wait_for(Meeting& meeting, std::atomic<uint32_t>& arrivals, uint32_t turn) 
     for (int spins = 1; !there(); spins++) {
 #if defined(__x86_64__)
         _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
 #endif
         if (spins % 64 || Clock::now() < until) continue;
         meeting.sleepers.fetch_add(1);

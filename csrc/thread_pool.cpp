@@ -17,6 +17,8 @@ constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // `yield` takes no time on most
 #endif
 }
 

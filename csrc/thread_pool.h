@@ -22,6 +22,17 @@ public:
 
 private:
     unsigned before_;
+#elif defined(__aarch64__)
+    FlushDenormals() {
+        asm volatile("mrs %0, fpcr" : "=r"(before_));
+        asm volatile("msr fpcr, %0" : : "r"(before_ | 1 << 24));
+    }
+    ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+private:
+    uint64_t before_;
+#else
+    ~FlushDenormals() {}  // or compilers take it for unused
 #endif
 };
 

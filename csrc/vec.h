@@ -10,6 +10,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -92,6 +94,10 @@ inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 inline void store(bf16* p, vf x) {
 #if defined(__AVX512BF16__)
     __m256bh half = _mm512_cvtneps_pbh((__m512)x);  // takes denormal numbers for 0
+    std::memcpy(p, &half, sizeof half);
+    return;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    const bfloat16x4_t half = vcvt_bf16_f32((float32x4_t)x);
     std::memcpy(p, &half, sizeof half);
     return;
 #else

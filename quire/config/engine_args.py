@@ -60,8 +60,11 @@ class EngineArgs:
     """Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row), or
     'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts). A quantized
     checkpoint's own is recognized; naming it asserts that it is so."""
-    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable", "torch"] = option("auto")
-    """CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, portable, or torch: none of the compiled ones."""
+    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "portable", "torch"] = (
+        option("auto")
+    )
+    """CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, neon_bf16, neon_dot, portable, or torch: none of
+    the compiled ones."""
     weight_cache: bool = option(True)
     """Keep packed weights on disk, so that the next start maps them instead of packing again."""
     weight_cache_size: float = option(64.0, over=0)
