@@ -17,7 +17,7 @@ import quire
 from quire.entrypoints.server import adapters, admin, info, live, pages, response_routes, turn_routes
 from quire.entrypoints.server.errors import ANTHROPIC, error_response
 from quire.entrypoints.server.fleet import Fleet, Leases
-from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, Frame, RequestLimits, route_path
+from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
 from quire.errors import QuireError
@@ -48,6 +48,7 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     # The last one added is the outermost.
     if isinstance(state, Fleet):
         app.add_middleware(Leases, fleet=state)
+    app.add_middleware(BaseURLs, routes=[context.path for context in iter_route_contexts(app.routes) if context.path])
     app.add_middleware(RequestLimits, max_body_bytes=args.max_body_bytes, max_headers=args.h11_max_header_count)
     if args.api_key:
         app.add_middleware(ApiKeys, keys=args.api_key)
@@ -75,7 +76,7 @@ def _is_no_route(error: Exception) -> bool:
 
 
 def _meant_path(request: Request) -> str | None:
-    """The route that a client with a wrong base URL is after: without /v1, with two of them, or with more slashes."""
+    """The route that a client with a base URL is after which `BaseURLs` can't tell, as one with more before it."""
     known = {context.path for context in iter_route_contexts(request.app.routes)}
     parts = [part for part in route_path(request.scope).split("/") if part]
     for start in range(len(parts)):

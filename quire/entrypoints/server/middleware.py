@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import itertools
 import logging
 import time
 import uuid
@@ -103,6 +104,31 @@ def identify(scope: Scope) -> bytes:
     new = uuid.uuid4().hex.encode()
     scope["headers"] = [*(h for h in scope["headers"] if h[0] != b"x-request-id"), (b"x-request-id", new)]
     return new
+
+
+class BaseURLs:
+    """Takes requests of clients whose base URL lacks /v1, has two of them, or slashes too many, for what they mean.
+
+    Args:
+        routes: paths, of which those below /v1 are found without it where no other begins so.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[str]) -> None:
+        self._app = app
+        self._versioned, self._plain = set[str](), set[str]()  # first parts of paths below /v1, and of others
+        for path in routes:
+            parts = path.split("/")[1:]
+            self._versioned.add(parts[1]) if parts[0] == "v1" else self._plain.add(parts[0])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := route_path(scope)).startswith("/"):
+            given = found.strip("/").split("/")
+            own = [*itertools.dropwhile(lambda part: part in ("", "v1"), given)]
+            if own and own[0] in self._versioned | self._plain:
+                is_versioned = own[0] in self._versioned and ("v1" in given or own[0] not in self._plain)
+                path = "/".join(["", "v1", *own] if is_versioned else ["", *own])
+                scope = {**scope, "path": scope.get("root_path", "") + path}
+        await self._app(scope, receive, send)
 
 
 class ApiKeys:

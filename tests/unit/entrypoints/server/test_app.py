@@ -63,7 +63,7 @@ def test_every_body_is_read_by_our_route(client: TestClient) -> None:
 
 
 def test_unknown_routes_and_methods(client: TestClient) -> None:
-    for path in ("/nowhere", "/v1", "/v1/models/", "/health/"):
+    for path in ("/nowhere", "/v1", "/v1/models/no/such/", "/healthy/"):
         answer = client.get(path)
         assert answer.status_code == 404, path
         assert answer.json()["error"]["code"] in ("not_found", "model_not_found")
@@ -87,21 +87,31 @@ def test_head(client: TestClient, async_llm) -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
+        ("/completions", "/v1/completions"),
         ("/chat/completions", "/v1/chat/completions"),
-        ("/models", "/v1/models"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
         ("/v1/completions/", "/v1/completions"),
-        ("//v1/models", "/v1/models"),
-        ("/api/v1/completions", "/v1/completions"),
+        ("//v1/completions", "/v1/completions"),
         ("/v1/tokenize", "/tokenize"),
     ],
 )
-def test_a_base_url_gone_wrong_is_told_the_route(client: TestClient, path: str, meant: str) -> None:
-    answer = client.request("POST", f"http://testserver{path}", json={})
+def test_a_base_url_without_v1_or_with_two_or_more_slashes_is_understood(
+    client: TestClient, path: str, meant: str
+) -> None:
+    right, answer = (client.post(f"http://testserver{each}", json={"prompt": 1.5}) for each in (meant, path))
+    assert right.status_code == 400, "the body is at fault, and the route is there"
+    assert (answer.status_code, answer.json()) == (400, right.json())
+    get = client.get("http://testserver//models/demo/")
+    assert (get.status_code, get.json()["id"]) == (200, "demo")
+
+
+def test_another_wrong_base_url_is_told_the_route(client: TestClient) -> None:
+    answer = client.post("/api/v1/completions", json={})
     assert answer.status_code == 404
     assert (
         answer.json()["error"]["message"]
-        == f"there is no such route; did you mean {meant}? /docs lists those there are."
+        == "there is no such route; did you mean /v1/completions? /docs lists those there are."
     )
     assert "did you mean" not in client.post("/nowhere/at/all").text
 
