@@ -78,6 +78,30 @@ struct Packed {
     Matrix matrix{};
 };
 
+// Two adapters for a product of `features` outputs: row r has the first, the second or none.
+struct Adapters {
+    static constexpr int64_t kRank = 5;
+    Array a, b;
+    std::vector<int32_t> slots;
+    LoraPart parts[2];
+    LoraRows rows{};
+    LoraLayer layer{&rows, parts, 1, kRank};
+
+    Adapters(Type type, int64_t features, int64_t cols, int64_t num_rows)
+        : a(numbers(2 * kRank * cols, 51), type), b(numbers(2 * kRank * round_up(features, 16), 52), type), slots(num_rows) {
+        const int64_t blocks = divide_up(features, 16);
+        for (int64_t i = 0; i < 2; i++) {
+            const int64_t at = i * kRank * type_bytes(type);
+            parts[i] = {a.bytes.data() + at * cols, b.bytes.data() + at * blocks * 16, kRank - i, 0, blocks, 0.25f, 0};
+        }
+        for (int64_t r = 0; r < num_rows; r++) slots[r] = int32_t(r * 7 % 3) - 1;
+    }
+    const LoraLayer* of_rows_from(int64_t first) {
+        rows.slots = slots.data() + first;
+        return &layer;
+    }
+};
+
 class Level {
 public:
     explicit Level(const Kernels* kernels) : kernels_(kernels) {}
@@ -142,12 +166,20 @@ private:
         if (x_type == Type::f32) {
             keep(name + ": packed", Promise::exact, bytes);
             for (int64_t i = 0; i < features; i += 13) kernels_->unpack_row(p.matrix, i, row.data()), keep(name + ": unpacked", Promise::exact, row);
+            const int32_t ids[] = {3, int32_t(features), 0, 17};  // one beyond the table
+            StepArgs step{};
+            step.ids = ids;
+            Array embedded(std::vector<float>(4 * cols), Type::bf16);
+            const EmbeddingSpec table{p.matrix, 0, 0, nullptr};
+            call("embedding", &table, {4, {}, {}, embedded.rows(cols), &step, nullptr, Type::f32}, three_);
+            keep(name + ": embedded", Promise::exact, embedded.floats());
         }
         const int64_t width = is_gated(epilogue) ? features / 2 : features;
         Array x(numbers(most * cols, 3), x_type), bias(numbers(features, 4), x_type), residual(numbers(most * width, 5), x_type);
-        const LinearSpec spec{p.matrix, whole ? bias.bytes.data() : nullptr, epilogue, 0, 0, nullptr};
+        Adapters adapters(x_type, features, cols, most);
         auto computed = [&](int64_t first, int64_t count, Context& context) {
             Array out(std::vector<float>(count * width), whole ? x_type : Type::f32);
+            const LinearSpec spec{p.matrix, whole ? bias.bytes.data() : nullptr, epilogue, 0, 0, whole ? adapters.of_rows_from(first) : nullptr};
             call("linear", &spec, {count, x.rows(cols, first), whole ? residual.rows(width, first) : Rows{}, out.rows(width), nullptr, nullptr, Type::f32}, context);
             return out.floats();
         };

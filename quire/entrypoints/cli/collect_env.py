@@ -15,7 +15,7 @@ import quire
 from quire.errors import ConfigError
 from quire.utils.host_memory import available_memory_bytes
 
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "sve")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimddp", "bf16", "i8mm", "sve")
 _VARIABLES = re.compile(
     r"(QUIRE|OMP|KMP|GOMP|MKL|CUDA|NVIDIA|HF|TORCH|PYTORCH|PYTHON)_?\w*|LD_PRELOAD|XDG_CACHE_HOME", re.ASCII
 )
