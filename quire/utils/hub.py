@@ -31,7 +31,10 @@ _UNREAD = {
     r"^adapter_": "It holds an adapter only: give the base model that the adapter was made for.",
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?", re.ASCII)
+# A model's page, one of its folders or files, or Ollama's name for a file of it.
+_SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+_FILE = r"(?:/(?:blob|resolve)/[^/]+/([^?#]+\.gguf)|:([^/?#]+))?"
+_ADDRESS = re.compile(_SITE + r"([\w.-]+/[\w.-]+)" + _FILE + r"(?:[/?#].*)?", re.ASCII)
 _TRUE = {"1", "ON", "YES", "TRUE"}
 _METADATA_TIMEOUT = 10.0  # seconds for one answer of the hub
 
@@ -51,7 +54,7 @@ def resolve_model_path(
     Raises:
         ModelLoadError: nothing is there, or the hub can't be reached or refuses; the message has the remedy.
     """
-    name = os.fspath(model)
+    name = hub_id(os.fspath(model))
     if name in _BUNDLED:
         return _bundled(name)
     path = Path(name).expanduser()
@@ -65,10 +68,14 @@ def resolve_model_path(
     return _download(name, revision, cache_dir, allow_patterns)
 
 
+def hub_id(name: str) -> str:
+    """`name`, or where it is the address of a model's page on the hub, or of a .gguf file there: its hub id."""
+    address = _ADDRESS.fullmatch(name)
+    return ":".join(part for part in address.groups() if part) if address else name
+
+
 def _complaint(name: str, path: Path) -> str | None:
     """What is wrong with a name that is no directory's, where it can't be a hub id either."""
-    if address := _ADDRESS.fullmatch(name):
-        return f"{name!r} is a page's address; give the hub id: {address[1]}."
     if "://" in name:
         return f"{name!r} is an address; give a directory, or a hub id (owner/name)."
     if path.is_file():
@@ -136,11 +143,16 @@ def _why(error: Exception, name: str, revision: str | None, offline: bool) -> st
 
 
 def _hint(name: str) -> str:
-    """What a name without an owner may have meant."""
-    if "/" in name:
-        return ""
-    close = nearest(name, _BUNDLED)
-    return f" Did you mean {close!r}, the bundled model?" if close else " Most models of the hub are named owner/name."
+    """What a name that the hub does not have may have meant: a bundled model, or one that is in the cache."""
+    from huggingface_hub import constants
+
+    cached = [path.name[8:].replace("--", "/") for path in Path(constants.HF_HUB_CACHE).glob("models--*")]
+    names = {each: each for each in cached}
+    if "/" not in name:
+        names = {each.rpartition("/")[2]: each for each in cached} | {each: each for each in _BUNDLED}
+    if (close := nearest(name, names)) is None or names[close] == name:
+        return "" if "/" in name else " Most models of the hub are named owner/name."
+    return f" Did you mean {names[close]!r}, {'the bundled model' if close in _BUNDLED else 'which is in the cache'}?"
 
 
 def _hub_answers(name: str, revision: str | None) -> bool:

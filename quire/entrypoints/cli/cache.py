@@ -7,7 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from quire.entrypoints.cli.flags import human_bytes
+from quire.entrypoints.cli.flags import human_bytes, print_table
 from quire.errors import ConfigError
 from quire.utils.suggest import nearest
 from quire.worker.blockfiles import block_paths
@@ -81,9 +81,7 @@ def _show(files: list[StoredWeights]) -> None:
     for each in files:
         model = each.model or "(of another version)"
         rows.append((model, each.weights, human_bytes(each.num_bytes), _age(now - each.used), each.path.name))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows if files else []:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print_table(rows)
 
 
 def _age(seconds: float) -> str:

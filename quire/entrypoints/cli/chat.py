@@ -21,9 +21,8 @@ from quire.entrypoints.cli.terminal import Keyboard
 from quire.errors import ConfigError
 
 _PIPED_HELP = """\
-Piped input: each line that is not empty is a question or a command, in the same conversation; a text of several lines
-is written as above. Only answers are printed, and the first error ends it. For all of the input as one question:
-quire chat -q "$(cat FILE)"; as a text to continue: quire complete < FILE."""
+Piped input: each line that is not empty is a question or a command (several lines as above); only answers are printed,
+and the first error ends it. All of it as one question: quire chat -q "$(cat FILE)"."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def add_flags(parser: ArgumentParser) -> None:
     model_help = "model directory, hub id or 'demo', to run it in this process (default: ask a server)"
     add_engine_flags(parser, model_help=model_help)
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = f"In the conversation:\n{commands_help()}\n\n{_PIPED_HELP}"
+    parser.epilog = f"In the conversation (Ctrl-C stops an answer):\n{commands_help()}\n\n{_PIPED_HELP}"
 
 
 def run(namespace: Namespace) -> None:
@@ -49,9 +48,8 @@ def run(namespace: Namespace) -> None:
         talk.ask(namespace.quick)
         return
     if interactive:
-        print(f"{greeting} /help tells of commands, /quit (or Ctrl-D) leaves.")
-    if keyboard.lacks:
-        print("(pip install 'quire[chat]' brings editing over several lines, and Markdown.)")
+        lacks = "\n(pip install 'quire[chat]' brings multi-line editing and Markdown.)" if keyboard.lacks else ""
+        print(f"{greeting} /help tells of commands, /quit (or Ctrl-D) leaves.{lacks}")
     talk.run()
 
 

@@ -10,12 +10,13 @@ import json
 import re
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
 from quire.config.options import documentation, split_optional
 from quire.errors import ConfigError
+from quire.utils.hub import hub_id
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -35,6 +36,13 @@ def human_int(text: str) -> int:
 def human_bytes(num_bytes: int) -> str:
     """A size, in GiB or MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns; the first is their names, and nothing is printed where it is alone."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if len(rows) > 1 else ():
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def positive_int(text: str) -> int:
@@ -154,5 +162,5 @@ def engine_args_from(namespace: Namespace) -> EngineArgs:
     if namespace.model_argument is not None:
         if given.get("model", namespace.model_argument) != namespace.model_argument:
             raise ConfigError(f"the model is named twice: {namespace.model_argument!r} and --model {given['model']!r}.")
-        given["model"] = namespace.model_argument
+        given["model"] = hub_id(namespace.model_argument)
     return EngineArgs(**given)

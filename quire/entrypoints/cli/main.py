@@ -14,19 +14,10 @@ from typing import NoReturn
 
 import quire
 from quire.config.not_yet import not_yet
-from quire.entrypoints.cli import (
-    bench,
-    bench_step,
-    cache,
-    chat,
-    collect_env,
-    complete,
-    generate,
-    plan,
-    quantize,
-    run_batch,
-    serve,
-)
+from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
+from quire.entrypoints.cli import models as at_hand
+from quire.entrypoints.cli.bench_step import add_flags as add_step_flags
+from quire.entrypoints.cli.bench_step import run as run_step
 from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
@@ -65,8 +56,12 @@ def build_parser() -> Parser:
     spec_help = "compare ways of speculative decoding with plain decoding"
     _add_leaf(measures, "spec", spec_help, bench_spec.add_flags, bench_spec.run)
     step_help = "show where a step's time goes, kernel by kernel, beside this machine's limits"
-    _add_leaf(measures, "step", step_help, bench_step.add_flags, bench_step.run)
+    _add_leaf(measures, "step", step_help, add_step_flags, run_step)
     _add_leaf(measures, "serve", "put load on a running server", bench.add_serve_flags, bench.run_serve)
+    _add_leaf(commands, "models", "list the hub's models that are on this disk", None, at_hand.list_models)
+    _add_leaf(commands, "pull", "have a model of the hub on this disk", at_hand.add_name_flag, at_hand.pull)
+    _add_leaf(commands, "rm", "remove a model of the hub from this disk", at_hand.add_name_flag, at_hand.remove)
+    _add_leaf(commands, "show", "say what a model is, and what it would take", plan.add_flags, at_hand.show)
     _add_leaf(commands, "cache", "show or clear the packed weights kept on disk", cache.add_flags, cache.run)
     _add_leaf(commands, "collect-env", "show what a bug report should say", collect_env.add_flags, collect_env.run)
     _add_leaf(commands, "version", "show the version", None, _print_version)
@@ -144,14 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _refuse_unknown(namespace.parser, unknown)
         namespace.run(namespace)
         sys.stdout.flush()
-    except QuireError as error:
+    except (QuireError, RuntimeError) as error:
+        if not isinstance(error, QuireError) and "home directory" not in str(error):  # pathlib's words for ~
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, _USAGE_ERRORS) else 1
-    except RuntimeError as error:
-        if "home directory" not in str(error):  # pathlib's words, of a path that begins with ~
-            raise
-        print("error: a path begins with ~, but that user has no home: write the path in full.", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

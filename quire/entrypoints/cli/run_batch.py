@@ -61,8 +61,8 @@ def run(namespace: Namespace) -> None:
             num_good, num_bad = asyncio.run(answer_all(batch, source, sink, window, num_requests))
         finally:
             state.shutdown()
-    num_good, num_bad = num_good + sum(done), num_bad + len(done) - sum(done)
-    print(f"{num_good} requests answered, {num_bad} refused or failed.", file=sys.stderr)
+    told = f"{num_good + sum(done)} requests answered, {num_bad + len(done) - sum(done)} refused or failed."
+    print(told, file=sys.stderr)
 
 
 def answered_before(source: BinaryIO, sink: BinaryIO, name: str) -> list[bool]:
@@ -256,7 +256,6 @@ def _open_output(name: str) -> Iterator[BinaryIO]:
         with file:
             yield file
     except BaseException:
-        if part.stat().st_size:
-            print(f"the answers so far are in {part}; the same command goes on from there.", file=sys.stderr)
+        print(f"the answers so far are in {part}; the same command goes on from there.", file=sys.stderr)
         raise
     os.replace(part, name)

@@ -17,7 +17,7 @@ from quire.entrypoints.cli.flags import add_typed_flag, engine_args_from
 from quire.errors import InvalidRequestError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from quire.utils.suggest import nearest
+from quire.utils.suggest import unknown_name_message
 
 if TYPE_CHECKING:
     from quire.entrypoints.llm import LLM
@@ -95,21 +95,16 @@ def set_parameter(given: dict[str, Any], name: str, text: str) -> None:
     Raises:
         InvalidRequestError: there is no such parameter, or the value is none of its.
     """
-    hints = typing.get_type_hints(SamplingParams)
     name = name.lstrip("-").replace("-", "_")
     if name not in (known := [*_SAMPLING_HELP, "seed", "stop"]):
-        close = nearest(name, known)
-        raise InvalidRequestError(f"there is no {name!r}. {f'Did you mean {close}?' if close else ', '.join(known)}")
-    changed = {key: value for key, value in given.items() if key != name}
-    if text:
-        try:
-            value = [text] if name == "stop" else msgspec.convert(text, hints[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"{name} can't be {text!r}: {error}.") from None
-        changed[name] = value
-    SamplingParams(**changed)
-    given.clear()
-    given.update(changed)
+        raise InvalidRequestError(unknown_name_message("/set", [name], known))
+    try:
+        read = {name: [text] if name == "stop" else text} if text else {}
+        value = getattr(msgspec.convert(read, SamplingParams, strict=False), name)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{name} can't be {text!r}: {error}.") from None
+    given.pop(name, None)
+    given.update({name: value} if text else {})
 
 
 def sampling_params(llm: "LLM", given: dict[str, Any], max_tokens: int | None) -> SamplingParams:

@@ -16,21 +16,15 @@ from quire.entrypoints.cli import session
 from quire.entrypoints.cli.files import decode_record, read_text, write_text
 from quire.entrypoints.cli.terminal import Keyboard, refusals_shown, show
 from quire.errors import InvalidRequestError, QuireError
-from quire.utils.suggest import nearest
 
 Messages = list[dict[str, Any]]
-_INPUT_HELP = '''Text of several lines: paste it, end a line with a backslash, or write it between """ and """ (with
-prompt_toolkit, Alt-Enter too). Ctrl-C stops an answer.'''
+_INPUT_HELP = 'Several lines: paste them, end each with a backslash, or write them between """ and """.'
 _FULL = "the context is full: '/forget N' forgets the oldest N turns, '/reset' all of them."
 
 
 class _Message(msgspec.Struct):
     role: Literal["system", "user", "assistant"]
     content: str
-
-
-class _Saved(msgspec.Struct):
-    messages: list[_Message]
 
 
 class Answer:
@@ -72,8 +66,7 @@ class Talk:
 
     def __init__(self, answerer: Answerer, given: dict[str, Any], keyboard: Keyboard, system: str) -> None:
         self.turns: Messages = []
-        self.given = given
-        self._answerer, self._keyboard, self._instructions = answerer, keyboard, system
+        self.given, self._instructions, self._answerer, self._keyboard = given, system, answerer, keyboard
         self._forgets: bool | None = None  # the oldest turns, when the context is full; None: not asked yet
 
     def run(self) -> None:
@@ -88,9 +81,7 @@ class Talk:
                 elif command[1] in COMMANDS:
                     COMMANDS[command[1]](self, (command[2] or "").strip())
                 else:
-                    close = nearest(command[1], COMMANDS)
-                    hint = f"Did you mean /{close}?" if close else "/help lists them."
-                    print(f"There is no command /{command[1]}. {hint}")
+                    print(f"There is no command /{command[1]}. /help lists them.")
 
     def ask(self, question: str) -> None:
         """Show the answer to a question; both stay in the conversation if there is one."""
@@ -107,21 +98,12 @@ class Talk:
                     raise InvalidRequestError(_FULL if self.turns else f"the question is too long: {error}") from None
         self.turns += asked + _message("assistant", text)
         if keyboard.interactive:
-            print(f"[{answer.speed()}]")
-            if answer.finish_reason == "length":
-                self._tell_of_cut(answer.num_tokens)
-
-    def _tell_of_cut(self, num_tokens: int) -> None:
-        most = self.given.get("max_tokens")
-        if most is not None and num_tokens >= most:
-            print(f"[cut after max_tokens = {most}: '/set max_tokens N' allows more]")
-            return
-        print("[cut: the context has no room for more]")
-        self._make_room()
+            cut = "; cut: max_tokens or the end of the context is reached" if answer.finish_reason == "length" else ""
+            print(f"[{answer.speed()}{cut}]")
 
     def _make_room(self) -> bool:
         """Forget the older half of the turns where the user has agreed to that, who is asked once."""
-        if not self.turns or not self._keyboard.interactive:
+        if not self.turns:
             return False
         if self._forgets is None:
             question = "The context is full. Forget the oldest turns, now and whenever it is?"
@@ -173,12 +155,12 @@ class Talk:
     def do_save(self, name: str) -> None:
         """FILE: writes the conversation to a file."""
         messages = self._told()
-        write_text(name, "/save", json.dumps({"messages": messages}, indent=2, ensure_ascii=False) + "\n")
+        write_text(name, "/save", json.dumps(messages, indent=2, ensure_ascii=False) + "\n")
         print(f"Saved {len(messages)} messages.")
 
     def do_load(self, name: str) -> None:
         """FILE: goes on with a conversation that was saved."""
-        messages = decode_record(read_text(name, "/load"), _Saved, f"/load {name}").messages
+        messages = decode_record(read_text(name, "/load"), list[_Message], f"/load {name}")
         told = [each.content for each in messages if each.role == "system"]
         turns = [each for each in messages if each.role != "system"]
         if [each.role for each in turns] != ["user", "assistant"] * (len(turns) // 2):

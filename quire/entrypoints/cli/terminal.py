@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ class Keyboard:
                 import rich.markdown  # noqa: F401
 
                 self._session = _prompt_session()
-        self.styled = self._session is not None
-        self.lacks = wanted and not self.styled
+        self.styled, self.lacks = self._session is not None, wanted and self._session is None
 
     def __iter__(self) -> Iterator[str]:
         while (text := self.read()) is not None:
@@ -128,7 +127,7 @@ def show(pieces: Generator[str, None, None], interactive: bool, styled: bool = F
     """
     shown: list[str] = []
     stopped = ""
-    with closing(pieces), _markdown() if styled else _plain(sys.stdout.isatty()) as write:
+    with closing(pieces), _markdown() if styled else nullcontext(_write) as write:
         try:
             for piece in pieces:
                 shown.append(piece)
@@ -141,9 +140,8 @@ def show(pieces: Generator[str, None, None], interactive: bool, styled: bool = F
     return "".join(shown)
 
 
-@contextmanager
-def _plain(terminal: bool) -> Iterator[Callable[[str], None]]:
-    yield lambda piece: print(piece.translate(_CONTROLS) if terminal else piece, end="", flush=True)
+def _write(piece: str) -> None:
+    print(piece.translate(_CONTROLS) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from huggingface_hub import errors as hub_errors
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.utils import hub
-from quire.utils.hub import describe_unsupported_files, resolve_model_path
+from quire.utils.hub import describe_unsupported_files, hub_id, resolve_model_path
 
 COMMIT = "a" * 40
 PACKAGE = Path(hub.__file__).parent.parent
@@ -61,15 +61,38 @@ def test_what_is_neither_path_nor_hub_id(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address",
+    ("address", "name"),
     [
-        "https://huggingface.co/Qwen/Qwen3-0.6B",
-        "http://www.huggingface.co/Qwen/Qwen3-0.6B/tree/main",
-        "hf.co/Qwen/Qwen3-0.6B",
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
+        ("http://www.huggingface.co/Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B"),
+        ("huggingface.co/Qwen/Qwen3-0.6B/blob/main/README.md?x=1", "Qwen/Qwen3-0.6B"),
+        ("hf.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("hf.co/Qwen/Qwen3-0.6B-GGUF:Q4_K_M", "Qwen/Qwen3-0.6B-GGUF:Q4_K_M"),
+        ("https://huggingface.co/a/b-GGUF/blob/main/b-Q4.gguf", "a/b-GGUF:b-Q4.gguf"),
+        ("https://huggingface.co/a/b-GGUF/resolve/main/q4/b.gguf?download=true", "a/b-GGUF:q4/b.gguf"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("hf.co/alone", "hf.co/alone"),
     ],
 )
-def test_an_address_of_the_hub(address: str) -> None:
-    assert refused(address) == f"Model {address!r} is a page's address; give the hub id: Qwen/Qwen3-0.6B."
+def test_an_address_of_the_hub(address: str, name: str) -> None:
+    assert hub_id(address) == name
+
+
+def test_a_model_by_the_address_of_its_page(offline: None, tmp_path: Path) -> None:
+    snapshot = cache_with(tmp_path, "owner/tiny", {"config.json": "{}"})
+    assert resolve_model_path("https://huggingface.co/owner/tiny", cache_dir=tmp_path) == snapshot
+
+
+def test_a_near_miss_of_what_is_in_the_cache(offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cache_with(tmp_path, "Qwen/Qwen3-0.6B", {})
+    (tmp_path / "models--Qwen--Qwen3-0.6B" / "refs" / "main").unlink()
+    hint = "Did you mean 'Qwen/Qwen3-0.6B', which is in the cache?"
+    for name in ("qwen3-0.6b", "Qwen/Qwen-0.6B", "qwen3:0.6B"):
+        assert refused(name).endswith(hint), name
+    assert refused("Qwen/Qwen3-0.6B").endswith("or give a directory.")
 
 
 def test_other_addresses_and_formats(tmp_path: Path) -> None:

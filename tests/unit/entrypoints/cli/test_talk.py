@@ -88,18 +88,18 @@ def test_parameters_are_set_and_refused(capsys: pytest.CaptureFixture[str]) -> N
     first, second, third = err.splitlines()
     assert first.startswith("error: temperature can't be 'warm'")
     assert "temperature" in second
-    assert third == "error: there is no 'tempature'. Did you mean temperature?"
+    assert third == "error: /set has no argument 'tempature'; did you mean 'temperature'?"
 
 
 def test_a_conversation_is_saved_and_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "talk.json"
     talk(Model(), "/system Be kind.", "one é", f"/save {path}")
-    assert contents(json.loads(path.read_text("utf-8"))["messages"]) == ["Be kind.", "one é", "answer 1"]
+    assert contents(json.loads(path.read_text("utf-8"))) == ["Be kind.", "one é", "answer 1"]
     model = Model()
     talk(model, f"/load {path}", "two")
     assert contents(model.seen[0]) == ["Be kind.", "one é", "answer 1", "two"]
     capsys.readouterr()
-    path.write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+    path.write_text('[{"role": "assistant", "content": "x"}]')
     conversation, _ = talk(Model(), f"/load {path}", f"/load {tmp_path}/none", f"/save {tmp_path}", "/load")
     assert conversation.turns == []
     assert len(capsys.readouterr().err.splitlines()) == 4
@@ -122,7 +122,7 @@ def test_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) ->
     talk(Model(), "/help", "/regenrate", "/usr/bin is a path", "/quit", "unread")
     out = capsys.readouterr().out
     assert all(f"\n  /{name} " in f"\n{out}" for name in COMMANDS)
-    assert "Did you mean /regenerate?" in out
+    assert "There is no command /regenrate. /help lists them." in out
     assert "answer 1\n" in out
     assert "answer 2" not in out
     assert "temperature 0.7" in commands_help()
@@ -132,7 +132,7 @@ def test_an_answer_tells_its_speed_and_that_it_was_cut(capsys: pytest.CaptureFix
     talk(Model(room=10), "one", max_tokens=7)
     out = capsys.readouterr().out
     assert "[7 tokens, " in out
-    assert " tokens/s]\n[cut after max_tokens = 7: '/set max_tokens N' allows more]\n" in out
+    assert " tokens/s; cut: max_tokens or the end of the context is reached]\n" in out
 
 
 @pytest.mark.parametrize(("room", "forgot", "cut"), [(40, "1 of 2", False), (45, "2 of 3", True)])
@@ -145,7 +145,7 @@ def test_a_full_context_is_told_once_and_the_oldest_turns_go(
     assert len(model.seen) == 6
     out = capsys.readouterr().out
     assert f"[forgot the oldest {forgot} turns]" in out
-    assert ("[cut: the context has no room for more]" in out) == cut
+    assert ("cut: max_tokens or the end of the context" in out) == cut
     assert all(sum(map(len, contents(messages))) < room for messages in model.seen)
 
 
