@@ -20,8 +20,8 @@ from quire.config.parallel import PARALLEL_OPTIONS, Backend, ParallelConfig, Rou
 from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
-from quire.errors import ConfigError, NotYetSupportedError
-from quire.sampling_params import SamplingParams
+from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+from quire.sampling_params import GENERATION_KEYS, SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 from quire.utils.suggest import nearest
 
@@ -81,6 +81,8 @@ class EngineArgs:
     """Entries that replace those of the model's config.json (JSON)."""
     generation_config: Literal["auto", "vllm", "quire"] = option("auto")
     """'auto' takes default sampling parameters from the model's generation_config.json, 'vllm' neutral ones."""
+    override_generation_config: dict[str, Any] | None = option(None)
+    """Entries that replace, or add to, those of generation_config.json (JSON)."""
     seed: int = option(0, -(2**63), 2**63 - 1)
     """Keys the random numbers of requests that bring no seed of their own."""
     max_model_len: int | None = option(None, 1)
@@ -91,6 +93,8 @@ class EngineArgs:
     """Most tokens computed in one step; 2048, or max_model_len where chunked prefill is off, by default."""
     enable_chunked_prefill: bool = option(True)
     """Cut long prompts in chunks that ride along with decoding; off: a step is either prefill or decode."""
+    long_prefill_token_threshold: int = option(0, 0)
+    """Most tokens of one prompt in a step, so that several prompts share it; 0: no limit."""
     enable_prefix_caching: bool = option(True)
     """Keep the KV blocks of finished prompts for requests that begin alike."""
     scheduling_policy: Literal["fcfs", "priority", "fair", "shortest", "deadline"] = option("fcfs")
@@ -204,6 +208,16 @@ class EngineArgs:
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")
         return cls(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in kwargs.items()})
 
+    def _generation_overrides(self) -> dict[str, Any]:
+        given = self.override_generation_config or {}
+        if unknown := [key for key in given if key not in GENERATION_KEYS]:
+            raise ConfigError(f"override_generation_config: {unknown[0]!r} is none of {', '.join(GENERATION_KEYS)}.")
+        try:
+            SamplingParams.from_generation_defaults(given)
+        except InvalidRequestError as error:
+            raise ConfigError(f"override_generation_config: {error}") from None
+        return given
+
     def resolve(self) -> "EngineConfig":
         """Read the model's configuration and check the options against it.
 
@@ -212,6 +226,8 @@ class EngineArgs:
             ModelLoadError: the model's files are missing or broken.
         """
         model = ModelConfig.from_pretrained(self.model, **{name: getattr(self, name) for name in _OF_MODEL})
+        generation = model.generation_defaults if self.generation_config == "auto" else {}
+        model = dataclasses.replace(model, generation_defaults=generation | self._generation_overrides())
         quantization = check_method(self.quantization, model.hf_config, model.model)
         budget = self.max_num_batched_tokens
         if budget is None:
@@ -234,6 +250,7 @@ class EngineArgs:
                 policy=self.scheduling_policy,
                 policy_options=PolicyOptions(**{name: getattr(self, name) for name in POLICY_OPTIONS}),
                 enable_chunked_prefill=self.enable_chunked_prefill,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
                 num_stages=self.pipeline_parallel_size,
                 max_num_drafts=speculative.max_drafts if speculative is not None else 0,
                 draft_tree=speculative.tree if speculative is not None else None,
@@ -308,8 +325,6 @@ class EngineConfig:
 
     def default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: the model's generation_config.json, unless told otherwise."""
-        if self.args.generation_config != "auto":
-            return SamplingParams()
         return SamplingParams.from_generation_defaults(self.model.generation_defaults)
 
     def with_max_model_len(self, max_model_len: int) -> "EngineConfig":

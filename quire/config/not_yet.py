@@ -9,13 +9,12 @@ _LATER = """
     decode_context_parallel_size default_chat_template_kwargs
     enable_server_load_tracking enable_sleep_mode
     enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin
-    kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors long_prefill_token_threshold
+    kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors
     max_num_partial_prefills middleware mm_processor_kwargs
-    num_speculative_tokens override_generation_config pooler_config runner speculative_model
+    num_speculative_tokens pooler_config runner speculative_model
     structured_outputs_config tool_parser_plugin
 """
 _INSTEAD = {
-    "override_generation_config": "requests give their own parameters, and generation_config='vllm' neutral defaults",
     "O": "leave it out: nothing is compiled at start-up",
     "device": "leave it out: the machine's processor is used",
     "kv_offloading_size": "give swap_space, in GiB",
@@ -26,5 +25,5 @@ _INSTEAD = {
 def not_yet(name: str) -> str | None:
     """What to say of the option `name` (underscores, no dashes before it): a sentence, or None for a name not known."""
     if name in _LATER.split():
-        return "is not supported yet" + (f": {_INSTEAD[name]}." if name in _INSTEAD else ".")
+        return "is not supported yet."
     return f"is not an option here: {_INSTEAD[name]}." if name in _INSTEAD else None

@@ -14,6 +14,7 @@ from quire.config.options import check_options, choices_of, documentation, optio
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, NotYetSupportedError
+from quire.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,28 @@ def test_other_names_of_vllm() -> None:
         EngineArgs.from_kwargs(num_gpu_blocks_override=4, num_kv_blocks=4)
     with pytest.raises(ConfigError, match="stream_interval must be an integer, at least 1, got 0"):
         EngineArgs(stream_interval=0)
+
+
+def test_defaults_of_requests_are_overridden() -> None:
+    def params(**options: Any) -> SamplingParams:
+        return EngineArgs(model="demo", **options).resolve().default_sampling_params()
+
+    own, given = params(), {"temperature": 0.25, "max_new_tokens": 7}
+    changed = params(override_generation_config=given)
+    assert (changed.temperature, changed.max_tokens, changed.top_p) == (0.25, 7, own.top_p)
+    neutral = params(override_generation_config={"top_k": 3}, generation_config="vllm")
+    assert neutral == SamplingParams(top_k=3)
+    with pytest.raises(ConfigError, match="override_generation_config: 'temprature' is none of temperature, top_p"):
+        params(override_generation_config={"temprature": 1})
+    with pytest.raises(ConfigError, match="override_generation_config: temperature must be"):
+        params(override_generation_config={"temperature": -1})
+
+
+def test_prompts_may_share_a_step() -> None:
+    resolved = EngineArgs(model="demo", long_prefill_token_threshold=64).resolve()
+    assert resolved.scheduler.long_prefill_token_threshold == 64
+    with pytest.raises(ConfigError, match="long_prefill_token_threshold=64 cuts prompts"):
+        EngineArgs(model="demo", long_prefill_token_threshold=64, enable_chunked_prefill=False).resolve()
 
 
 def test_what_is_there_is_not_called_missing() -> None:

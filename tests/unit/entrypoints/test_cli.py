@@ -136,7 +136,8 @@ def test_both_ways_to_name_the_model() -> None:
         (["bench"], "required: WHAT"),
         (["serve", "--async-scheduling"], "--async-scheduling is not supported yet."),
         (["serve", "--no-async-scheduling"], "--no-async-scheduling is not supported yet."),
-        (["serve", "--override-generation-config", "{}"], "--override-generation-config is not supported yet: "),
+        (["serve", "--cpu-kvcache-space", "4"], "--cpu-kvcache-space is not an option here: give kv_cache_memory"),
+        (["serve", "--override-generation-config", "1"], "must be a JSON object"),
         (["serve", "-O3"], "-O3 is not an option here"),
     ],
 )
