@@ -61,6 +61,7 @@ def arm() -> list[str | Path]:
     return [driver(compiler, directory), directory / "_kernels.so"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cpu", "names"),
     [
