@@ -9,69 +9,14 @@
 #include <algorithm>
 #include <utility>
 
-#include "rope.h"
+#include "attention_tasks.h"
 #include "softcap.h"
 
 namespace quire::QUIRE_NS {
 
-struct AttentionArgs {
-    const void* query;  // [T, Hq * D]
-    void* out;          // [T, Hq * D]
-    int64_t query_stride, out_stride, num_heads;
-    CacheShape cache_shape;
-    const uint8_t* cache;
-    float scale;
-    float softcap;   // scores become softcap * tanh(score / softcap); 0: they stay
-    const float* sinks;  // [Hq], a score of each head that weighs in the softmax and has no value; or null
-    int64_t window;  // tokens seen, the query's own included; 0: all; below: all but so many first ones
-    const StepArgs* step;
-    Type type;
-};
-
-constexpr int64_t kChunk = 64;        // keys
 constexpr int64_t kSpan = 1024;       // keys of a partial result, a multiple of kChunk
 constexpr int64_t kMostPartials = 8 << 20;  // floats of partial results kept at a time, or one task's
 constexpr float kLowest = -3.0e38f;   // running maximum before the first visible key: finite, so never NaN
-
-// The query rows of one task: rows [begin, end) of a sequence, or of a tree, and a KV head, row = token * group + query
-// head of it.
-struct RowRange {
-    int64_t sequence, kv_head, begin, end;
-};
-
-// Of a sequence, or with it of all nodes of its tree.
-inline int64_t num_tokens_of(const StepArgs& step, int64_t s) {
-    return step.query_start_loc[s + (step.tail_counts ? step.tail_counts[s] : 1)] - step.query_start_loc[s];
-}
-
-// Every sequence's rows, cut into tasks of up to `rows_per_task`.
-class AttentionTasks {
-public:
-    AttentionTasks(const AttentionArgs& a, int64_t rows_per_task)
-        : step_(*a.step), group_(a.num_heads / a.cache_shape.num_kv_heads), num_kv_(a.cache_shape.num_kv_heads),
-          rows_per_task_(rows_per_task), starts_(step_.num_seqs + 1) {
-        for (int64_t s = 0; s < step_.num_seqs; s++) starts_[s + 1] = starts_[s] + divide_up(num_rows(s), rows_per_task_) * num_kv_;
-    }
-    int64_t count() const { return starts_.back(); }
-    // A head's tasks follow each other, so that its keys and values stay in L2; the last rows see most and come first.
-    RowRange operator[](int64_t task) const {
-        int64_t low = 0, high = step_.num_seqs;  // starts_[low] <= task < starts_[high]
-        while (high - low > 1) {
-            int64_t middle = (low + high) / 2;
-            (starts_[middle] <= task ? low : high) = middle;
-        }
-        int64_t pieces = divide_up(num_rows(low), rows_per_task_), local = task - starts_[low];
-        int64_t begin = (pieces - 1 - local % pieces) * rows_per_task_, end = begin + rows_per_task_;
-        return {low, local / pieces, begin, end < num_rows(low) ? end : num_rows(low)};
-    }
-
-private:
-    int64_t num_rows(int64_t s) const { return num_tokens_of(step_, s) * group_; }
-
-    const StepArgs& step_;
-    int64_t group_, num_kv_, rows_per_task_;
-    std::vector<int64_t> starts_;
-};
 
 // One task's place in the step: which token and position each row has, and where keys and values lie.
 struct Sight {
@@ -79,18 +24,26 @@ struct Sight {
     RowRange range;
     int64_t group, first_token, first_position;  // of the sequence in this step
     int64_t tail;                                // from this position on, slots are looked up one by one
-    bool is_tree;                                // each token is a node, and has a tail of its own
-    int64_t node = 0;                            // whose tail that is
+    int64_t node = 0;                            // of sequences taken together, the one whose keys these are
 
     Sight(const AttentionArgs& args, RowRange r)
         : a(args), range(r), group(args.num_heads / args.cache_shape.num_kv_heads),
-          first_token(args.step->query_start_loc[r.sequence]) {
-        first_position = a.step->seq_lens[r.sequence] - (a.step->query_start_loc[r.sequence + 1] - first_token);
-        tail = a.step->tail_starts ? a.step->tail_starts[r.sequence] : INT64_MAX;
-        is_tree = a.step->tail_counts && a.step->tail_counts[r.sequence] > 1;
+          first_token(args.step->query_start_loc[*r.sequences]) {
+        first_position = a.step->seq_lens[*r.sequences] - (a.step->query_start_loc[*r.sequences + 1] - first_token);
+        tail = a.step->tail_starts ? a.step->tail_starts[*r.sequences] : kNever;
+    }
+    bool is_several() const { return range.shared != kNever; }
+    int64_t token(int64_t row) const {
+        return is_several() ? a.step->query_start_loc[range.sequences[row / group]] : first_token + row / group;
     }
     int64_t position(int64_t row) const {
-        return is_tree ? a.step->seq_lens[range.sequence + row / group] - 1 : first_position + row / group;
+        return is_several() ? a.step->seq_lens[range.sequences[row / group]] - 1 : first_position + row / group;
+    }
+    // After the last key that any row sees.
+    int64_t end_key() const {
+        int64_t last = position(range.end - 1);
+        for (int64_t row = range.begin; is_several() && row < range.end; row += group) last = std::max(last, position(row));
+        return last + 1;
     }
     int64_t lowest_key(int64_t row) const {
         int64_t low = a.window > 0 ? position(row) - a.window + 1 : -a.window;
@@ -98,14 +51,14 @@ struct Sight {
     }
     int64_t query_head(int64_t row) const { return range.kv_head * group + row % group; }
     int64_t query_offset(int64_t row, int64_t stride) const {
-        return (first_token + row / group) * stride + query_head(row) * a.cache_shape.head_dim;
+        return token(row) * stride + query_head(row) * a.cache_shape.head_dim;
     }
     int64_t tail_slot(int64_t position) const {
-        return a.step->tail_slots[(range.sequence + node) * a.step->max_tail + position - tail];
+        return a.step->tail_slots[range.sequences[node] * a.step->max_tail + position - tail];
     }
     const uint8_t* head(int64_t position, bool value) const {
         const int64_t size = a.cache_shape.block_size;
-        int64_t block = position < tail ? a.step->block_tables[range.sequence * a.step->max_blocks + position / size]
+        int64_t block = position < tail ? a.step->block_tables[range.sequences[node] * a.step->max_blocks + position / size]
                                         : tail_slot(position) / size;
         return a.cache + block * a.cache_shape.block_bytes() +
                (range.kv_head + (value ? a.cache_shape.num_kv_heads : 0)) * a.cache_shape.head_bytes();
@@ -125,12 +78,12 @@ struct Sight {
     }
 };
 
-// Calls body(end of the keys, first row, end of the rows) for the rows of a task and a chunk of keys: for all at once, or where
-// it reaches into a tree's tail for each node's, which is the sight's then.
+// Calls body(end of the keys, first row, end of the rows) for the rows of a task and a chunk of keys: for all at once, or beyond
+// what sequences share for each one's, which is the sight's node then.
 template <class Body>
 inline void for_views(Sight& sight, int64_t chunk, int64_t high, const Body& body) {
     const int64_t num_rows = sight.range.end - sight.range.begin, stop = high < chunk + kChunk ? high : chunk + kChunk;
-    const bool whole = !sight.is_tree || stop <= sight.tail;
+    const bool whole = stop <= sight.range.shared;
     for (int64_t row = 0, next; row < num_rows; row = next) {
         int64_t end = stop;
         next = num_rows;
@@ -247,18 +200,14 @@ struct WithSink {
 // `after` is the range that the thread is likely to compute next, or null.
 template <class Kernel>
 void run_attention(const AttentionArgs& a, Context& context, int64_t rows_per_task, const Kernel& kernel) {
-    const AttentionTasks tasks(a, rows_per_task);
-    const int64_t group = a.num_heads / a.cache_shape.num_kv_heads, dim = a.cache_shape.padded_dim();
-    int64_t most_spans = 1, most_rows = 1;
-    for (int64_t s = 0; s < a.step->num_seqs; s++) {
-        const int64_t tokens = num_tokens_of(*a.step, s);
-        most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
-        most_rows = std::max(most_rows, std::min(tokens * group, rows_per_task));
-    }
-    const int64_t rows = round_up(most_rows, 16), state = round_up(Partial::floats(rows, dim), 16);
+    const AttentionTasks tasks(a, rows_per_task, context.pool.size());
+    const int64_t dim = a.cache_shape.padded_dim();
+    int64_t most_spans = 1;
+    for (int64_t s = 0; s < a.step->num_seqs; s++) most_spans = std::max(most_spans, divide_up(a.step->seq_lens[s], kSpan));
+    const int64_t rows = round_up(tasks.most_rows(), 16), state = round_up(Partial::floats(rows, dim), 16);
     auto seen = [&](RowRange range) {  // keys that any row of it sees
         const Sight sight(a, range);
-        return std::pair<int64_t, int64_t>{sight.lowest_key(range.begin), sight.position(range.end - 1) + 1};
+        return std::pair<int64_t, int64_t>{sight.lowest_key(range.begin), sight.end_key()};
     };
     auto span_of = [&](RowRange range, int64_t span, Partial partial, int thread, const RowRange* after) {
         auto [low, high] = seen(range);

@@ -214,7 +214,7 @@ struct TileKernel {
         const int64_t dim = a.cache_shape.padded_dim(), num_tiles = divide_up(range.end - range.begin, kTileRows);
         const AttentionScratch s(context.thread_scratch[thread], dim);
         __m512i first[kTaskTiles], last[kTaskTiles];  // keys that each row sees
-        int64_t earliest[kTaskTiles][2], latest[kTaskTiles][2];  // of a tile's first and last row
+        int64_t earliest[kTaskTiles][2], latest[kTaskTiles][2];  // the lowest and the highest of a tile's rows
         for (int64_t t = 0; t < num_tiles; t++) {
             alignas(64) int32_t from[16], to[16];
             for (int64_t i = 0; i < kTileRows; i++) {
@@ -227,7 +227,8 @@ struct TileKernel {
                 if (there) std::memcpy(s.rows + i * dim, query, a.cache_shape.head_dim * 2);
             }
             first[t] = _mm512_load_si512(from), last[t] = _mm512_load_si512(to);
-            earliest[t][0] = from[0], earliest[t][1] = from[15], latest[t][0] = to[0], latest[t][1] = to[15];
+            earliest[t][0] = from[0], earliest[t][1] = from[15];
+            latest[t][0] = _mm512_reduce_min_epi32(last[t]), latest[t][1] = _mm512_reduce_max_epi32(last[t]);
             pack_columns(s.rows, dim, kTileRows, dim, s.queries + t * dim / 32 * 256);
             std::memset(partial.weighted + t * dim * 16, 0, dim * 64);
             store(partial.highest + t * 16, splat(kLowest));

@@ -250,21 +250,23 @@ struct DotKernel {
         }
     }
 
-    // All rows of a range, a few, meet a chunk where it lies.
+    // A few rows, from `row` of the range on, meet a chunk where it lies.
     template <int kRows>
-    void attend_direct(const Sight& sight, const DotScratch& s, int64_t chunk, const DirectChunk<Cached>& c, ScoreFactors factors, Partial partial) const {
+    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, const DirectChunk<Cached>& c, ScoreFactors factors,
+                       Partial partial) const {
         for (int block = 0; block < 2; block++) {
-            direct_scores<kRows>(c, block, s.queries, s.scores);
+            direct_scores<kRows>(c, block, s.queries + row * c.dim / 2, s.scores);
             if (sizeof(Cached) > 1) continue;
             std::memcpy(s.key_scales + block * 32, c.pieces[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.pieces[2 + block] + 32 * c.dim, 32 * sizeof(float));
         }
         float decay[kRows];
-        weigh<kRows>(sight, s, 0, chunk, factors, partial, decay);
+        weigh<kRows>(sight, s, row, chunk, factors, partial, decay);
         constexpr int kParts = kRows <= 2 ? 4 : 2;
+        float* weighted = partial.weighted + row * c.dim;
         int64_t d = 0;
-        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, d, s.weights, decay, partial.weighted);
-        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, decay, partial.weighted);
+        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, d, s.weights, decay, weighted);
+        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, decay, weighted);
     }
 
     // Up to kDotRows rows, from `row` of the range on, meet a gathered chunk.
@@ -293,15 +295,15 @@ struct DotKernel {
             partial.highest[r] = kLowest, partial.total[r] = 0;
         }
         const ScoreFactors factors(a);
-        const bool direct = num_rows <= kDirectRows && a.cache_shape.block_size == 32 && !a.step->tail_starts;
-        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk) {
-            if (direct && chunk >= low && chunk + kChunk <= high) {
-                DirectChunk<Cached> c(sight, chunk);
-                c.pieces[4] = first_piece(sight, chunk + kChunk, high, after);
-                with_rows<kDirectRows>(num_rows, [&](auto n) { attend_direct<n>(sight, s, chunk, c, factors, partial); });
-                continue;
-            }
+        const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
+        for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
+                if (in_place && end_row - first_row <= kDirectRows && chunk >= low && end == chunk + kChunk) {
+                    DirectChunk<Cached> c(sight, chunk);
+                    c.pieces[4] = end_row < num_rows ? piece_of_next(sight, chunk) : first_piece(sight, chunk + kChunk, high, after);
+                    with_rows<kDirectRows>(end_row - first_row, [&](auto n) { attend_direct<n>(sight, s, first_row, chunk, c, factors, partial); });
+                    return;
+                }
                 gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, next_of(sight, chunk + kChunk, high, after), s);
                 for (int64_t row = first_row; row < end_row; row += kDotRows) {
                     const int64_t count = end_row - row < kDotRows ? end_row - row : kDotRows;
@@ -309,13 +311,12 @@ struct DotKernel {
                     with_rows<kDotRows>(count, [&](auto n) { attend<n>(sight, s, row, chunk, factors, partial); });
                 }
             });
-        }
     }
 
     NextChunk next_of(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
         if (chunk < high || !after) return next_chunk<Cached>(sight, chunk, high);
         const Sight other(a, *after);
-        return next_chunk<Cached>(other, other.lowest_key(after->begin) / kChunk * kChunk, other.position(after->end - 1) + 1);
+        return next_chunk<Cached>(other, other.lowest_key(after->begin) / kChunk * kChunk, other.end_key());
     }
     // Keys of what is likely to be read after the keys before `chunk`; null where nobody knows.
     const Cached* first_piece(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
@@ -323,6 +324,11 @@ struct DotKernel {
         if (!after) return nullptr;
         const Sight other(a, *after);
         return reinterpret_cast<const Cached*>(other.head(other.lowest_key(after->begin) / kChunk * kChunk, false));
+    }
+    // Keys of the same chunk of the sequence after this one, of several.
+    const Cached* piece_of_next(Sight sight, int64_t chunk) const {
+        sight.node++;
+        return reinterpret_cast<const Cached*>(sight.head(chunk, false));
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {

@@ -84,6 +84,8 @@ def add_flags(parser: ArgumentParser) -> None:
         ("--num-steps", 32, "steps that are timed of those that decode"),
     ):
         parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{what} (default: {default})")
+    shared = "tokens that all prompts begin with, from the prefix cache: decoding alone is shown then (default: 0)"
+    parser.add_argument("--shared-len", type=int, default=0, metavar="N", help=shared)
     parser.add_argument("--plot", metavar="FILE", help="draw the times and floors to this SVG file")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
     add_engine_flags(parser, {"enable_prefix_caching": False})
@@ -91,26 +93,33 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(namespace: Namespace) -> None:
     """Measure prompts and decoding, and print a table of each."""
+    size, length, steps, shared = namespace.batch_size, namespace.input_len, namespace.num_steps, namespace.shared_len
+    if not 0 <= shared <= length:
+        raise ConfigError(f"--shared-len must be from 0 to --input-len = {length}; it is {shared}.")
+    namespace.enable_prefix_caching |= shared > 0
     llm, _ = load(namespace)
     model = _native_model(llm)
     limits = _measure_limits(model)
     target = model.target
     print(f"{target.level}, {target.num_threads} threads: ", end="")
     print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
-    size, length, steps = namespace.batch_size, namespace.input_len, namespace.num_steps
     prompts = random_prompts(llm, size, length)
+    for prompt in prompts:
+        prompt["prompt_token_ids"][:shared] = prompts[0]["prompt_token_ids"][:shared]
     _steps(llm, model, prompts, 1)  # once untimed
     phases: dict[str, tuple[float, list[Kernel]]] = {}
     for phase, num_outputs in (("prompts", 1), ("decoding", steps + 1)):
         seconds, num_steps, spent = _steps(llm, model, prompts, num_outputs)
         if phase == "prompts":
+            if namespace.enable_prefix_caching:
+                continue  # they were computed above
             title = f"prompts: {size} of {length} tokens in {num_steps} steps; of one step"
             work = Work(num_steps, size * length / num_steps, size / num_steps, *_prompt_keys(size, length, num_steps))
         else:
             context = length + (num_steps + 1) / 2
-            title = f"decoding: {size} sequences of {context:g} tokens; of one step"
-            keys = _decoding_keys(size, context)
-            work = Work(num_steps, size, size, keys, keys)
+            title = f"decoding: {size} sequences of {context:g} tokens" + f", {shared} of them common" * (shared > 0)
+            title += "; of one step"
+            work = Work(num_steps, size, size, *_decoding_keys(size, context, shared))
         kernels = _kernels(llm, spent, work)
         phases[phase] = seconds / num_steps, kernels
         _print_table(title, seconds / num_steps, work.num_tokens, kernels, limits)
@@ -190,8 +199,11 @@ def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[floa
     return seen, lambda window: size * min(window, length) / num_steps  # at least: read once
 
 
-def _decoding_keys(size: int, context: float) -> Callable[[float], float]:
-    return lambda window: size * min(window, context)
+def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    def read(window: float) -> float:
+        return size * min(window, context) - (size - 1) * (shared if window >= context else 0)
+
+    return lambda window: size * min(window, context), read
 
 
 def _kernels(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:

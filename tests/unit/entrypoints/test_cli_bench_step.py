@@ -53,6 +53,20 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @needs_kernels
+def test_keys_in_common_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "f.json"
+    shared = ["--shared-len", "32", "--output-json", str(figures)]
+    assert main(["bench", "step", "demo", *SMALL, *shared]) == 0
+    found = json.loads(figures.read_text())
+    assert "prompts" not in found  # they were cached
+    kernels = {one["name"]: one for one in found["decoding"]["kernels"]}
+    assert kernels["attention"]["num_bytes"] == 5 * (3 * 42.5 - 2 * 32) * 4 * 32 * 2 * 2
+    assert kernels["attention"]["operations"] == 5 * 4 * 3 * 42.5 * 8 * 32
+    assert main(["bench", "step", "demo", *SMALL, "--shared-len", "41"]) != 0
+    assert "--shared-len must be from 0 to --input-len = 40; it is 41." in capsys.readouterr().err
+
+
+@needs_kernels
 def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None:
     figures = tmp_path / "f.json"
     chunked = ["--max-num-batched-tokens", "32", "--output-json", str(figures)]
