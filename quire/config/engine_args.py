@@ -14,13 +14,13 @@ from typing import Any, Literal
 from quire.config.families import drafting_method
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
-from quire.config.not_yet import not_yet
+from quire.config.not_yet import take_anyway
 from quire.config.options import by_other_names, check_options, option, option_of, read_options
 from quire.config.parallel import PARALLEL_OPTIONS, Backend, ParallelConfig, Router
 from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
-from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
+from quire.errors import ConfigError, InvalidRequestError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 from quire.utils.suggest import nearest
@@ -109,14 +109,14 @@ class EngineArgs:
     """Keys and values in the model's type, or in eight bits with a scale per token and head."""
     block_size: int = option(32, 1)
     """Tokens in a KV block."""
-    gpu_memory_utilization: float | None = option(None, most=1, over=0)
+    gpu_memory_utilization: float | None = option(None, most=1, over=0, aliases=("device_memory_utilization",))
     """Share of the device's memory (on a CPU: of the free memory once the weights are loaded) for the engine; 0.92 on a
     GPU and 0.4 on a CPU by default."""
     kv_cache_memory: int | None = option(None, 1, aliases=("kv_cache_memory_bytes",))
     """Size of the KV cache in bytes; overrides gpu_memory_utilization."""
     num_kv_blocks: int | None = option(None, 1, aliases=("num_gpu_blocks_override",))
     """Number of KV blocks; overrides every measurement."""
-    swap_space: float | None = option(None, 0)
+    swap_space: float | None = option(None, 0, aliases=("kv_offloading_size",))
     """Host memory, in GiB, to which preempted requests and evicted prefixes go and come back; on a CPU none by default,
     where the KV cache itself can be as large."""
     kv_events_config: dict[str, Any] | None = option(None)
@@ -137,7 +137,7 @@ class EngineArgs:
     ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option_of(ParallelConfig, "ray_placement")
     tp_collective: Literal["gather", "reduce"] = option_of(ParallelConfig, "tp_collective")
     cpu_bind: str = option_of(ParallelConfig, "cpu_bind")
-    speculative_config: dict[str, Any] | None = option(None)
+    speculative_config: dict[str, Any] | None = option(None, short="-sc")
     """Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says."""
     enable_lora: bool = option(False)
     """Let requests run with adapters (LoRA)."""
@@ -199,10 +199,11 @@ class EngineArgs:
             if aliases[alias] in kwargs:
                 raise ConfigError(f"{alias} and {aliases[alias]} are two names of one option; give one of them.")
             kwargs[aliases[alias]] = kwargs.pop(alias)
-        for name in kwargs:
+        for name in [*kwargs]:
             if name not in known:
-                if told := not_yet(name):
-                    raise NotYetSupportedError(f"{name} {told}")
+                if take_anyway(name, kwargs[name]):
+                    del kwargs[name]
+                    continue
                 close = nearest(name, known)
                 hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")

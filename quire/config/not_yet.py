@@ -1,29 +1,39 @@
 """Options of vLLM that Quire does not have, by name: what to say to someone who gives one.
 
-Read where an unknown option is refused, by `EngineArgs` and the command line. An entry goes when its feature comes.
+`EngineArgs` and the command line ask where an unknown option is given; the answers stand in not_yet.txt, which nobody
+reads before. An entry goes when its feature comes.
 """
 
-_LATER = """
-    additional_config allowed_local_media_path api_server_count async_scheduling calculate_kv_scales
-    chat_template_content_format compilation_config config convert cpu_offload_gb data_parallel_rank
-    decode_context_parallel_size default_chat_template_kwargs
-    enable_server_load_tracking enable_sleep_mode
-    enable_tokenizer_info_endpoint expert_parallel_size guided_decoding_backend io_processor_plugin
-    kv_transfer_config limit_mm_per_prompt logits_processor_pattern logits_processors
-    max_num_partial_prefills middleware mm_processor_kwargs
-    num_speculative_tokens pooler_config runner speculative_model
-    structured_outputs_config tool_parser_plugin
-"""
-_INSTEAD = {
-    "O": "leave it out: nothing is compiled at start-up",
-    "device": "leave it out: the machine's processor is used",
-    "kv_offloading_size": "give swap_space, in GiB",
-    "cpu_kvcache_space": "give kv_cache_memory",
-}
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quire.errors import NotYetSupportedError
+
+logger = logging.getLogger(__name__)
 
 
-def not_yet(name: str) -> str | None:
-    """What to say of the option `name` (underscores, no dashes before it): a sentence, or None for a name not known."""
-    if name in _LATER.split():
-        return "is not supported yet."
-    return f"is not an option here: {_INSTEAD[name]}." if name in _INSTEAD else None
+@cache
+def answers() -> dict[str, tuple[str, str]]:
+    """Name (underscores, no dashes before it; or one dash) -> what of it is taken all the same, and what is said."""
+    lines = Path(__file__).with_name("not_yet.txt").read_text(encoding="utf-8").splitlines()
+    entries = [line.split(": ", 1) for line in lines if line and line[0] != "#"]
+    return {each.partition("=")[0]: (each.partition("=")[2], told) for names, told in entries for each in names.split()}
+
+
+def take_anyway(name: str, value: Any, shown: str | None = None) -> bool:
+    """Whether an option is one of these, and this value of it no error; where it has no effect, the log says so.
+
+    Args:
+        shown: what messages call it; its name by default.
+
+    Raises:
+        NotYetSupportedError: the message says why, and what to do instead.
+    """
+    taken, told = answers().get(name, ("", ""))
+    if taken in ("-", "*", "+") and value not in (None, False):
+        logger.warning("%s %s", shown or name, told)
+    elif told and str(value) not in ("None", "False", *taken.replace("so", "True").split("|")):
+        raise NotYetSupportedError(f"{shown or name} {told}")
+    return bool(told)

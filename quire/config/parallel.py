@@ -44,7 +44,7 @@ class ParallelConfig:
     data_parallel_router: Router = option("cache_aware")
     """Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; or
     each in turn."""
-    enable_expert_parallel: bool = option(False)
+    enable_expert_parallel: bool = option(False, short="-ep")
     """Each of the tensor_parallel_size ranks has some of the experts, and not a part of each."""
     distributed_executor_backend: Backend | None = option(None)
     """Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray' (actors on a cluster), or

@@ -36,6 +36,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    content_format: str = "auto"
 
     def job(self, tokenizer: TemplateOwner) -> bytes:
         """What a `Renderer` takes: the template's text, the special tokens and the conversation, as msgpack.

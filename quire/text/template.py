@@ -49,6 +49,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        content_format: str = "auto",
     ) -> str:
         """The prompt of one conversation, made in this very process.
 
@@ -62,6 +63,7 @@ class ChatTemplate:
             add_generation_prompt: open the assistant's turn after the last message.
             continue_final_message: end right after the last message's content, for the model to go on with it.
             chat_template_kwargs: further variables for the template.
+            content_format: "string" joins parts, "openai" makes a part of a string, whatever the template does.
 
         Raises:
             InvalidRequestError: bad messages, no valid template, or the template's own complaint.
@@ -74,7 +76,7 @@ class ChatTemplate:
             )
         text = self._text
         template = _compile(text)
-        conversation = _read_messages(messages, template)
+        conversation = _read_messages(messages, template, content_format)
         if "developer" not in text:
             for message in conversation:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
@@ -166,13 +168,14 @@ def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
     return plain
 
 
-def _read_messages(messages: Any, template: jinja2.Template) -> list[dict[str, Any]]:
+def _read_messages(messages: Any, template: jinja2.Template, content_format: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise _bad_messages("messages must be a list of at least one dict with role and content.")
-    return [_read_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
+    form = content_format if content_format != "auto" else "parts" if iterates_content(template) else "string"
+    return [_read_message(message, f"messages[{i}]", form) for i, message in enumerate(messages)]
 
 
-def _read_message(given: Any, where: str, template: jinja2.Template) -> dict[str, Any]:
+def _read_message(given: Any, where: str, form: str) -> dict[str, Any]:
     """One message as the template sees it: no None entries, parsed tool calls, reasoning under its names."""
     plain = to_plain(given, where)
     if not isinstance(plain, dict):
@@ -187,7 +190,7 @@ def _read_message(given: Any, where: str, template: jinja2.Template) -> dict[str
         message.pop("tool_calls", None)
     reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
     if "content" in message:
-        message["content"] = _read_content(message["content"], f"{where}.content", template)
+        message["content"] = _read_content(message["content"], f"{where}.content", form)
     elif not (role == "assistant" and (reasoning or "tool_calls" in message or "function_call" in message)):
         raise _bad_messages(f"{where} has no content; only an assistant's message with tool_calls may be without.")
     if reasoning is not None:
@@ -208,12 +211,12 @@ def _read_tool_call(call: Any, where: str) -> Any:
     return call | {"function": function | {"arguments": arguments or {}}}
 
 
-def _read_content(content: Any, where: str, template: jinja2.Template) -> Any:
+def _read_content(content: Any, where: str, form: str) -> Any:
     if isinstance(content, str):
-        return content
+        return [{"type": "text", "text": content}] if form == "openai" else content
     if not isinstance(content, list):
         raise _bad_messages(f"{where} must be a string or a list of text parts, got {type(content).__name__}.")
-    takes_parts = iterates_content(template)
+    takes_parts = form != "string"
     parts = [_read_part(part, f"{where}[{i}]", takes_parts) for i, part in enumerate(content)]
     return parts if takes_parts else "\n".join(part["text"] for part in parts)
 

@@ -7,6 +7,7 @@ decides how its flag is read, its help text is what `--help` shows.
 import argparse
 import dataclasses
 import json
+import os
 import re
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
@@ -149,6 +150,8 @@ def add_engine_flags(
     """Add MODEL and one flag for every field of `EngineArgs`; `defaults` replaces some of its defaults here."""
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=model_help)
     add_option_flags(parser.add_argument_group("engine options"), EngineArgs, defaults)
+    threads_help = "threads that compute (default: OMP_NUM_THREADS, or one for each core)"
+    parser.add_argument("-t", "--threads", type=positive_int, default=SUPPRESS, metavar="N", help=threads_help)
     parser.set_defaults(**(defaults or {}))
 
 
@@ -163,4 +166,6 @@ def engine_args_from(namespace: Namespace) -> EngineArgs:
         if given.get("model", namespace.model_argument) != namespace.model_argument:
             raise ConfigError(f"the model is named twice: {namespace.model_argument!r} and --model {given['model']!r}.")
         given["model"] = hub_id(namespace.model_argument)
+    if hasattr(namespace, "threads"):  # before torch is imported, and for processes that start from here
+        os.environ["OMP_NUM_THREADS"] = str(namespace.threads)
     return EngineArgs(**given)

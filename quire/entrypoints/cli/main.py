@@ -7,32 +7,20 @@ went away. An error that is not ours to expect keeps its traceback: it is a bug.
 import argparse
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import quire
-from quire.config.not_yet import not_yet
 from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
 from quire.entrypoints.cli import models as at_hand
 from quire.entrypoints.cli.bench_step import add_flags as add_step_flags
 from quire.entrypoints.cli.bench_step import run as run_step
+from quire.entrypoints.cli.parser import Parser
 from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
 from quire.utils.suggest import nearest
 
 _USAGE_ERRORS = (ConfigError, InvalidRequestError, NotYetSupportedError)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, and reports an error without pages of usage."""
-
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(**{"allow_abbrev": False, **kwargs})  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\nSee '{self.prog} --help'.\n")
 
 
 def build_parser() -> Parser:
@@ -87,28 +75,6 @@ def _print_version(_: argparse.Namespace) -> None:
     print(f"quire {quire.__version__}")
 
 
-def _with_dashes(arguments: Sequence[str]) -> list[str]:
-    """`--max_model_len=8` as `--max-model-len=8`: both spellings of a flag are one; values stay as they are."""
-    result: list[str] = []
-    for position, argument in enumerate(arguments):
-        if argument == "--":
-            return result + list(arguments[position:])
-        name, equals, value = argument.partition("=")
-        result.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
-    return result
-
-
-def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Report the first argument that no flag took: it is not there yet, or the nearest flag there is."""
-    name = next((argument for argument in unknown if argument.startswith("-")), unknown[0]).partition("=")[0]
-    field = (name if name.startswith("--") else re.sub(r"\d+$", "", name)).lstrip("-").replace("-", "_")
-    if name.startswith("-") and (told := not_yet(field) or not_yet(field.removeprefix("no_"))):
-        parser.error(f"{name} {told}")
-    known = [option for action in parser._actions for option in action.option_strings]
-    close = nearest(name, known) if name.startswith("-") else None
-    parser.error(f"unknown argument {name}." + (f" Did you mean {close}?" if close else ""))
-
-
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Refuse a command that there is not, with the nearest that there is."""
     for name in arguments:
@@ -134,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a model may write what this terminal can't show
     try:
         _check_command(parser, arguments)
-        namespace, unknown = parser.parse_known_args(_with_dashes(arguments))
+        namespace, unknown = parser.parse_known_args(arguments)
         if unknown:
-            _refuse_unknown(namespace.parser, unknown)
+            namespace.parser.refuse(unknown)
         namespace.run(namespace)
         sys.stdout.flush()
     except (QuireError, RuntimeError) as error:

@@ -5,7 +5,7 @@ The web libraries and the engine come in once the command line is known to be in
 
 import os
 import signal
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
@@ -17,6 +17,8 @@ from quire.errors import ConfigError
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire serve`."""
+    config_help = "YAML file of further flags, by name; those given beside it go first"
+    parser.add_argument("--config", metavar="FILE", default=SUPPRESS, help=config_help)
     add_option_flags(parser.add_argument_group("server options"), ServerArgs)
     add_engine_flags(parser)
     parser.usage = "%(prog)s [MODEL ...] [options]"
@@ -26,6 +28,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(namespace: Namespace) -> None:
     """Serve."""
+    if hasattr(namespace, "config"):
+        _take_file(namespace)
     given, models = options_given(namespace, ServerArgs), list(namespace.model_argument)
     namespace.model_argument = models[0] if models else None
     _refuse_swallowed_model(namespace, given)
@@ -45,6 +49,13 @@ def run(namespace: Namespace) -> None:
         serve(args, engine_args, _catalog(models, args, engine_args))
     else:
         serve(args, engine_args)
+
+
+def _take_file(namespace: Namespace) -> None:
+    """Add what --config has and no flag says."""
+    for name, value in vars(namespace.parser.read_file(namespace.config)).items():
+        if not hasattr(namespace, name) and not (name == "model" and namespace.model_argument):
+            setattr(namespace, name, value)
 
 
 def _catalog(models: list[str], args: ServerArgs, engine_args: EngineArgs) -> Catalog:

@@ -109,8 +109,10 @@ def ssl_context(args: ServerArgs) -> ssl.SSLContext | None:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
         if args.ssl_ca_certs is not None:
             context.load_verify_locations(args.ssl_ca_certs)
+        if args.ssl_ciphers is not None:
+            context.set_ciphers(args.ssl_ciphers)
     except OSError as error:  # ssl.SSLError is one
         reason = error.strerror or str(error)
-        raise ConfigError(f"ssl_certfile, ssl_keyfile or ssl_ca_certs can't be used: {reason}.") from None
+        raise ConfigError(f"ssl_certfile, ssl_keyfile, ssl_ca_certs or ssl_ciphers can't be used: {reason}.") from None
     context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
     return context

@@ -4,6 +4,8 @@
 makes a browser fetch anything from elsewhere.
 """
 
+import importlib
+import inspect
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -20,7 +22,7 @@ from quire.entrypoints.server.fleet import Fleet, Leases
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
 from quire.entrypoints.server.state import ServerState
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 
 
 def build_app(state: ServerState | Fleet) -> FastAPI:
@@ -61,7 +63,22 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
             allow_headers=args.allowed_headers,
             allow_credentials=args.allow_credentials,
         )
+    for path in args.middleware or ():
+        added = imported(path)
+        app.add_middleware(added) if isinstance(added, type) else app.middleware("http")(added)
     return app
+
+
+def imported(path: str) -> Any:
+    """The middleware of an import path (ConfigError where there is none)."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"middleware {path!r} can't be imported: {error}.") from None
+    if not (isinstance(found, type) or inspect.iscoroutinefunction(found)):
+        raise ConfigError(f"middleware {path!r} is a {type(found).__name__}, neither a class nor an async function.")
+    return found
 
 
 async def _answer(request: Request, error: Exception) -> Response:

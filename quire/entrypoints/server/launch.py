@@ -29,7 +29,7 @@ from quire.config.engine_args import EngineArgs
 from quire.engine.async_llm import AsyncLLM, AsyncOptions
 from quire.entrypoints.server.adapters import load_modules, read_modules
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
-from quire.entrypoints.server.app import build_app
+from quire.entrypoints.server.app import build_app, imported
 from quire.entrypoints.server.catalog import Catalog
 from quire.entrypoints.server.connection import connection_class
 from quire.entrypoints.server.fleet import Fleet
@@ -41,7 +41,7 @@ from quire.entrypoints.server.replicas import start_engines
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
 from quire.metrics.serving import ServingMetrics
-from quire.text.template import ChatTemplate
+from quire.text.template import RESERVED_NAMES, ChatTemplate
 from quire.utils.logs import configure_logging
 
 logger = logging.getLogger("quire")
@@ -72,6 +72,10 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
     check_name("tool_call_parser", args.tool_call_parser, TOOL_NAMES)
     if args.reasoning_parser is not None:
         check_name("reasoning_parser", args.reasoning_parser, THOUGHT_NAMES)
+    if reserved := RESERVED_NAMES & (args.default_chat_template_kwargs or {}).keys():
+        raise ConfigError(f"default_chat_template_kwargs can't set {min(reserved)!r}; each request says it itself.")
+    for path in args.middleware or ():
+        imported(path)  # before the model is
     _open_standard_streams()
     _configure_logging(args)
     _raise_file_limit()

@@ -78,7 +78,7 @@ class Frame:
             await error_response(error, scope)(scope, receive, note_status)
         finally:
             self._state.num_in_flight -= counted
-            if args.logs_requests:
+            if args.logs_requests and route_path(scope) not in (args.disable_access_log_for_endpoints or "").split(","):
                 client, seconds = (scope.get("client") or ("-",))[0], time.perf_counter() - start
                 path = _quoted_path(scope)
                 logger.debug("%s %s from %s: %d in %.3f s", scope["method"], path, client, status, seconds)

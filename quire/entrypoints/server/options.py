@@ -5,10 +5,27 @@ here opens a file or a socket: `quire.entrypoints.server.launch` does.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from quire.config.options import check_options, option
+from quire.config.options import check_options, option, read_options
 from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StructureOptions:
+    """What holds of all structured outputs of a server; see `StructuredOutputsParams`."""
+
+    disable_any_whitespace: bool = option(False)
+    """No whitespace between the tokens of JSON."""
+    disable_additional_properties: bool = option(False)
+    """Objects of a schema have the properties that it names, and no others."""
+    disable_fallback: bool = option(False)
+    """Without effect, as the next one."""
+    backend: Literal["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"] = option("auto")
+    """There is one."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,8 @@ class ServerArgs:
     """Certificate for HTTPS (PEM)."""
     ssl_ca_certs: str | None = option(None)
     """Certificates that sign clients' certificates (PEM)."""
+    ssl_ciphers: str | None = option(None)
+    """Ciphers for HTTPS up to TLS 1.2, in OpenSSL's form."""
     ssl_cert_reqs: Literal[0, 1, 2] = option(0)
     """Clients' certificates: 0 not asked for, 1 optional, 2 required."""
     allowed_origins: list[str] = option([])
@@ -75,6 +94,8 @@ class ServerArgs:
     """No line for each request, at debug level either."""
     disable_uvicorn_access_log: bool = option(False)
     """The same as --disable-log-requests; there is no other such log."""
+    disable_access_log_for_endpoints: str | None = option(None)
+    """Paths, with commas between them, whose requests get no line, as '/health,/metrics'."""
     disable_fastapi_docs: bool = option(False)
     """Do without /docs and /openapi.json."""
     enable_prompt_tokens_details: bool = option(True)
@@ -83,18 +104,35 @@ class ServerArgs:
     """End each stream with its usage, asked for or not."""
     enable_request_id_headers: bool = option(False)
     """Answer with an X-Request-Id header: the request's own, or else a new one."""
+    middleware: list[str] | None = option(None)
+    """Import paths of ASGI middleware classes, or of async functions of a request and what answers it: code of the
+    operator's own around every request, the last one outermost."""
+    sse_keep_alive_interval: float = option(0.0, 0)
+    """Seconds without anything new after which a stream sends a comment, so that no proxy closes it; 0: never."""
     max_num_queued_reqs: int | None = option(None, 1)
     """Most requests that wait for the engine; further ones get 503 and Retry-After. No limit by default."""
     shutdown_timeout: float = option(0.0, 0)
     """Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal ends them at once."""
     chat_template: str | None = option(None)
     """Jinja chat template, or a file of one; the model's own by default."""
+    chat_template_content_format: Literal["auto", "string", "openai"] = option("auto")
+    """How the template gets messages' content: as one 'string', as a list of parts ('openai'), or as it goes through
+    content itself ('auto')."""
+    default_chat_template_kwargs: dict[str, Any] | None = option(None)
+    """Variables for the chat template, which requests may change in their chat_template_kwargs (JSON)."""
+    reasoning_effort_map: dict[str, Any] | None = option(None)
+    """Efforts that requests give in reasoning_effort -> what the chat template gets for them (JSON)."""
     trust_request_chat_template: bool = option(False)
     """Let requests bring chat templates of their own."""
     tool_call_parser: str = option("auto")
     """Format in which the model calls tools (hermes, llama3_json, ...); 'auto' asks its chat template."""
     enable_auto_tool_choice: bool = option(True)
     """Let the model choose whether it calls a tool, where a request leaves that open."""
+    exclude_tools_when_tool_choice_none: bool = option(False)
+    """Do not show the model the tools of a request that forbids to call them."""
+    structured_outputs_config: dict[str, Any] | None = option(None)
+    """Of all structured outputs: disable_any_whitespace, disable_additional_properties (JSON). vLLM's backends are
+    taken, and are all the same here."""
     reasoning_parser: str | None = option(None)
     """Format in which the model thinks (deepseek_r1, qwen3, ...), to tell thoughts apart; 'auto' looks for it."""
     response_role: str = option("assistant")
@@ -145,6 +183,12 @@ class ServerArgs:
             raise ConfigError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}.")
         if not self.response_role:
             raise ConfigError("response_role must not be empty.")
+        _ = self.structure  # refuses what is not there
+
+    @property
+    def structure(self) -> "StructureOptions":
+        """What holds of all structured outputs."""
+        return read_options(StructureOptions, self.structured_outputs_config or {}, "structured_outputs_config")
 
     @property
     def logs_requests(self) -> bool:

@@ -41,9 +41,11 @@ async def conversation_text(
         InvalidRequestError: as `template_of`, and as `AsyncLLM.render_chat`.
     """
     template_of(state, chat_template, options.get("tools"))  # may it bring one?
+    variables = (state.args.default_chat_template_kwargs or {}) | (options.get("chat_template_kwargs") or {})
     return await state.llm.render_chat(
         messages,
         chat_template=state.args.chat_template if chat_template is None else chat_template,
         trusted=chat_template is None,
-        **options,
+        content_format=state.args.chat_template_content_format,
+        **options | {"chat_template_kwargs": variables},
     )

@@ -8,8 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
+from quire.entrypoints.server.options import StructureOptions
 from quire.entrypoints.server.requests_common import GenerationRequest, wrong
 from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
 # Field of the body -> of the parameters.
@@ -22,6 +26,7 @@ _FIELDS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+_SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
@@ -55,6 +60,14 @@ def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams]
             "StructuredOutputsParams has no argument", f"{name} has no field"
         )
         raise InvalidRequestError(message, name) from None
+
+
+def held_to(params: SamplingParams, options: StructureOptions) -> SamplingParams:
+    """The parameters, where they ask for a structure, with what holds of all."""
+    given = {name: True for name in _SWITCHES if getattr(options, name)}
+    if params.structured_outputs is None or not given:
+        return params
+    return replace(params, structured_outputs=replace(params.structured_outputs, **given))
 
 
 def names_of(body: GenerationRequest) -> dict[str, str]:

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_type_hints
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.not_yet import not_yet
 from quire.config.options import check_options, choices_of, documentation, option, option_of
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.server.options import ServerArgs
@@ -107,8 +106,8 @@ def test_every_option_is_declared_by_one_function(options: type) -> None:
 
 
 def test_options_of_vllm_that_are_not_there_are_named() -> None:
-    with pytest.raises(NotYetSupportedError, match="^async_scheduling is not supported yet.$"):
-        EngineArgs.from_kwargs(async_scheduling=True)
+    with pytest.raises(NotYetSupportedError, match="^enable_dbo is not supported: a step is one batch. Use pipeline_p"):
+        EngineArgs.from_kwargs(enable_dbo=True)
     with pytest.raises(NotYetSupportedError, match="cpu_kvcache_space is not an option here: give kv_cache_memory"):
         EngineArgs.from_kwargs(cpu_kvcache_space=4)
     with pytest.raises(ConfigError, match="unknown engine argument 'max_modl_len'. Did you mean 'max_model_len'?"):
@@ -144,11 +143,6 @@ def test_prompts_may_share_a_step() -> None:
     assert resolved.scheduler.long_prefill_token_threshold == 64
     with pytest.raises(ConfigError, match="long_prefill_token_threshold=64 cuts prompts"):
         EngineArgs(model="demo", long_prefill_token_threshold=64, enable_chunked_prefill=False).resolve()
-
-
-def test_what_is_there_is_not_called_missing() -> None:
-    fields = [field.name for options in (EngineArgs, ServerArgs) for field in dataclasses.fields(options)]
-    assert [name for name in fields if not_yet(name)] == []
 
 
 def test_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,9 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def parse(*arguments: str) -> EngineArgs:
-    from quire.entrypoints.cli.main import _with_dashes
-
-    return engine_args_from(build_parser().parse_args(_with_dashes(["generate", *arguments])))
+    return engine_args_from(build_parser().parse_args(["generate", *arguments]))
 
 
 # ---- help and flags
@@ -134,11 +132,7 @@ def test_both_ways_to_name_the_model() -> None:
         (["xyzzy"], "invalid choice: 'xyzzy'. There are serve, generate,"),
         (["bench", "latncy"], "WHAT: invalid choice: 'latncy'. Did you mean latency?"),
         (["bench"], "required: WHAT"),
-        (["serve", "--async-scheduling"], "--async-scheduling is not supported yet."),
-        (["serve", "--no-async-scheduling"], "--no-async-scheduling is not supported yet."),
-        (["serve", "--cpu-kvcache-space", "4"], "--cpu-kvcache-space is not an option here: give kv_cache_memory"),
         (["serve", "--override-generation-config", "1"], "must be a JSON object"),
-        (["serve", "-O3"], "-O3 is not an option here"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from quire.entrypoints.server.responses import (
 from quire.entrypoints.server.sampling import chat_params, check_size, named, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.structure import names_of
+from quire.entrypoints.server.structure import held_to, names_of
 from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.tool_request import read_offer
 from quire.entrypoints.server.turn import Delta, Rules, Turn
@@ -59,7 +59,7 @@ class ChatDialect:
         request_id = body.request_id or request_id
         model = self._state.admit(body)
         offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
-        params = chat_params(body, self._llm)
+        params = held_to(chat_params(body, self._llm), self._state.args.structure)
         text = await self._render(body)
         budget = body.thinking_token_budget
         try:
@@ -87,16 +87,16 @@ class ChatDialect:
         return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm), adapter, names), writer
 
     async def _render(self, body: ChatCompletionRequest) -> str:
-        template = template_of(self._state, body.chat_template, body.tools)
+        template, args = template_of(self._state, body.chat_template, body.tools), self._state.args
         return await conversation_text(
             self._state,
             [dict(message) for message in body.messages],
             chat_template=body.chat_template,
-            tools=body.tools,
+            tools=None if body.tool_choice == "none" and args.exclude_tools_when_tool_choice_none else body.tools,
             documents=body.documents,
             add_generation_prompt=_opens_turn(body),
             continue_final_message=bool(body.continue_final_message),
-            chat_template_kwargs=_variables(body, template),
+            chat_template_kwargs=_variables(body, template, args.reasoning_effort_map or {}),
         )
 
 
@@ -105,10 +105,11 @@ def _opens_turn(body: ChatCompletionRequest) -> bool:
     return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
 
 
-def _variables(body: ChatCompletionRequest, template: str) -> dict[str, Any]:
+def _variables(body: ChatCompletionRequest, template: str, efforts: dict[str, Any]) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
     for name, harmless in _VARIABLES.items():
         value = getattr(body, name)
+        value = efforts.get(value, value) if name == "reasoning_effort" else value
         if value is not None and name in template:
             variables[name] = value
         elif value is not None and name == "reasoning_effort" and _SWITCH in template:

@@ -27,7 +27,7 @@ from quire.entrypoints.server.responses import (
 from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.structure import names_of
+from quire.entrypoints.server.structure import held_to, names_of
 from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import Delta, Rules, Turn, text_of
 from quire.errors import InvalidRequestError
@@ -51,7 +51,7 @@ class CompletionDialect:
         model = self._state.admit(body)
         if body.echo and self._llm.tokenizer is None:
             raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
-        params = completion_params(body, self._llm)
+        params = held_to(completion_params(body, self._llm), self._state.args.structure)
         self._llm.check_room(len(body.prompt))
         prompts: list[PreparedPrompt] = []
         echoes: list[str] = []

@@ -57,6 +57,28 @@ def test_an_empty_list(served: list[Any]) -> None:
     assert served[0][0].allowed_origins == []
 
 
+def test_a_file_of_flags(served: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: some/model\nport: 9000\napi-key: [a]\nmax_num_seqs: 8\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert main(["serve", "other/model", "--api-key", "b", "--config", str(file), "--port=8000"]) == 0
+    assert served == [
+        (ServerArgs(port=9000, api_key=["a"]), EngineArgs(model="some/model", max_num_seqs=8)),
+        (ServerArgs(port=8000, api_key=["b"]), EngineArgs(model="other/model", max_num_seqs=8)),
+    ]
+    assert main(["serve", "--config", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/none can't be read: No such file or directory.\n"
+
+
+def test_threads(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OMP_NUM_THREADS has it, for this process and those that it starts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert main(["serve"]) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert main(["serve", "-t", "3"]) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
 def test_a_key_from_the_environment(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "sesame")
     assert main(["serve"]) == main(["serve", "--api-key", "other"]) == 0

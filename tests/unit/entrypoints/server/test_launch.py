@@ -383,6 +383,14 @@ def test_https(make_state: State, tmp_path: Path) -> None:
     assert asyncio.run(story()).startswith(b"HTTP/1.1 200")
     with pytest.raises(ConfigError, match="can't be used"):
         ssl_context(ServerArgs(ssl_keyfile=certificate, ssl_certfile=certificate))
+    named = ssl_context(
+        ServerArgs(ssl_keyfile=key, ssl_certfile=certificate, ssl_ciphers="ECDHE-ECDSA-AES256-GCM-SHA384")
+    )
+    assert named is not None
+    older = {cipher["name"] for cipher in named.get_ciphers() if cipher["protocol"] != "TLSv1.3"}
+    assert older == {"ECDHE-ECDSA-AES256-GCM-SHA384"}
+    with pytest.raises(ConfigError, match="or ssl_ciphers can't be used: .*No cipher can be selected"):
+        ssl_context(ServerArgs(ssl_keyfile=key, ssl_certfile=certificate, ssl_ciphers="none such"))
     with pytest.raises(ConfigError, match="No such file"):
         ssl_context(ServerArgs(ssl_keyfile=key, ssl_certfile=str(tmp_path / "gone")))
 

@@ -231,3 +231,12 @@ def test_a_line_for_each_request(
     lines = [record.getMessage() for record in caplog.records if "/nowhere" in record.getMessage()]
     assert len(lines) == count
     assert all(line.startswith("GET /nowhere from testclient: 404 in 0.") for line in lines)
+
+
+def test_paths_without_lines_in_the_log(make_client: Maker, caplog: pytest.LogCaptureFixture) -> None:
+    client = make_client(log_level="debug", disable_access_log_for_endpoints="/health,/metrics")
+    with caplog.at_level(logging.DEBUG, "quire"):
+        for path in ("/health", "/version"):
+            client.get(path)
+    lines = [message for message in caplog.messages if "from testclient" in message]
+    assert [line.split()[1] for line in lines] == ["/version"]

@@ -1,0 +1,152 @@
+"""vLLM's ways to write flags: what the parser makes of them, and what it says of flags that are not there."""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.entrypoints.cli.flags import engine_args_from
+from quire.entrypoints.cli.main import build_parser, main
+from quire.entrypoints.cli.parser import Parser
+from quire.errors import ConfigError, NotYetSupportedError
+
+
+def parse(*arguments: str) -> EngineArgs:
+    return engine_args_from(build_parser().parse_args(["generate", *arguments]))
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("--max_model_len=8", {"max_model_len": 8}),
+        ("--disable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--enable-log-stats", {"disable_log_stats": False}),
+        ("--speculative-config.method ngram", {"speculative_config": {"method": "ngram"}}),
+        ("--speculative_config.method=ngram", {"speculative_config": {"method": "ngram"}}),
+        (
+            "--spec-method ngram -sc.num_speculative_tokens 3",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ),
+        ("--hf-overrides.a.b 1 --hf-overrides.a.c+ x,y", {"hf_overrides": {"a": {"b": 1, "c": ["x", "y"]}}}),
+        ("--hf-overrides.a -1.5", {"hf_overrides": {"a": -1.5}}),
+        ("--device-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+        ("--kv-offloading-size 2", {"swap_space": 2.0}),
+        ("-ep -tp 2", {"enable_expert_parallel": True, "tensor_parallel_size": 2}),
+    ],
+)
+def test_spellings(line: str, options: dict[str, Any]) -> None:
+    assert parse(*line.split()) == EngineArgs(**options)
+
+
+def test_values_stay_as_they_are() -> None:
+    namespace = build_parser().parse_args(["generate", "--prompt", "Once --a_b=c", "--prompt", "a.b_c", "demo"])
+    assert namespace.prompt == ["Once --a_b=c", "a.b_c"]
+    assert build_parser().parse_known_args(["generate", "--", "-O3"])[0].model_argument == "-O3"
+
+
+@pytest.mark.parametrize(
+    ("line", "warnings"),
+    [
+        ("-O3", ["--optimization-level"]),
+        ("-O 3", ["--optimization-level"]),
+        ("-O=2 --async-scheduling", ["--optimization-level", "--async-scheduling"]),
+        ("--compilation-config.mode 3 -cc {}", ["--compilation-config", "-cc"]),
+        ("--attention_backend=X", ["--attention-backend"]),
+        ("--cudagraph-capture-sizes 1 2 4 --seed 0", ["--cudagraph-capture-sizes"]),
+        ("--no-async-scheduling --no-enable-eplb --enable-sleep-mode --runner generate --runner=auto", []),
+        ("--api-server-count 1 -dcp 1", []),
+    ],
+)
+def test_flags_without_effect(line: str, warnings: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """No value of theirs is taken for the model, before or after it."""
+    with caplog.at_level(logging.WARNING):
+        assert (
+            parse(*line.split(), "some/model") == parse("some/model", *line.split()) == EngineArgs(model="some/model")
+        )
+    assert [message.split()[0] for message in caplog.messages] == warnings * 2
+    assert all(" has no effect: " in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--runner pooling", "^--runner is not supported yet for pooling: .* Embed with another server.$"),
+        ("--enable-eplb", "^--enable-eplb is not supported yet: experts stay on their ranks. Leave it out.$"),
+        ("--eplb_config.window_size 3", "^--eplb-config is not supported yet"),
+        ("-dcp 2", "^-dcp is not supported yet: .* Use tensor_parallel_size.$"),
+        ("--api-server-count=4", "has one value here, 1: one process answers HTTP .* behind a load balancer.$"),
+    ],
+)
+def test_flags_that_are_refused(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotYetSupportedError, match=message):
+        parse(*line.split())
+    assert main(["serve", *line.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line.replace('=', ' ').split()[0].partition('.')[0][:5]}")
+
+
+def test_options_in_python(caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineArgs.from_kwargs(compilation_config={"mode": 3}, runner="generate", task=None) == EngineArgs()
+    assert caplog.messages == [
+        "compilation_config has no effect: nothing is compiled at start-up, and the kernels are there already."
+    ]
+
+
+# ---- --config
+
+
+@pytest.fixture
+def serve_parser() -> Parser:
+    (action,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    parser = action.choices["serve"]
+    assert isinstance(parser, Parser)
+    return parser
+
+
+def test_a_file_of_flags(serve_parser: Parser, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: some/model\nport: 9000\ntensor_parallel_size: 2\nenable-prefix-caching: false\napi-key: [a, b]\n"
+        "speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\nrevision:\nkeep-alive: -1\nrunner: auto\n"
+    )
+    read = vars(serve_parser.read_file(str(file)))
+    assert read | {"run": 0, "parser": 0, "model_argument": 0} == {
+        "model": "some/model", "port": 9000, "tensor_parallel_size": 2, "enable_prefix_caching": False,
+        "api_key": ["a", "b"], "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "keep_alive": -1.0, "run": 0, "parser": 0, "model_argument": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", " must hold keys and values, as 'port: 8000'."),
+        ("a: [", r" can't be read: while parsing a flow node .* line 1, column 5.*\.$"),
+        ("enable-eplb: true", ": --enable-eplb is not supported yet: experts stay on their ranks. Leave it out."),
+    ],
+)
+def test_files_that_are_refused(text: str, message: str, serve_parser: Parser, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises((ConfigError, NotYetSupportedError), match=f"^{file}{message}"):
+        serve_parser.read_file(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-modl-len: 4", "unknown argument --max-modl-len. Did you mean --max-model-len?"),
+        ("port: many", "argument --port: 'many' is not a whole number"),
+    ],
+)
+def test_keys_that_are_wrong(
+    text: str, message: str, serve_parser: Parser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        serve_parser.read_file(str(file))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {file}: {message}")
