@@ -219,9 +219,9 @@ def ask(page: Browser, text: str) -> None:
 
 
 def answer(page: Browser) -> str:
-    """The last answer's text, once it is complete."""
+    """The last answer, as it came, once it is complete."""
     page.wait("!asking && document.querySelector('.turn:not(.busy)') !== null")
-    return page.run("[...document.querySelectorAll('.text')].at(-1).textContent")
+    return page.run("turns[mode].at(-1).answer")
 
 
 def test_the_page_is_quiet(page: Browser) -> None:
@@ -464,4 +464,132 @@ def test_thoughts_are_folded_and_calls_get_results(page: Browser) -> None:
     ask(page, "Again")
     page.wait("document.querySelector('.error') !== null")
     assert "No JSON" in page.run("document.querySelector('.error').textContent")
+    assert page.complaints() == []
+
+
+_SAMPLE = """# Title ##
+A *word*, a **strong _and soft_** one, `code`, \\*none\\*, 2 * 3, snake_case_name, ***both***, ~~gone~~ and **open.
+
+- one
+  - within
+    1. deep
+- two
+
+  goes on
+- [x] done
+
+3. three
+10. ten
+
+> said
+> > before
+
+| a | b |
+|:-:|--:|
+| 1 | `2` |
+
+```python
+for i in range(3):  # so often
+    print("i")
+
+```
+[a](https://a.example/b_(c) "t"), <https://b.example>, https://c.example/x_y. \\(a_b*c\\) and $x_1 + y_2$, not $5 or $6
+~~~
+open
+"""
+
+
+def test_markdown_is_rendered(page: Browser) -> None:
+    page.run(f"globalThis.made = markdown({json.dumps(_SAMPLE)})")
+    shape = "(node) => [...node.childNodes].map((n) => (n.children ? n.tagName + shape(n) : n.data)).join('|')"
+    page.run(f"globalThis.shape = {shape}")
+    parts = page.run("[...made.children].map((child) => child.className || child.tagName)")
+    assert parts == ["H1", "P", "UL", "OL", "BLOCKQUOTE", "table", "code", "P", "code"]
+    assert page.run("made.children[0].textContent") == "Title"
+    assert page.run("shape(made.children[1])") == (
+        "A |EMword|, a |STRONGstrong |EMand soft| one, |CODEcode|, |*none|*, 2 |*| 3, snake|_|case|_|name, "
+        "|STRONGEMboth|, |DELgone| and |**|open."
+    )
+    assert page.run("made.querySelector('ul ul ol').textContent") == "deep"
+    assert page.run("made.querySelector('li.task').textContent") == "☑ done"
+    assert page.run("made.children[3].start") == 3
+    assert page.run("[...made.querySelectorAll('td')].map((cell) => cell.className + cell.textContent)") == [
+        "centre1",
+        "right2",
+    ]
+    code = "made.querySelector('.code')"
+    assert page.run(f"{code}.querySelector('.code-head').textContent") == "pythonCopy"
+    assert page.run(f"{code}.querySelector('code').textContent") == ('for i in range(3):  # so often\n    print("i")\n')
+    assert page.run("[...made.querySelectorAll('a')].map((link) => [link.textContent, link.href])") == [
+        ["a", "https://a.example/b_(c)"],
+        ["https://b.example", "https://b.example/"],
+        ["https://c.example/x_y", "https://c.example/x_y"],
+    ]
+    assert page.run("[...made.querySelectorAll('.math')].map((one) => one.textContent)") == [
+        "\\(a_b*c\\)",
+        "$x_1 + y_2$",
+    ]
+    page.run("navigator.clipboard.writeText = async (text) => { globalThis.copied = text; }")
+    page.run("made.querySelector('.code button').click()")
+    assert page.wait("globalThis.copied").startswith("for i in")
+    assert page.complaints() == []
+
+
+def test_markdown_that_streams_becomes_what_it_is_at_once(page: Browser) -> None:
+    script = """((text) => [1, 2, 3, 7].filter((step) => {
+        const node = make("div"), grows = new Markdown(node);
+        for (let at = 0; at < text.length; at += step) { grows.push(text.slice(at, at + step)); grows.draw(); }
+        grows.draw(true);
+        return node.innerHTML !== markdown(text).innerHTML;
+    }))"""
+    assert page.run(f"{script}({json.dumps(_SAMPLE)})") == []
+    kept = """(() => {
+        globalThis.grows = new Markdown(make("div"));
+        grows.push("One.\\n\\n".repeat(50) + "Two"); grows.draw();
+        const first = [...grows.node.childNodes];
+        grows.push(" more."); grows.draw();
+        return first.filter((node, index) => node !== grows.node.childNodes[index]).length;
+    })()"""
+    assert page.run(kept) == 1  # the last block alone was made anew
+    assert page.run("grows.node.lastChild.textContent") == "Two more."
+
+
+def test_hostile_markdown_is_text(page: Browser) -> None:
+    texts = [
+        "<img src=x onerror=\"document.title='hit'\"> <script>document.title = 'hit'</script>",
+        "[a](javascript:document.title='hit') [b](JaVaScRiPt:1) <javascript:1> [c](data:text/html,x) [d](/v1/models)",
+        "![i](x onerror=1) ![j](javascript:1)\n\n| <img src=x> |\n|---|\n| [x](vbscript:1) |",
+        "```<img src=x>\n</code><img src=x onerror=1>",
+    ]
+    for text in texts:
+        page.run(f"document.body.append(globalThis.made = markdown({json.dumps(text)}))")
+        assert page.run("made.querySelectorAll('img, script, a, iframe').length") == 0
+        page.run("made.remove()")
+    assert page.run("document.title") == "demo · Quire"
+    # 100 kB that a careless parser would take minutes for.
+    units = [
+        "*a ",
+        "**a *b ",
+        "[",
+        "![",
+        '[](a "',
+        "[a]",
+        "\\[",
+        "$a ",
+        "_a_b",
+        ">",
+        "- ",
+        "1. a\n",
+        "- a\n\n",
+        "|",
+        "a|b\n",
+    ]
+    units += ["<http://", "~~a ", " #", "x", " ", "` `` ", "https://a.b/"]
+    for text in [
+        *(unit * (100_000 // len(unit)) for unit in units),
+        "```" + " " * 100_000 + "`",
+        "- a" + "\n" * 100_000,
+    ]:
+        page.run(f"globalThis.made = markdown({json.dumps(text)})")
+    assert page.run("made.textContent") == "a"
     assert page.complaints() == []

@@ -1,7 +1,7 @@
 """The pages for a person: GET / is the playground with its view of the engine, GET /docs the API's description.
 
-Each is one file of this package, with a policy under which a browser runs nothing else and talks to nobody else: both
-work without internet. `build_app` includes the routes. Knows nothing of the engine.
+Each is one answer made of this package's files, with a policy under which a browser runs nothing else and talks to
+nobody else: both work without internet. `build_app` includes the routes. Knows nothing of the engine.
 """
 
 import base64
@@ -17,6 +17,9 @@ from quire.entrypoints.server.state import get_state
 
 router = APIRouter(include_in_schema=False)
 docs_router = APIRouter(include_in_schema=False)
+
+# Named parts of a page, as an editor and a linter understand them: `<script src>` and `<link rel="stylesheet">`.
+_PART = re.compile(r'<(?:(script) src|link rel="stylesheet" href)="([\w.]+)">(?:</script>)?')
 
 
 @router.get("/")
@@ -44,7 +47,9 @@ def _response(page: str) -> Response:
 
 @cache
 def _page(name: str) -> str:
-    return files("quire.entrypoints.server").joinpath(f"static/{name}").read_text(encoding="utf-8")
+    """A page with the scripts and the style sheet that it names in place of their names: one answer under any path."""
+    text = files("quire.entrypoints.server").joinpath(f"static/{name}").read_text(encoding="utf-8")
+    return _PART.sub(lambda part: f"<{part[1] or 'style'}>\n{_page(part[2])}</{part[1] or 'style'}>", text)
 
 
 @cache
