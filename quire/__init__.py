@@ -10,9 +10,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "quire.entrypoints.llm": ("LLM",),
-    "quire.engine.llm_engine": ("LLMEngine",),
     "quire.engine.async_llm": ("AsyncLLM", "AsyncLLMEngine", "AsyncOptions"),
-    "quire.config.engine_args": ("EngineArgs",),
+    "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine"),
     "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "quire.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence"),
@@ -26,10 +25,13 @@ __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        return importlib.import_module("quire.entrypoints.vllm_names").named("quire", name)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+importlib.import_module("quire.entrypoints.vllm_names").install()
 
 
 def __dir__() -> list[str]:

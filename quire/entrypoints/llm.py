@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.engine.llm_engine import LLMEngine
+from quire.entrypoints.as_vllm import LLMEngine, Metrics
+from quire.entrypoints.vllm_names import vllm_names
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
@@ -25,7 +26,6 @@ from quire.lora.request import LoRARequest, PromptAdapterRequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import AdapterRef, Terms
-from quire.protocol.stats import EngineStats
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.tokenizer import Tokenizer
@@ -33,8 +33,6 @@ from quire.text.tokenizer import Tokenizer
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
 PromptAdapters = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None
-
-_NOT_YET = frozenset(("embed", "encode", "classify", "score", "reward"))  # methods of vLLM's LLM
 
 
 class _NotYetThere(NotYetSupportedError, AttributeError):
@@ -69,8 +67,8 @@ class LLM:
 
     def __getattr__(self, name: str) -> Any:
         """Called for names that are not there only."""
-        if name in _NOT_YET:
-            raise _NotYetThere(f"LLM.{name} is not supported yet.")
+        if told := vllm_names()["LLM"].get(name):
+            raise _NotYetThere(f"LLM.{name} {told}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -332,9 +330,9 @@ class LLM:
             raise NotYetSupportedError("a function needs a worker in this process, and this engine's is elsewhere.")
         return [method(executor.worker, *args, **(kwargs or {}))]
 
-    def get_metrics(self) -> EngineStats:
-        """The engine's counters and gauges."""
-        return self.llm_engine.stats()
+    def get_metrics(self) -> Metrics:
+        """The engine's counters and gauges: a list under vLLM's names, and attributes, as `EngineStats` has them."""
+        return Metrics(self.llm_engine.stats())
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call a function on the model itself; one result per worker."""

@@ -253,8 +253,8 @@ def test_unknown_and_bad_options() -> None:
         LLM(model="demo", max_num_seqs=0)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be a number, over 0, at most 1, got 1.5"):
         LLM(model="demo", gpu_memory_utilization=1.5)
-    with pytest.raises(NotYetSupportedError, match="async_scheduling"):
-        LLM(model="demo", async_scheduling=True)
+    with pytest.raises(NotYetSupportedError, match="enable_dbo"):
+        LLM(model="demo", enable_dbo=True)
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model="demo", max_model_len=10**6)
 
@@ -355,8 +355,12 @@ def test_priority_needs_the_policy_of_priorities(llm: LLM) -> None:
 
 @pytest.mark.parametrize("name", ["embed", "encode", "score", "classify", "reward"])
 def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
-    with pytest.raises(NotYetSupportedError, match=f"^LLM.{name} is not supported yet.$"):
+    with pytest.raises(NotYetSupportedError, match=f"^LLM.{name} is not supported yet: only models"):
         getattr(llm, name)("Once")
     assert not hasattr(llm, name)
+    with pytest.raises(
+        NotYetSupportedError, match="^LLM.start_profile is not supported: 'quire bench step MODEL' shows"
+    ):
+        llm.start_profile()
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'xyzzy'"):
         llm.xyzzy  # noqa: B018

@@ -7,12 +7,13 @@ which there are is what was added to it, and what is said of vLLM's others stand
 import argparse
 import json
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.not_yet import answers, take_anyway
+from quire.entrypoints.cli.files import read_text
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.utils.suggest import nearest
 
@@ -44,8 +45,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's; the command's own parser reads its flags, not the one of all commands."""
-        if self._subparsers is None and args is not None:
-            args = self._as_ours(list(args))
+        args = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:
+            args = self._as_ours(args)
         return super().parse_known_args(args, namespace)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -63,10 +65,9 @@ class Parser(argparse.ArgumentParser):
         import yaml  # for few
 
         try:
-            given = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            raise ConfigError(f"{path} can't be read: {reason}.") from None
+            given = yaml.safe_load(read_text(path, "--config"))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} can't be read: {' '.join(str(error).split())}.") from None
         if not isinstance(given, dict):
             raise ConfigError(f"{path} must hold keys and values, as 'port: 8000'.")
         self.source = f"{path}: "

@@ -107,8 +107,6 @@ class ServerArgs:
     middleware: list[str] | None = option(None)
     """Import paths of ASGI middleware classes, or of async functions of a request and what answers it: code of the
     operator's own around every request, the last one outermost."""
-    sse_keep_alive_interval: float = option(0.0, 0)
-    """Seconds without anything new after which a stream sends a comment, so that no proxy closes it; 0: never."""
     max_num_queued_reqs: int | None = option(None, 1)
     """Most requests that wait for the engine; further ones get 503 and Retry-After. No limit by default."""
     shutdown_timeout: float = option(0.0, 0)

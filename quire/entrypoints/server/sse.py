@@ -44,8 +44,7 @@ async def respond(request: Request, service: Service[_Body], body: _Body) -> Res
     """The response to a request, of the kind that its body asks for."""
     request_id, client = identify(request.scope).decode("latin-1"), client_of(request.scope)
     if body.stream:
-        seconds = request.app.state.quire.args.sse_keep_alive_interval
-        response: Response = EventStream(service.stream(body, request_id, client), seconds)
+        response: Response = EventStream(service.stream(body, request_id, client))
     else:
         answer = await while_connected(request.receive, service.create(body, request_id, client))
         if answer is None:
@@ -82,12 +81,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive: float = 0.0) -> None:
-        """`keep_alive`: seconds after which a comment is sent, before the first event too; 0: never."""
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events = _kept_alive(events, keep_alive) if keep_alive else events
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(send))
@@ -103,26 +101,6 @@ class EventStream(Response):
                 except Exception as error:
                     data = _error_events(error)
         await send({"type": "http.response.body", "body": b""})
-
-
-async def _kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """`events`, with a comment between them where none comes for so long."""
-    async with aclosing(events):
-        coming = asyncio.ensure_future(anext(events, None))
-        try:
-            while True:
-                await asyncio.wait([coming], timeout=seconds)
-                if not coming.done():
-                    yield b": keep-alive\n\n"
-                elif (data := coming.result()) is None:
-                    return
-                else:
-                    yield data
-                    coming = asyncio.ensure_future(anext(events, None))
-        finally:
-            coming.cancel()
-            with suppress(BaseException):
-                await coming
 
 
 def _error_events(error: Exception) -> bytes:

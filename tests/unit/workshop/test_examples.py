@@ -9,6 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
+_LAST_WORDS = {
+    "prefix_caching": "Generated texts are the same: True",
+    "metrics": "prompt tokens",
+    "reproducibility": "the same in other batches, chunks and engines: True",
+    "logits_processor": "all tokens are different: True",
+    "async_streaming": "in 24 pieces",
+    "sleep_mode": "the same text: True",
+    "data_parallel": "24 answers; the same as those of one engine: True",
+}
+
 pytestmark = pytest.mark.slow
 
 
@@ -27,6 +37,8 @@ def test_example_runs(example: Path) -> None:
     assert len(lines) >= 3
     if example.stem == "seeded_sampling_n":
         assert lines[-1] == "tokens equal in a batch: True - logprobs equal: True"
+    if (last := _LAST_WORDS.get(example.stem)) is not None:
+        assert lines[-1].endswith(last)
     if example.stem == "speculation":
         assert all("the same tokens: True" in line for line in lines)
 

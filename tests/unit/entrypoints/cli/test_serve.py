@@ -67,7 +67,7 @@ def test_a_file_of_flags(served: list[Any], tmp_path: Path, capsys: pytest.Captu
         (ServerArgs(port=8000, api_key=["b"]), EngineArgs(model="other/model", max_num_seqs=8)),
     ]
     assert main(["serve", "--config", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/none can't be read: No such file or directory.\n"
+    assert capsys.readouterr().err == f"error: --config {tmp_path}/none: No such file or directory.\n"
 
 
 def test_threads(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,8 @@
 """What an operator says of all requests: chat templates' variables and content, tools, structures, middleware."""
 
-import asyncio
-import json
 import sys
 import types
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ from quire.config.engine_args import EngineArgs
 from quire.entrypoints.server.app import imported
 from quire.entrypoints.server.launch import serve
 from quire.entrypoints.server.options import ServerArgs
-from quire.entrypoints.server.sse import EventStream
-from quire.errors import ConfigError, RequestFailedError
+from quire.errors import ConfigError
 
 SHOWS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}|{{ mood }}|{{ reasoning_effort }}|{{ (tools or []) | length }}"
@@ -182,61 +179,3 @@ def test_middleware_that_is_none(path: str, message: str) -> None:
         with pytest.raises(ConfigError) as refusal:
             call()
         assert str(refusal.value) == message
-
-
-# ---- streams that are kept alive
-
-
-def sent_by(events: Any, seconds: float) -> list[bytes]:
-    sent: list[bytes] = []
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            sent.append(message["body"])
-
-    asyncio.run(EventStream(events, seconds)({"type": "http"}, receive, send))
-    return sent
-
-
-def test_a_stream_is_kept_alive() -> None:
-    """Before its first event, too; what comes is neither lost nor out of order."""
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        for number in range(3):
-            await asyncio.sleep(0.2 if number != 1 else 0)
-            yield b"%d" % number
-
-    comment = b": keep-alive\n\n"
-    sent = sent_by(events(), 0.02)
-    assert [part for part in sent if part != comment] == [b"0", b"1", b"2", b""]
-    assert sent[0] == comment
-    assert comment in sent[sent.index(b"1") : sent.index(b"2")]
-    assert comment not in sent_by(events(), 0.0)
-
-
-def test_a_stream_that_fails_is_told() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"0"
-        await asyncio.sleep(0.1)
-        raise RequestFailedError("it broke.")
-
-    *_, last, end = sent_by(events(), 0.02)
-    error, done = last.split(b"\n\n")[:2]
-    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it broke."
-    assert (done, end) == (b"data: [DONE]", b"")
-
-
-def test_the_option_reaches_the_stream(make_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-    made = EventStream.__init__
-    monkeypatch.setattr(
-        EventStream, "__init__", lambda self, events, seconds: (given.append(seconds), made(self, events, seconds))[0]
-    )
-    with TestClient(make_server(sse_keep_alive_interval=15.0).app) as client:
-        assert client.post("/v1/completions", json={"prompt": "Hi", "stream": True, "max_tokens": 2}).text.endswith(
-            "[DONE]\n\n"
-        )
-    assert given == [15.0]

@@ -1,0 +1,123 @@
+"""What vLLM's scripts touch and Quire has under other names: options from flags, settings to read, metrics as a list.
+
+`vllm_names` says where scripts find it; `LLM` uses some of it. Everything here reads what the engine has, and keeps
+nothing.
+"""
+
+import copy
+from argparse import Namespace
+from dataclasses import fields
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from msgspec import Struct, structs
+
+from quire.config import engine_args
+from quire.engine import llm_engine
+from quire.entrypoints.cli.flags import add_option_flags
+from quire.protocol.stats import EngineStats
+
+_OPTIONS = {field.name: field.default for field in fields(engine_args.EngineArgs)}
+current_platform = SimpleNamespace(device_type="cpu", is_cpu=lambda: True, is_cuda=lambda: False, is_rocm=lambda: False)
+
+
+class EngineArgs(engine_args.EngineArgs):
+    """The options of an engine, which take vLLM's other names too, and can be a command line's flags."""
+
+    def __init__(self, model: str = "demo", *, enable_log_requests: bool = False, **options: Any) -> None:
+        """`enable_log_requests` is of no effect: the server logs requests."""
+        vars(self).update(vars(engine_args.EngineArgs.from_kwargs(model=model, **options)))
+
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        """Give a parser a flag for each option, with its default in the namespace; returns the parser."""
+        add_option_flags(parser.add_argument_group("engine options"), engine_args.EngineArgs)
+        parser.set_defaults(**_OPTIONS)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> "EngineArgs":
+        """The options among parsed flags."""
+        return cls(**{name: value for name, value in vars(args).items() if name in _OPTIONS})
+
+
+class LLMEngine(llm_engine.LLMEngine):
+    """The engine, with settings to read as scripts for vLLM do: `vllm_config`, `model_config`, `cache_config`, ..."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are not there only."""
+        if name.endswith("_config") and hasattr(self.vllm_config, name):
+            return getattr(self.vllm_config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    @cached_property
+    def vllm_config(self) -> SimpleNamespace:
+        """All settings; changing them changes nothing."""
+        import torch
+
+        config, args, model, parallel = self.config, self.config.args, self.config.model, self.config.args.parallel
+        read = SimpleNamespace(**model.hf_config)
+        sizes = {"get_vocab_size": lambda: model.vocab_size, "get_hidden_size": lambda: model.hidden_size}
+        facts = {"hf_config": read, "hf_text_config": read, "dtype": getattr(torch, model.dtype)}
+        blocks = self.core.call("snapshot")
+        cache = {"num_gpu_blocks": len(blocks.blocks), "num_cpu_blocks": 0, "cache_dtype": args.kv_cache_dtype}
+        return SimpleNamespace(
+            model_config=_with(model, tokenizer=args.tokenizer or args.model, **sizes, **facts),
+            cache_config=_with(args, **cache),
+            parallel_config=_with(parallel, world_size=parallel.num_ranks),
+            scheduler_config=config.scheduler,
+            speculative_config=config.speculative,
+            lora_config=args if args.enable_lora else None,
+            device_config=current_platform,
+        )
+
+
+def _with(settings: Any, **others: Any) -> Any:
+    """A copy of an object with further attributes."""
+    copied = copy.copy(settings)
+    vars(copied).update(others)
+    return copied
+
+
+class Metric(Struct):
+    """A figure of the engine; of the kinds below."""
+
+    name: str
+    labels: dict[str, str]
+
+
+class Counter(Metric):
+    """It only grows."""
+
+    value: int
+
+
+class Gauge(Metric):
+    """It goes up and down."""
+
+    value: float
+
+
+class Vector(Metric):
+    """Several counters."""
+
+    values: list[int]
+
+
+class Metrics(list[Metric]):
+    """Figures under vLLM's names, one by one; as attributes those of `EngineStats`, under Quire's."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self.stats = stats
+        drafts = {} if stats.speculation is None else structs.asdict(stats.speculation)
+        for name, value in [
+            *structs.asdict(stats).items(),
+            *((f"spec_decode_{n}_total", v) for n, v in drafts.items()),
+        ]:
+            kind: Any = Vector if isinstance(value, list) else Counter if name.endswith("_total") else Gauge
+            if isinstance(value, int | float) or name.startswith("spec_"):
+                self.append(kind(f"vllm:{name.removesuffix('_total')}", {"engine": "0"}, value))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stats"], name)

@@ -1,0 +1,72 @@
+"""vLLM's names where its scripts look for them: modules to import, names in them, and what is said of those not here.
+
+`import quire` puts a `Finder` before Python's own; vllm_names.txt beside this has the names. A module of vLLM's that is
+none of Quire's is empty but for them, and Quire's own modules have them where they have no such name themselves.
+"""
+
+import importlib
+import sys
+from functools import cache, partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quire.errors import NotYetSupportedError
+
+
+class NotHereError(NotYetSupportedError, ModuleNotFoundError):
+    """A module or a name of vLLM's that Quire has not; the message says why, and what to use instead."""
+
+
+@cache
+def vllm_names() -> dict[str, dict[str, str]]:
+    """Module (or "LLM") -> name -> where it lies, as MODULE:NAME, or what is said of it."""
+    sections = Path(__file__).with_name("vllm_names.txt").read_text(encoding="utf-8").split("\n[")[1:]
+    table: dict[str, dict[str, str]] = {}
+    for head, *lines in map(str.splitlines, sections):
+        each = [line.split(" = ", 1) for line in lines if line]
+        table[head.rstrip("]")] = {name: found for names, found in each for name in names.split()}
+    return table
+
+
+def named(module: str, name: str) -> Any:
+    """What a name of a module stands for.
+
+    Raises:
+        NotHereError: it is vLLM's, and not here.
+        AttributeError: nobody knows it.
+    """
+    if (found := vllm_names()[module].get(name)) is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if " " in found:
+        raise NotHereError(f"{module}.{name} {found}")
+    home, _, own = found.partition(":")
+    return getattr(importlib.import_module(home), own or name)
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds modules of the table, and makes them; `own` is the loader of Quire's own module of that name."""
+
+    def __init__(self, own: Any = None) -> None:
+        self._own = own
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if (names := vllm_names().get(fullname)) is None:
+            return None
+        if "*" in names:
+            raise NotHereError(f"{fullname} {names['*']}")
+        spec = PathFinder.find_spec(fullname, path) or ModuleSpec(fullname, None, is_package=True)
+        spec.loader = Finder(spec.loader)
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._own is not None:
+            self._own.exec_module(module)
+        vars(module).setdefault("__getattr__", partial(named, module.__name__))
+
+
+def install() -> None:
+    """Have imports find vLLM's names from now on."""
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,115 @@
+"""What scripts written for vLLM do with options, settings and metrics."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from quire.config import engine_args
+from quire.entrypoints.as_vllm import Counter, Gauge, Vector
+from quire.entrypoints.cli.parser import Parser
+from quire.errors import ConfigError, NotYetSupportedError
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", max_model_len=128, num_kv_blocks=64, speculative_config={"method": "ngram"})
+
+
+# ---- options
+
+
+def test_flags_of_every_option() -> None:
+    parser = EngineArgs.add_cli_args(Parser())
+    parser.set_defaults(model="some/model")
+    parser.add_argument("--max-tokens", type=int)
+    defaults = vars(parser.parse_args([]))
+    assert defaults.pop("max_tokens") is None
+    assert EngineArgs(**defaults) == EngineArgs(model="some/model")
+    namespace = parser.parse_args(["--max_model_len", "64", "-tp", "2", "--no-enable-prefix-caching", "-O3"])
+    args = EngineArgs.from_cli_args(namespace)
+    assert args == EngineArgs("some/model", max_model_len=64, tensor_parallel_size=2, enable_prefix_caching=False)
+    assert isinstance(args, engine_args.EngineArgs)
+
+
+def test_a_parser_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py", "--max_model_len=64"])
+    assert EngineArgs.add_cli_args(Parser()).parse_args().max_model_len == 64
+
+
+def test_options_under_vllms_names() -> None:
+    args = AsyncEngineArgs(model="demo", num_gpu_blocks_override=8, compilation_config=3, enable_log_requests=True)
+    assert args == EngineArgs(num_kv_blocks=8)
+    with pytest.raises(ConfigError, match="unknown engine argument 'max_modl_len'. Did you mean 'max_model_len'?"):
+        EngineArgs(max_modl_len=4)
+    with pytest.raises(NotYetSupportedError, match="^enable_dbo is not supported"):
+        EngineArgs(enable_dbo=True)
+    with pytest.raises(ConfigError, match="max_num_seqs must be an integer, at least 1"):
+        EngineArgs(max_num_seqs=0)
+
+
+async def _text(args: Any) -> str:
+    engine, text = AsyncLLM.from_engine_args(args), ""
+    try:
+        async for output in engine.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), "r"):
+            text = output.outputs[0].text
+    finally:
+        engine.shutdown()
+    return text
+
+
+def test_an_asynchronous_engine_of_them(llm: LLM) -> None:
+    import asyncio
+
+    expected = llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)[0].outputs[0].text
+    assert asyncio.run(_text(AsyncEngineArgs(model="demo", max_model_len=128))) == expected
+
+
+# ---- settings
+
+
+def test_settings(llm: LLM) -> None:
+    engine = llm.llm_engine
+    model, cache = engine.model_config, engine.vllm_config.cache_config
+    assert (model.max_model_len, model.dtype, model.model) == (128, torch.bfloat16, "demo")
+    assert model.get_vocab_size() == model.vocab_size == model.hf_config.vocab_size
+    assert model.get_hidden_size() == model.hf_config.hidden_size
+    assert model.hf_config.model_type == "llama"
+    assert (cache.block_size, cache.num_gpu_blocks, engine.cache_config.cache_dtype) == (32, 64, "auto")
+    assert (engine.parallel_config.tensor_parallel_size, engine.parallel_config.world_size) == (1, 1)
+    assert engine.scheduler_config.max_num_seqs == 256
+    assert engine.speculative_config.method == "ngram"
+    assert engine.lora_config is None
+    for name in ("nonsense", "nonsense_config"):
+        with pytest.raises(AttributeError, match=f"'LLMEngine' object has no attribute '{name}'"):
+            getattr(engine, name)
+
+
+def test_settings_of_several_engines_are_the_same() -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(max_model_len=64, num_kv_blocks=32))
+    assert engine.vllm_config is engine.vllm_config
+    assert engine.cache_config.num_gpu_blocks == 32
+
+
+# ---- metrics
+
+
+def test_metrics(llm: LLM) -> None:
+    llm.generate("One, two, three, one, two,", SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+    metrics, stats = llm.get_metrics(), llm.llm_engine.stats()
+    by_name = {metric.name: metric for metric in metrics}
+    running, queries = by_name["vllm:num_requests_running"], by_name["vllm:prefix_cache_queries"]
+    assert isinstance(running, Gauge)
+    assert running.value == metrics.num_requests_running == 0
+    assert isinstance(queries, Counter)
+    assert queries.value == metrics.prefix_cache_queries_total == stats.prefix_cache_queries_total > 0
+    drafts, places = by_name["vllm:spec_decode_num_drafts"], by_name["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(drafts, Counter)
+    assert stats.speculation is not None
+    assert drafts.value == stats.speculation.num_drafts > 0
+    assert isinstance(places, Vector)
+    assert places.values == stats.speculation.num_accepted_tokens_per_pos
+    assert len(by_name) == len(metrics)
+    with pytest.raises(AttributeError):
+        metrics.nonsense  # noqa: B018

@@ -1,0 +1,114 @@
+"""What vLLM's scripts import: there, or an error that says why not; and nothing of Quire's own is in its way."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import quire
+from quire.entrypoints.vllm_names import NotHereError, named, vllm_names
+from quire.errors import NotYetSupportedError
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_place_in_the_table_exists() -> None:
+    for module, names in vllm_names().items():
+        for name, found in names.items():
+            if " " not in found:
+                assert named(module, name) is not None
+            else:
+                assert found.startswith("is ")
+                assert found.endswith(".")
+
+
+@pytest.mark.parametrize("module", [name for name in vllm_names() if name.startswith("quire.")])
+def test_every_module_of_the_table_is_found(module: str) -> None:
+    names = vllm_names()[module]
+    if "*" in names:
+        with pytest.raises(NotHereError, match=f"^{module} is not here"):
+            importlib.import_module(module)
+        return
+    found = importlib.import_module(module)
+    assert isinstance(found, ModuleType)
+    for name, home in names.items():
+        if " " not in home:
+            assert getattr(found, name) is not None
+        elif not hasattr(type(found), name):
+            with pytest.raises(NotHereError, match=f"^{module}.{name} is "):
+                getattr(found, name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from quire import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, RequestOutput, SamplingParams",
+        "from quire.engine.arg_utils import AsyncEngineArgs, EngineArgs",
+        "from quire.engine.async_llm_engine import AsyncLLMEngine",
+        "from quire.v1.engine.async_llm import AsyncLLM",
+        "from quire.utils.argparse_utils import FlexibleArgumentParser",
+        "from quire.utils import FlexibleArgumentParser, suggest",
+        "from quire.logger import init_logger",
+        "from quire.config import VllmConfig, model",
+        "from quire.sampling_params import RequestOutputKind, StructuredOutputsParams",
+        "from quire.inputs import TextPrompt, TokensPrompt",
+        "from quire.distributed import cleanup_dist_env_and_memory",
+        "from quire.v1.metrics.reader import Counter, Gauge, Histogram, Vector",
+        "from quire.lora.request import LoRARequest",
+        "from quire.outputs import RequestOutput",
+        "from quire.platforms import current_platform",
+        "import quire.v1.metrics.reader as reader; reader.Gauge",
+    ],
+)
+def test_lines_of_scripts(line: str) -> None:
+    exec(line, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("from quire import PoolingParams", "quire.PoolingParams is not here yet: only models that generate run."),
+        ("from quire.pooling_params import PoolingParams", "PoolingParams is not here yet"),
+        ("from quire.model_executor.models.llama import X", "quire.model_executor is not here: models are Quire's own"),
+        ("from quire.v1.sample.logits_processor import LogitsProcessor", r"SamplingParams\(logits_processors="),
+        ("from quire.config import CompilationConfig", "CompilationConfig is not here: nothing is compiled"),
+        ("import quire.multimodal.image", "quire.multimodal is not here yet: a prompt is text or token ids."),
+    ],
+)
+def test_lines_that_say_why_not(line: str, message: str) -> None:
+    with pytest.raises(ImportError, match=message) as refusal:
+        exec(line, {})
+    assert isinstance(refusal.value, NotYetSupportedError)
+
+
+@pytest.mark.parametrize(
+    "line", ["import quire.nonsense", "from quire.utils import nonsense", "from quire.config import nonsense"]
+)
+def test_names_that_nobody_knows(line: str) -> None:
+    with pytest.raises(ImportError) as refusal:
+        exec(line, {})
+    assert not isinstance(refusal.value, NotHereError)
+    with pytest.raises(AttributeError, match="module 'quire' has no attribute 'nonsense'"):
+        quire.nonsense  # noqa: B018
+
+
+def test_quires_own_modules_are_as_they_are() -> None:
+    import quire.config
+    import quire.sampling_params as own
+
+    assert own.SamplingParams is quire.SamplingParams
+    assert own.__file__ is not None
+    assert Path(own.__file__).name == "sampling_params.py"
+    assert not hasattr(quire.config, "nonsense")
+    missing: Any = getattr(own, "SamplingParamz", None)
+    assert missing is None
+
+
+def test_importing_quire_stays_light() -> None:
+    code = "import sys, quire; print(sorted({'torch', 'numpy', 'argparse', 'msgspec', 'yaml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
