@@ -201,10 +201,16 @@ def browser(shared_browser: Browser) -> Browser:
 
 @pytest.fixture
 def page(browser: Browser, server: str) -> Browser:
-    """The page, loaded and live."""
-    browser.call("Page.navigate", url=server)
-    browser.wait("document.readyState === 'complete' && $('status').dataset.state === 'live' && $('p-model').value")
+    """The page, loaded and live, in a browser that has kept nothing."""
+    browser.call("Storage.clearDataForOrigin", origin=server.rstrip("/"), storageTypes="local_storage")
+    load(browser, server)
     return browser
+
+
+def load(browser: Browser, address: str) -> None:
+    """Open the page, until it is live."""
+    browser.call("Page.navigate", url=address)
+    browser.wait("document.readyState === 'complete' && $('status').dataset.state === 'live' && $('p-model').value")
 
 
 def show(browser: Browser, width: int, height: int) -> None:
@@ -337,11 +343,13 @@ def test_nothing_sticks_out_of_a_narrow_window(page: Browser, scheme: str) -> No
     show(page, 360, 740)
     ask(page, "x" * 200)
     answer(page)
+    import_talk(page, "x" * 200, _ANSWER + "y" * 300 + "\n\n| a |\n|---|\n| " + "z" * 300 + " |")
+    page.run("turns.chat[0].foot.querySelector('.acts button').click()")  # being edited
     for view in ("#playground", "#engine"):
         page.run(f"location.hash = '{view}'; $('params').open = true; new Promise(requestAnimationFrame)")
         assert page.run("document.documentElement.scrollWidth") == 360
         beyond = """[...document.querySelectorAll("main *")].filter((node) => node.offsetParent
-            && !node.closest(".sr, thead") && node.getBoundingClientRect().right > innerWidth + 1)
+            && !node.closest(".sr, thead, pre, .table") && node.getBoundingClientRect().right > innerWidth + 1)
             .map((node) => node.outerHTML.slice(0, 80))"""
         assert page.run(beyond) == []
     assert page.run("$('blocks').width > 0 && getComputedStyle(document.body).colorScheme") is not None
@@ -352,7 +360,7 @@ def test_the_page_survives_its_server(browser: Browser) -> None:
     port = free_port()
     with serving(port, "--api-key", "sesame"):
         browser.call("Page.navigate", url=f"http://user:sesame@127.0.0.1:{port}/")
-        browser.wait("typeof $ === 'function' && $('status').dataset.state === 'live' && $('p-model').value")
+        browser.wait("document.readyState === 'complete' && $('status').dataset.state === 'live' && $('p-model').value")
         ask(browser, "Hello")
         assert answer(browser)
         assert "$QUIRE_API_KEY" in browser.run("curl(turns.chat[0].request)")
@@ -378,7 +386,7 @@ def test_the_models_of_a_server_are_a_table(browser: Browser, tmp_path: Path) ->
     port = free_port()
     with serving(port, "--models-dir", str(tmp_path)):
         browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
-        browser.wait("typeof $ === 'function' && $('p-model').value === 'demo' && !$('models').hidden")
+        browser.wait("document.readyState === 'complete' && $('p-model').value === 'demo' && !$('models').hidden")
         first, torn, other = browser.run(rows)
         assert [first[0], torn[0], other[0]] == ["demo", "<b>torn", "other"]
         assert [row[1] for row in (first, torn, other)] == ["unloaded"] * 3
@@ -592,4 +600,162 @@ def test_hostile_markdown_is_text(page: Browser) -> None:
     ]:
         page.run(f"globalThis.made = markdown({json.dumps(text)})")
     assert page.run("made.textContent") == "a"
+    assert page.complaints() == []
+
+
+_ANSWER = "# Files\n\nThree ways:\n\n" + f"{_SAMPLE}~~~\n" * 6
+
+
+def import_talk(page: Browser, *texts: str) -> None:
+    """A conversation of these messages, the user's and the assistant's by turns, as `quire chat` saves it."""
+    messages = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+    page.run(f"importTalks({json.dumps(json.dumps(messages))})")
+
+
+def shown(page: Browser) -> list[str]:
+    """What was said, as the page shows it."""
+    return page.run("[...document.querySelectorAll('#log-chat .said')].map((node) => node.textContent)")
+
+
+def test_conversations_and_parameters_outlive_a_reload(page: Browser, server: str) -> None:
+    assert page.run("document.activeElement.id") == "input"
+    assert page.run("$('params').open") is False
+    import_talk(page, "How do I read a file?", _ANSWER)
+    page.run("$('p-temperature').value = '0.3'; $('p-system_prompt').value = 'Be <b>brief</b>.'; noteParameters()")
+    page.run("startNew()")
+    ask(page, "Hello")
+    first = answer(page)
+    load(page, server)
+    assert shown(page) == ["Hello"]
+    assert page.run("turns.chat[0].answer") == first
+    assert "tokens/s" in page.run("document.querySelector('.foot').textContent")
+    assert page.run("parameters()") == {"temperature": 0.3}
+    assert page.run("$('p-system_prompt').value") == "Be <b>brief</b>."
+    page.run("$('talks').click()")
+    titles = "[...document.querySelectorAll('#talks-list b')].map((node) => node.textContent)"
+    assert page.run(titles) == ["Hello", "How do I read a file?"]
+    page.run("document.querySelectorAll('#talks-list .open')[1].click()")
+    assert shown(page) == ["How do I read a file?"]
+    assert page.run("turns.chat[0].answer") == _ANSWER
+    assert page.run("document.querySelectorAll('#log-chat .md .code').length") == 12
+    page.run("listTalks(); document.querySelector('[aria-label=\"Rename How do I read a file?\"]').click()")
+    page.run("document.querySelector('#talks-list input').value = 'Files'")
+    page.run("document.querySelector('#talks-list form').requestSubmit()")
+    assert sorted(page.run(titles)) == ["Files", "Hello"]
+    exported = page.run("JSON.stringify({ quire: 1, conversations: listTalks().map(saved) })")
+    page.run("globalThis.confirm = () => true")
+    page.run("document.querySelector('[aria-label=\"Delete Files\"]').click()")
+    assert page.run(titles) == ["Hello"]
+    assert shown(page) == []  # it was the one on show
+    page.run(f"importTalks({json.dumps(exported)})")
+    assert sorted(page.run("listTalks().map(titleOf)")) == ["Files", "Hello", "Hello"]  # one of them a copy
+    assert page.complaints() == []
+
+
+def test_a_file_that_is_no_conversation_is_refused(page: Browser) -> None:
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"conversations": [3, null, {"kind": "chat", "turns": [null, {"id": 3}]}]}',
+        "[1, null]",
+    ):
+        page.run(f"$('note').hidden = true; importTalks({json.dumps(text)})")
+        assert "No conversation" in page.run("$('note').hidden ? '' : $('note').textContent")
+    assert page.run("listTalks().length") == 0
+    # One with a loop, and with figures that are none.
+    turns = [
+        {"id": "a", "parent": "", "said": "One", "answer": "<b>1</b>", "figures": {"usage": "x"}, "calls": [None]},
+        {"id": "b", "parent": "b", "said": "Two"},
+        {"id": "a", "parent": "a", "said": "Three"},
+    ]
+    page.run(f"importTalks({json.dumps(json.dumps({'kind': 'chat', 'turns': turns, 'chosen': {'': 'zzz'}}))})")
+    assert shown(page) == ["One"]
+    assert page.run("document.querySelector('#log-chat b') === null")
+    assert page.complaints() == []
+
+
+def test_a_full_store_is_told_and_nothing_is_lost_on_the_page(page: Browser) -> None:
+    page.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    ask(page, "Hello")
+    assert answer(page)
+    assert "storage is full" in page.run("$('note').textContent")
+    ask(page, "And then?")
+    assert answer(page)
+    assert shown(page) == ["Hello", "And then?"]
+    assert page.complaints() == []
+
+
+def test_messages_are_edited_and_answers_made_anew_in_branches(page: Browser, server: str) -> None:
+    import_talk(page, "One", "First.", "Two", "Second.")
+    page.run("document.querySelector('#log-chat .acts button').click()")
+    assert page.run("document.activeElement.value") == "One"
+    page.run("document.activeElement.value = 'Uno'")
+    page.press("Enter")
+    uno = answer(page)
+    assert shown(page) == ["Uno"]
+    assert page.run("turns.chat[0].request.body.messages.map((message) => message.content)") == ["Uno"]
+    assert page.run("document.querySelector('.branches span').textContent") == "2/2"
+    page.run("turns.chat[0].again.click()")
+    answer(page)
+    assert page.run("document.querySelector('.branches span').textContent") == "3/3"
+    page.run("document.querySelector('[aria-label=\"Earlier branch\"]').click()")
+    assert page.run("turns.chat[0].answer") == uno
+    assert page.run("document.activeElement.getAttribute('aria-label')") == "Earlier branch"
+    page.press("Enter")
+    assert shown(page) == ["One", "Two"]
+    load(page, server)
+    assert shown(page) == ["One", "Two"]  # the branch that was chosen, and what follows there
+    assert page.run("document.querySelector('.branches span').textContent") == "1/3"
+    page.run("turns.chat[1].again.click()")
+    answer(page)
+    contents = page.run("turns.chat[1].request.body.messages.map((message) => message.content)")
+    assert contents == ["One", "First.", "Two"]
+    assert page.run("turns.chat[0].talk.turns.length") == 5
+    assert page.complaints() == []
+
+
+def test_a_full_context_is_told_and_the_oldest_turns_forgotten(page: Browser) -> None:
+    page.run("$('p-max_tokens').value = '20'")
+    import_talk(page, "word " * 250, "word " * 200, "word " * 100, "End.")
+    ask(page, "Go on")
+    answer(page)
+    assert "no longer fits in the model's context of 512 tokens" in page.run("turns.chat[2].problem")
+    page.complaints()  # a status of 400
+    page.run("document.querySelector('.error button').click()")
+    assert answer(page)
+    assert page.run("document.querySelector('.error')") is None
+    sent = page.run("turns.chat[2].request.body.messages.map((message) => message.content.slice(0, 4))")
+    assert sent == ["word", "End.", "Go o"]
+    assert page.run("[...document.querySelectorAll('.turn')].map((turn) => turn.matches('.forgotten'))") == [
+        False,
+        True,
+        False,
+    ]
+    ask(page, "word " * 200)
+    assert answer(page)  # forgotten without another word
+    assert page.run("document.querySelector('.error')") is None
+    ask(page, "word " * 600)
+    answer(page)
+    assert "This message alone" in page.run("turns.chat.at(-1).problem")
+    assert all("status of 400" in text for text in page.complaints())
+
+
+def test_probabilities_are_told_token_by_token(page: Browser) -> None:
+    ask(page, "Hello")
+    answer(page)
+    assert page.run("turns.chat[0].request.body.logprobs") is None
+    for tab in ("chat", "completion"):
+        page.run(f"$('tab-{tab}').click(); $('p-probabilities').checked = true")
+        ask(page, "Once upon a time")
+        text = answer(page)
+        assert page.run("document.querySelector('.log:not([hidden]) .tokens').textContent").startswith(text)
+        page.run("document.querySelector('.log:not([hidden]) .tokens').focus()")
+        page.press("ArrowRight")
+        told = page.run("$('tip').hidden ? '' : $('tip').innerText")
+        assert told.count("%") >= 6  # its own, and five of the likeliest
+        page.run("document.activeElement.blur()")
+        assert page.run("$('tip').hidden")
+        page.run("document.querySelector('.log:not([hidden]) [aria-pressed]').click()")
+        assert page.run("document.querySelector('.log:not([hidden]) .tokens')") is None
     assert page.complaints() == []

@@ -26,6 +26,7 @@ function duration(seconds) {
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
   return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
 }
+const clock = () => performance.timeOrigin + performance.now(); // in ms, and the same after a reload
 const upper = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 // Relative, as a proxy may show the page under a path; and without a password that the address may hold.
 const at = (path) => new URL(path, location.origin + location.pathname).href;

@@ -58,7 +58,8 @@ const columns = [
   ["Age", "age", (s) => duration(s.seconds)],
   ["Why it waits", "why l", (s) => s.why ?? ""],
 ];
-const rows = new Map(), own = new Set();
+const rows = new Map(), own = new Set(); // `own`: the ids of the page's requests, as it gave them
+const isOwn = ({ request_id: id }, which) => (which ? id.replace(/^[a-z]+-/, "") === which || id === which : own.has(id) || own.has(id.replace(/^[a-z]+-/, "")));
 function buildTable() {
   for (const [title, kind] of columns) {
     const cell = make("th", kind.includes(" l") ? "l" : "", title);
@@ -85,7 +86,7 @@ function makeRow(sequence) {
 function updateRow(row, sequence, longest) {
   row.className = sequence.status;
   columns.forEach(([, , show], index) => { if (show) setText(row.cells[index], show(sequence)); });
-  row.cells[0].classList.toggle("own", own.has(sequence.request_id.replace(/^\w+-/, "")));
+  row.cells[0].classList.toggle("own", isOwn(sequence));
   const { num_cached_tokens: cached, num_computed_tokens: computed, num_prompt_tokens: prompt, num_output_tokens: output } = sequence;
   const widths = [Math.min(cached, computed), Math.max(0, Math.min(computed, prompt) - cached), output];
   widths.forEach((tokens, index) => { row.cells[2].firstChild.children[index].style.width = `${tokens / longest * 100}%`; });
@@ -174,6 +175,7 @@ function show(snapshot) {
   updateTiers();
   updateTable();
   updateTotals();
+  for (const turn of [...current.chat.turns, ...current.completion.turns]) if (turn.busy && !turn.figures.first) showFigures(turn);
 }
 function redraw() { readColours(); mixShades(); drawCharts(); drawBlocks(); }
 setInterval(() => { if (stream?.readyState === 1 && heard && Date.now() - heard > 5000) say("wait", "The engine is in a long step"); }, 1000);

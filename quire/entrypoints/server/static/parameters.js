@@ -13,8 +13,9 @@ const numbers = [
   ["repetition_penalty", 0, 2, "Against tokens of the prompt and the answer; 1 is none"],
 ];
 const COMPLETION_TOKENS = 200; // where none are given: the API's own default is 16
+const labels = { system_prompt: "system prompt", probabilities: "token probabilities, shown on hover" };
 function addField(name, control, kind, title) {
-  const label = make("label", kind, name === "system_prompt" ? "system prompt" : name);
+  const label = make("label", kind, labels[name] ?? name);
   control.id = `p-${name}`;
   control.title = title;
   control.addEventListener("input", noteParameters);
@@ -38,7 +39,13 @@ function buildFields() {
   const schema = make("textarea");
   schema.rows = 2; schema.spellcheck = false; schema.placeholder = '{"type": "object", "properties": { ... }}';
   addField("schema", schema, "wide", "A JSON schema that the answer keeps to, whatever the model would say");
-  $("params").open = innerWidth >= 1080 && innerHeight >= 800;
+  const probabilities = make("input"), reset = button("Back to defaults", () => {
+    for (const field of document.querySelectorAll("#fields :is(input, textarea)")) { field.value = ""; field.checked = false; }
+    noteParameters();
+  });
+  probabilities.type = "checkbox";
+  addField("probabilities", probabilities, "wide check", "Ask for each token's probability, and for those that could have come in its place");
+  $("fields").append(reset);
 }
 function parameters() {
   const chosen = {};
@@ -54,20 +61,23 @@ function noteParameters() {
   const parts = Object.entries(parameters()).map(([name, value]) => `${name} ${JSON.stringify(value)}`);
   if ($("p-system_prompt").value && mode === "chat") parts.unshift("system prompt");
   if ($("p-schema").value.trim()) parts.push("schema");
+  if ($("p-probabilities").checked) parts.push("token probabilities");
   if ($("tools").value.trim() && mode !== "completion") parts.push("tools");
   setText($("chosen"), parts.join(", "));
+  keepChoices();
 }
 /* The models: their names, or, where the server loads and unloads them, their states too, asked for again and again. */
-let several = false;
+let several = false, wantedModel = "", contextLength = 0; // `wantedModel`: of an earlier visit; the context of the chosen one, in tokens
 async function listModels() {
   if (several && document.hidden) return void setTimeout(listModels, 3000);
   try {
     const answer = await fetch(at("v1/models")), models = (await answer.json()).data;
-    const chosen = models.find((model) => model.id === $("p-model").value) ?? models[0];
+    const chosen = models.find((model) => model.id === ($("p-model").value || wantedModel)) ?? models[0];
     several = Boolean(chosen.state);
     $("p-model").replaceChildren(...models.map(({ id, state }) => Object.assign(make("option", "", state ? `${id} (${state})` : id), { value: id })));
     $("p-model").value = chosen.id;
     const { id, max_model_len: length, state } = chosen;
+    contextLength = length ?? 0;
     $("facts").replaceChildren(id, make("span", "more", `${state ? `, ${state}` : ""}${length ? `, context of ${whole.format(length)} tokens` : ""}`));
     document.title = `${id} · Quire`;
     $("models").hidden = !several;
