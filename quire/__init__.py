@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "quire.entrypoints.llm": ("LLM",),
-    "quire.engine.async_llm": ("AsyncLLM", "AsyncLLMEngine", "AsyncOptions"),
-    "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine"),
+    "quire.engine.async_llm": ("AsyncOptions",),
+    "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine", "AsyncLLM", "AsyncLLMEngine"),
     "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
     "quire.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence"),

@@ -426,6 +426,3 @@ def _start(args: EngineArgs, config: EngineConfig, options: AsyncOptions) -> Cor
     if args.distributed_executor_backend == "external_launcher":
         raise ConfigError("distributed_executor_backend='external_launcher' is for LLM, under torchrun.")
     return ThreadClient(config) if options.engine == "thread" else ProcessClient(args, options.log_level)
-
-
-AsyncLLMEngine = AsyncLLM  # vLLM's older name

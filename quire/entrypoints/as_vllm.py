@@ -14,8 +14,9 @@ from typing import Any
 from msgspec import Struct, structs
 
 from quire.config import engine_args
-from quire.engine import llm_engine
+from quire.engine import async_llm, llm_engine
 from quire.entrypoints.cli.flags import add_option_flags
+from quire.entrypoints.vllm_names import lacking
 from quire.protocol.stats import EngineStats
 
 _OPTIONS = {field.name: field.default for field in fields(engine_args.EngineArgs)}
@@ -49,7 +50,7 @@ class LLMEngine(llm_engine.LLMEngine):
         """Called for names that are not there only."""
         if name.endswith("_config") and hasattr(self.vllm_config, name):
             return getattr(self.vllm_config, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise lacking(self, name)
 
     @cached_property
     def vllm_config(self) -> SimpleNamespace:
@@ -78,6 +79,17 @@ def _with(settings: Any, **others: Any) -> Any:
     copied = copy.copy(settings)
     vars(copied).update(others)
     return copied
+
+
+class AsyncLLM(async_llm.AsyncLLM):
+    """The engine, which says of vLLM's methods that it has not what to do instead."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are not there only."""
+        raise lacking(self, name)
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
 
 class Metric(Struct):

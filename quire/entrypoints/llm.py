@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import LLMEngine, Metrics
-from quire.entrypoints.vllm_names import vllm_names
+from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
@@ -33,10 +33,6 @@ from quire.text.tokenizer import Tokenizer
 ChatMessage = dict[str, Any]
 ParamsType = SamplingParams | Sequence[SamplingParams]
 PromptAdapters = PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None
-
-
-class _NotYetThere(NotYetSupportedError, AttributeError):
-    """Of a method of vLLM's LLM; hasattr() is False."""
 
 
 class LLM:
@@ -67,9 +63,7 @@ class LLM:
 
     def __getattr__(self, name: str) -> Any:
         """Called for names that are not there only."""
-        if told := vllm_names()["LLM"].get(name):
-            raise _NotYetThere(f"LLM.{name} {told}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise lacking(self, name)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer (InvalidRequestError under skip_tokenizer_init)."""
@@ -135,6 +129,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: PromptAdapters = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
@@ -146,6 +141,7 @@ class LLM:
             tools: tool definitions handed to the template.
             chat_template_kwargs: further variables for the template.
             lora_request, prompt_adapter_request: as of `generate`.
+            chat_template_content_format: content as one "string", as parts ("openai"), or as the template does it.
 
         Raises:
             InvalidRequestError: bad messages, no template, the template's own complaint, or as `generate`.
@@ -166,6 +162,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template_kwargs=chat_template_kwargs,
+                    content_format=chat_template_content_format,
                 )
                 texts.append(tokenizer.render(asked))
             except InvalidRequestError as error:

@@ -20,9 +20,13 @@ class NotHereError(NotYetSupportedError, ModuleNotFoundError):
     """A module or a name of vLLM's that Quire has not; the message says why, and what to use instead."""
 
 
+class _NotYetThere(NotYetSupportedError, AttributeError):
+    """Of a method that a class of vLLM's has; hasattr() is False."""
+
+
 @cache
 def vllm_names() -> dict[str, dict[str, str]]:
-    """Module (or "LLM") -> name -> where it lies, as MODULE:NAME, or what is said of it."""
+    """Module, or class -> name -> where it lies, as MODULE:NAME, or what is said of it."""
     sections = Path(__file__).with_name("vllm_names.txt").read_text(encoding="utf-8").split("\n[")[1:]
     table: dict[str, dict[str, str]] = {}
     for head, *lines in map(str.splitlines, sections):
@@ -44,6 +48,14 @@ def named(module: str, name: str) -> Any:
         raise NotHereError(f"{module}.{name} {found}")
     home, _, own = found.partition(":")
     return getattr(importlib.import_module(home), own or name)
+
+
+def lacking(owner: object, name: str) -> AttributeError:
+    """The error of an attribute that an object has not: what is said of it, where vLLM's class of that name has it."""
+    kind = type(owner).__name__
+    if told := vllm_names().get(kind, {}).get(name):
+        return _NotYetThere(f"{kind}.{name} {told}")
+    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 
 class Finder(MetaPathFinder, Loader):

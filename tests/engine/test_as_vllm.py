@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from quire import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from quire.config import engine_args
 from quire.entrypoints.as_vllm import Counter, Gauge, Vector
 from quire.entrypoints.cli.parser import Parser
@@ -113,3 +113,38 @@ def test_metrics(llm: LLM) -> None:
     assert len(by_name) == len(metrics)
     with pytest.raises(AttributeError):
         metrics.nonsense  # noqa: B018
+
+
+# ---- what is not there
+
+
+async def _refusals(engine: AsyncLLM) -> None:
+    try:
+        with pytest.raises(NotYetSupportedError, match="^AsyncLLM.pause_generation is not supported: send no requests"):
+            await engine.pause_generation(mode="keep")
+        assert not hasattr(engine, "nonsense")
+    finally:
+        engine.shutdown()
+
+
+def test_methods_that_are_not_there(llm: LLM) -> None:
+    import asyncio
+
+    assert AsyncLLMEngine is AsyncLLM
+    asyncio.run(_refusals(AsyncLLM.from_engine_args(EngineArgs(max_model_len=64))))
+    for owner, name in ((llm, "encode"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
+        with pytest.raises(NotYetSupportedError, match=f"^{type(owner).__name__}.{name} is not supported"):
+            getattr(owner, name)
+        assert not hasattr(owner, name)
+
+
+def test_forms_of_content(llm: LLM) -> None:
+    template = "{% for m in messages %}{% for p in m.content %}[{{ p.text or p }}]{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": [{"type": "text", "text": text} for text in "AB"]}]
+
+    def prompt(form: Any) -> str | None:
+        params = SamplingParams(max_tokens=1)
+        (output,) = llm.chat(messages, params, False, template, chat_template_content_format=form)
+        return output.prompt
+
+    assert (prompt("auto"), prompt("openai"), prompt("string")) == ("[A][B]", "[A][B]", "[A][\n][B]")
