@@ -16,8 +16,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import quire
-from quire.entrypoints.server import adapters, admin, info, live, pages, response_routes, turn_routes
-from quire.entrypoints.server.errors import ANTHROPIC, error_response
+from quire.entrypoints.server import (
+    adapters,
+    admin,
+    info,
+    live,
+    llama_routes,
+    ollama_routes,
+    pages,
+    response_routes,
+    turn_routes,
+)
+from quire.entrypoints.server.errors import ANTHROPIC, error_response, is_ollama
 from quire.entrypoints.server.fleet import Fleet, Leases
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
@@ -41,7 +51,7 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     app.state.quire, app.state.fleet = state, state if isinstance(state, Fleet) else None
     app.state.responses = ResponsesService(front)
     app.root_path = args.root_path
-    for module in (info, turn_routes, response_routes, adapters, admin, live, pages):
+    for module in (info, turn_routes, response_routes, llama_routes, ollama_routes, adapters, admin, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)
@@ -139,12 +149,13 @@ def _object(**fields: Any) -> dict[str, Any]:
 _ANTHROPIC_ERROR = _object(type=_TEXT, message=_TEXT)
 _ERROR_SCHEMAS = {
     "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "OllamaError": _object(error=_TEXT),
     "AnthropicError": _object(type={"const": "error"}, error=_ANTHROPIC_ERROR, request_id=_TEXT),
 }
 
 
 def _error_content(path: str) -> dict[str, Any]:
-    name = "AnthropicError" if path.startswith(ANTHROPIC) else "Error"
+    name = "AnthropicError" if path.startswith(ANTHROPIC) else "OllamaError" if is_ollama(path) else "Error"
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 

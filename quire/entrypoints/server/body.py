@@ -5,7 +5,7 @@ usual. How large a body may be is the middleware's matter.
 """
 
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from email.message import Message
 from typing import Any
 
@@ -16,7 +16,9 @@ from starlette.exceptions import HTTPException
 
 from quire.errors import InvalidRequestError
 
-_TELL_OF_THE_SERVER = frozenset(("server", "models", "responses"))  # tags of routes that need no model
+_TELL_OF_THE_SERVER = frozenset(("server", "models", "responses", "ollama"))  # tags of routes that need no model
+
+_FROM_BROWSERS = frozenset(("origin", "sec-fetch-site"))  # headers that a foreign page's request has
 
 
 class JsonRequest(Request):
@@ -29,7 +31,16 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose handler may take a JSON object as its body."""
+    """A route whose handler may take a JSON object as its body.
+
+    Attributes:
+        takes_any_type: programs other than browsers need not say that the body is JSON: curl's -d does not.
+    """
+
+    takes_any_type = False
+
+    def prepare(self, body: dict[str, Any], names: Sequence[str]) -> None:
+        """Change a body, for another form of the served models' `names`, before anybody reads it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -39,10 +50,16 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             name = None
             if takes_body:
-                _check_content_type(request)
+                if self.takes_any_type and _FROM_BROWSERS.isdisjoint(request.headers):
+                    others = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+                    request.scope["headers"] = [*others, (b"content-type", b"application/json")]
+                else:
+                    _check_content_type(request)
                 request = JsonRequest(request.scope, request.receive)
                 # Here, for FastAPI has one text for all that can be wrong with it.
-                name = (await request.json()).get("model")
+                body = await request.json()
+                self.prepare(body, request.app.state.quire.names)
+                name = body.get("model")
             if needs_model and (fleet := request.app.state.fleet) is not None:
                 name = request.query_params.get("model") if name is None else name
                 if not await fleet.enter(request, name):

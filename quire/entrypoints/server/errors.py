@@ -100,12 +100,19 @@ def error_response(error: Exception, scope: Scope) -> Response:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         content = msgspec.json.encode(anthropic_error(info) | {"request_id": given.decode("latin-1")})
         status = 529 if info.code == "overloaded" else info.status
+    elif is_ollama(scope["path"].removeprefix(scope.get("root_path", ""))):
+        content = msgspec.json.encode({"error": info.message})
     return Response(content, status, info.headers, media_type="application/json")
 
 
 def is_anthropic(scope: Scope) -> bool:
     """Whether a request is for Anthropic's API."""
     return scope["path"].removeprefix(scope.get("root_path", "")).startswith(ANTHROPIC)
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path is of Ollama's API, and not of OpenAI's below another base."""
+    return path.startswith("/api/") and not path.startswith("/api/v1")
 
 
 def anthropic_error(info: ErrorInfo) -> dict[str, Any]:

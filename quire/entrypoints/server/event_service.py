@@ -1,4 +1,4 @@
-"""Runs a turn for APIs whose streams are named events: /v1/responses and /v1/messages.
+"""Runs a turn for APIs whose streams have a form of their own: /v1/responses, /v1/messages, llama.cpp's and Ollama's.
 
 The whole answer and the stream of it are one fold: a writer takes the deltas, keeps the answer and says the events.
 Knows nothing of either API's form.
@@ -6,7 +6,7 @@ Knows nothing of either API's form.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("quire")
 
 _PATIENCE = 1.0  # seconds for which a stream's first events wait for a refusal
 
-Event = dict[str, Any]  # its "type" is its name
+Event = dict[str, Any]
 _Body = TypeVar("_Body", contravariant=True)
 _AnyBody = TypeVar("_AnyBody")
 
@@ -74,9 +74,8 @@ async def events_of(
     """
     async with aclosing(outputs_of(state, request, client)) as batches:
         async for batch in batches:
-            events = [
-                event for _, output in batch for delta in writer.turn.take(0, output) for event in writer.take(delta)
-            ]
+            deltas = (delta for place, output in batch for delta in writer.turn.take(place, output))
+            events = [event for delta in deltas for event in writer.take(delta)]
             if events:
                 yield events
     thought = writer.reasoning()
@@ -90,13 +89,15 @@ def failure_events(writer: EventWriter, error: Exception) -> list[Event]:
     return writer.fail(describe(error))
 
 
-def framed(events: list[Event]) -> bytes:
-    """Server-sent events with their names."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events)
+def named_event(event: Event) -> bytes:
+    """A server-sent event with its name."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
 
 
-async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    """A stream of server-sent events: the first ones, and those of the steps; what fails then is the last of them.
+async def streamed(
+    writer: EventWriter, steps: AsyncGenerator[list[Event], None], frame: Callable[[Event], bytes] = named_event
+) -> AsyncGenerator[bytes, None]:
+    """A stream of events: the first ones, and those of the steps; what fails then is the last of them.
 
     The first ones wait for the engine a little, so that what it refuses at once is raised, and an HTTP error.
     """
@@ -107,15 +108,15 @@ async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]
         if first.done():
             first.result()
         is_open = True
-        yield framed(opening)
+        yield b"".join(map(frame, opening))
         events = await first
         while events is not None:
-            yield framed(events)
+            yield b"".join(map(frame, events))
             events = await next_of(steps)
     except Exception as error:
         if not is_open:
             raise
-        yield framed(failure_events(writer, error))
+        yield b"".join(map(frame, failure_events(writer, error)))
     finally:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
@@ -125,8 +126,11 @@ async def streamed(writer: EventWriter, steps: AsyncGenerator[list[Event], None]
 class EventService(Generic[_AnyBody]):
     """Answers the requests of one dialect, and keeps nothing of them."""
 
-    def __init__(self, state: ServerState, dialect: EventDialect[_AnyBody]) -> None:
-        self._state, self._dialect = state, dialect
+    def __init__(
+        self, state: ServerState, dialect: EventDialect[_AnyBody], frame: Callable[[Event], bytes] = named_event
+    ) -> None:
+        """`frame`: an event as bytes of the stream."""
+        self._state, self._dialect, self._frame = state, dialect, frame
 
     async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON. Raises as `TurnService.create` does."""
@@ -136,9 +140,9 @@ class EventService(Generic[_AnyBody]):
         return [encode(writer.answer())]
 
     async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events; what fails once they have begun is one of them."""
+        """The answer as events; what fails once they have begun is one of them."""
         request, writer = await self._dialect.read(body, request_id, client)
         steps = events_of(self._state, request, writer, client)
-        async with aclosing(streamed(writer, steps)) as parts:
+        async with aclosing(streamed(writer, steps, self._frame)) as parts:
             async for part in parts:
                 yield part

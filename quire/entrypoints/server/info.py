@@ -105,7 +105,7 @@ async def detokenize(body: DetokenizeRequest, state: State, response: Response) 
     if (largest := max(body.tokens, default=0)) >= size:
         raise InvalidRequestError(f"token id {largest} is out of the vocabulary, 0 to {size - 1}.", "tokens")
     text = await asyncio.to_thread(_tokenizer(state).decode, body.tokens, skip_special_tokens=False)
-    return DetokenizeResponse(prompt=text)
+    return DetokenizeResponse(prompt=text, content=text)
 
 
 @router.get("/tokenizer_info", tags=["tokenizer"])

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, model_validator
 from pydantic.config import JsonDict
 
 from quire.entrypoints.server.chat_request import Messages
@@ -26,7 +26,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow", json_schema_extra=EITHER)
 
     model: StrictStr | None = None
-    prompt: StrictStr = ""
+    prompt: StrictStr = Field("", description="llama.cpp's content is the same, without special tokens by default.")
     messages: Messages = []
     add_special_tokens: StrictBool | None = Field(None, description="True for a prompt, false for messages by default.")
     return_token_strs: StrictBool = Field(False, description="Show the vocabulary's spelling of each token, too.")
@@ -35,6 +35,14 @@ class TokenizeRequest(BaseModel):
     tools: Objects | None = None
     chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_llama_cpp(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or "content" not in body or "prompt" in body:
+            return body
+        own = {"prompt": body["content"], "add_special_tokens": body.get("add_special", False)}
+        return own | {name: value for name, value in body.items() if name not in ("content", "add_special")}
 
 
 class TokenizeResponse(BaseModel):
@@ -59,6 +67,7 @@ class DetokenizeResponse(BaseModel):
     """Their text."""
 
     prompt: str
+    content: str = Field(description="The same, in llama.cpp's name.")
 
 
 class TokenizerInfo(BaseModel):

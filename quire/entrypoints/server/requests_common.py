@@ -6,7 +6,7 @@ engine.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -28,6 +28,7 @@ Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
+_Value = TypeVar("_Value")
 _StopSchema = Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None
 
 
@@ -86,6 +87,11 @@ def field_text(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
+def unlimited(value: _Value) -> _Value | None:
+    """-1 as no limit, as llama.cpp and LM Studio have it."""
+    return None if type(value) is int and value == -1 else value
+
+
 def name_results(messages: Sequence[dict[str, Any]], param: str, call: str, result: str) -> None:
     """Name the function in each result of a tool, as some templates want it.
 
@@ -121,14 +127,19 @@ class StreamOptions(BaseModel):
     ] = None
 
 
-class GenerationRequest(BaseModel):
-    """Fields of both kinds of requests. A client's further fields are kept, for `unknown_fields` to tell about."""
+class AnyRequest(BaseModel):
+    """What every request to write has. A client's further fields are kept, for `unknown_fields` to tell about."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
 
     model: str | None = None
     """A name of /v1/models; the first one if left out."""
     stream: bool | None = None
+
+
+class GenerationRequest(AnyRequest):
+    """Fields of both kinds of OpenAI's requests."""
+
     stream_options: StreamOptions | None = None
     """Only with stream."""
 

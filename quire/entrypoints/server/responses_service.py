@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quire.entrypoints.server.dialects.responses import ResponsesDialect, ResponseWriter
-from quire.entrypoints.server.event_service import Event, events_of, failure_events, framed, streamed
+from quire.entrypoints.server.event_service import Event, events_of, failure_events, named_event, streamed
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.responses_request import ResponsesRequest
@@ -59,7 +59,7 @@ class _Job:
 
     def tell(self, events: list[Event]) -> None:
         if self.keeps_events:
-            self.events += [framed([event]) for event in events]
+            self.events += map(named_event, events)
             self.changed.set()
             self.changed = asyncio.Event()
 
@@ -183,7 +183,7 @@ class ResponsesService:
         except Exception as error:
             last = failure_events(writer, error)
         if job.keeps_events:
-            job.events += [framed([event]) for event in last]
+            job.events += map(named_event, last)
         try:
             if self._jobs.get(writer.id) is job:  # it was not deleted meanwhile
                 await self._keep(job)

@@ -17,19 +17,20 @@ from starlette.types import Receive, Scope, Send
 
 from quire.entrypoints.server.errors import describe, error_body
 from quire.entrypoints.server.middleware import client_of, identify
-from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import QuireError
 
 logger = logging.getLogger("quire")
 
+_EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 # What a route may answer with besides errors, for the OpenAPI description.
 CONTENT_TYPES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, or a stream of it.", "content": {"text/event-stream": {}}}
+    200: {"description": "The answer, or a stream of it.", "content": {_EVENTS: {}}}
 }
-_Body = TypeVar("_Body", bound=GenerationRequest, contravariant=True)
+_Body = TypeVar("_Body", bound=AnyRequest, contravariant=True)
 _Result = TypeVar("_Result")
 
 
@@ -40,11 +41,11 @@ class Service(Protocol[_Body]):
     def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]: ...
 
 
-async def respond(request: Request, service: Service[_Body], body: _Body) -> Response:
-    """The response to a request, of the kind that its body asks for."""
+async def respond(request: Request, service: Service[_Body], body: _Body, media_type: str = _EVENTS) -> Response:
+    """The response to a request, of the kind that its body asks for. `media_type`: of a stream."""
     request_id, client = identify(request.scope).decode("latin-1"), client_of(request.scope)
     if body.stream:
-        response: Response = EventStream(service.stream(body, request_id, client))
+        response: Response = EventStream(service.stream(body, request_id, client), media_type)
     else:
         answer = await while_connected(request.receive, service.create(body, request_id, client))
         if answer is None:
@@ -79,10 +80,9 @@ class JsonParts(Response):
 class EventStream(Response):
     """Sends events as they come. Nothing is sent before the first, so that a refusal is a plain HTTP error."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str = _EVENTS) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events

@@ -7,9 +7,9 @@ import json
 import uuid
 from typing import Any
 
-from quire.entrypoints.server.dialects.chat import ChatDialect
+from quire.entrypoints.server.dialects.chat import ChatDialect, ChatWriter
 from quire.entrypoints.server.dialects.messages_input import chat_fields
-from quire.entrypoints.server.dialects.through_chat import read_through_chat
+from quire.entrypoints.server.dialects.through_chat import read_through_chat, within_context
 from quire.entrypoints.server.errors import ErrorInfo, anthropic_error
 from quire.entrypoints.server.event_service import Event
 from quire.entrypoints.server.messages_request import ConversationRequest
@@ -17,7 +17,6 @@ from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, Too
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Finish, Turn
-from quire.errors import InvalidRequestError
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -43,15 +42,14 @@ class MessagesDialect:
         fields = chat_fields(body)
         if fields["continue_final_message"]:
             fields["add_generation_prompt"] = False
-        is_capped = False
-        try:
-            request, chat = await read_through_chat(self._chat, body, request_id, fields, _NAMES)
-        except InvalidRequestError as error:
-            if (error.param, error.code) != ("max_tokens", "context_length_exceeded"):
-                raise
-            # More than the context has left is no error, but an end of its own kind.
-            is_capped, fields["max_completion_tokens"] = True, None
-            request, chat = await read_through_chat(self._chat, body, request_id, fields, _NAMES)
+
+        async def read(limit: int | None) -> tuple[TurnRequest, ChatWriter]:
+            given = fields | {"max_completion_tokens": limit}
+            return await read_through_chat(self._chat, body, request_id, given, _NAMES)
+
+        # More than the context has left is no error, but an end of its own kind.
+        request, chat = await within_context(read, body.max_tokens, "max_tokens")
+        is_capped = body.max_tokens is not None and request.params.max_tokens != body.max_tokens
         return request, MessageWriter(model, chat.turn, len(request.prompts[0].token_ids), is_capped)
 
 

@@ -1,14 +1,14 @@
-"""Requests of other APIs as chat requests: the dialects of /v1/responses and /v1/messages read theirs this way.
+"""Requests of other APIs as chat requests: /v1/responses, /v1/messages and Ollama's are read this way.
 
 So there is one place where conversations, tools, formats and sampling parameters are read; a refusal of it is told by
 the names of the API that was asked.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -28,6 +28,10 @@ _OWN = {"model", "stream", "stream_options", "metadata", "store", "service_tier"
 _SHARED = GenerationRequest.model_fields.keys() - _OWN
 
 
+_Request = TypeVar("_Request", bound=GenerationRequest)
+_Result = TypeVar("_Result")
+
+
 async def read_through_chat(
     chat: ChatDialect, body: GenerationRequest, request_id: str, fields: dict[str, Any], names: Mapping[str, str]
 ) -> tuple[TurnRequest, ChatWriter]:
@@ -45,14 +49,33 @@ async def read_through_chat(
     given = {name: getattr(body, name) for name in _SHARED & body.model_fields_set}
     given |= {name: value for name, value in fields.items() if value is not None}
     with renamed(names):
-        try:
-            request = ChatCompletionRequest.model_validate({"model": body.model, "stream": body.stream, **given})
-        except ValidationError as error:
-            info = describe(error)
-            raise InvalidRequestError(info.message, info.param) from None
+        request = validated(ChatCompletionRequest, {"model": body.model, "stream": body.stream, **given})
         turn, writer = await chat.read(request, request_id)
     # What the engine refuses later has the engine's names.
     return replace(turn, names={own: names.get(field, field) for own, field in turn.names.items()}), writer
+
+
+def validated(form: type[_Request], fields: dict[str, Any]) -> _Request:
+    """The request of these fields; InvalidRequestError where one is wrong."""
+    try:
+        return form.model_validate(fields)
+    except ValidationError as error:
+        info = describe(error)
+        raise InvalidRequestError(info.message, info.param) from None
+
+
+async def within_context(read: Callable[[int | None], Awaitable[_Result]], limit: int | None, name: str) -> _Result:
+    """What `read` makes of a limit of the output, or without one where that is more than the context has left.
+
+    Args:
+        name: what an error calls the limit.
+    """
+    try:
+        return await read(limit)
+    except InvalidRequestError as error:
+        if (error.param, error.code) != (name, "context_length_exceeded"):
+            raise
+        return await read(None)
 
 
 @contextmanager

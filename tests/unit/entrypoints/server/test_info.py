@@ -31,7 +31,7 @@ def test_tokenize_and_back(client: TestClient) -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 0
     assert answer["max_model_len"] == 1024
     text = client.post("/detokenize", json={"model": "demo", "tokens": answer["tokens"]}).json()
-    assert text == {"prompt": "Once upon a time"}
+    assert text == {"prompt": "Once upon a time", "content": "Once upon a time"}
 
 
 def test_a_long_list_of_tokens_is_encoded_in_parts(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,231 @@
+"""The dialect of Ollama's /api/chat and /api/generate: its names in, its objects out.
+
+`EventService` calls it. The body is read as a chat's, a raw prompt as a completion's.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import UNSET
+
+from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.dialects.chat import ChatDialect
+from quire.entrypoints.server.dialects.completions import CompletionDialect
+from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, validated, within_context
+from quire.entrypoints.server.errors import ErrorInfo
+from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.ollama_requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+)
+from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest, wrong
+from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.timings import timings_of
+from quire.entrypoints.server.turn import Delta, Finish, Turn
+
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+_NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format": "format",
+    "reasoning_effort": "think",
+}
+_EFFORTS = {True: "medium", False: "none"}
+
+
+class OllamaDialect:
+    """Reads Ollama's requests."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._chat, self._completions = state, ChatDialect(state), CompletionDialect(state)
+
+    async def read(
+        self, body: OllamaChatRequest | OllamaGenerateRequest, request_id: str, client: str | None
+    ) -> "tuple[TurnRequest, OllamaWriter]":
+        """See `Dialect.read`."""
+        self._state.unknown_fields.note(body)
+        fields, plain = _fields(body), GenerationRequest.model_validate({"model": body.model, "stream": body.stream})
+        tokenizer, raw = self._state.llm.tokenizer, None
+        if isinstance(body, OllamaChatRequest):
+            fields |= {"messages": _messages(body.messages), "tools": body.tools}
+        else:
+            template = None if tokenizer is None else self._state.args.chat_template or tokenizer.chat_template
+            told = [("system", body.system), ("user", body.prompt)]
+            fields["messages"] = [{"role": role, "content": text} for role, text in told if text]
+            if body.raw or template is None:
+                raw = "\n".join(text for role, text in told if text and not (body.raw and role == "system"))
+
+        async def read(limit: int | None) -> tuple[TurnRequest, Turn]:
+            if raw is None:
+                turn, writer = await read_through_chat(
+                    self._chat, plain, request_id, fields | {"max_tokens": limit}, _NAMES
+                )
+                return turn, writer.turn
+            own = {name: value for name, value in fields.items() if name in CompletionRequest.model_fields}
+            own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}
+            with renamed(_NAMES):
+                turn, completion = await self._completions.read(validated(CompletionRequest, own), request_id)
+            return turn, completion.turn
+
+        limit = body.options.num_predict if body.options is not None else None
+        if limit is not None and limit < 1:
+            limit = None
+        request, turn = await within_context(read, limit, _NAMES["max_tokens"])
+        name = self._state.check_model(body.model)
+        return request, OllamaWriter(name, turn, len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest))
+
+
+class OllamaWriter:
+    """Writes one answer. See `EventWriter`."""
+
+    def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_chat: bool) -> None:
+        self.turn = turn
+        self._model, self._is_chat, self._num_prompt_tokens = model, is_chat, num_prompt_tokens
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._arguments = ""
+        self._finish: Finish | None = None
+
+    def open(self) -> list[Event]:
+        return []
+
+    def take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        self._finish = delta.finish or self._finish
+        for event in delta.events:
+            match event:
+                case TextDelta(text):
+                    self._text.append(text)
+                    events.append(self._piece(text))
+                case ReasoningDelta(text):
+                    self._thought.append(text)
+                    events.append(self._piece(thought=text))
+                case ToolCallStart():
+                    self._calls.append({"function": {"name": event.name, "arguments": {}}})
+                    self._arguments = ""
+                case ToolCallDelta():
+                    self._arguments += event.arguments
+                case ToolCallEnd():
+                    self._calls[-1]["function"]["arguments"] = _object_of(self._arguments)
+                    events.append(self._piece(calls=self._calls[-1:]))
+        return events
+
+    def close(self, num_reasoning_tokens: int) -> list[Event]:
+        return [self._piece() | self._end()]
+
+    def fail(self, error: ErrorInfo) -> list[Event]:
+        return [{"error": error.message}]
+
+    def reasoning(self) -> str:
+        return ""  # nobody asks how long it is
+
+    def answer(self) -> dict[str, Any]:
+        return self._piece("".join(self._text), "".join(self._thought), self._calls) | self._end()
+
+    def _piece(self, text: str = "", thought: str = "", calls: Sequence[dict[str, Any]] = ()) -> Event:
+        head = {"model": self._model, "created_at": now()}
+        more: dict[str, Any] = {"thinking": thought} if thought else {}
+        if not self._is_chat:
+            return {**head, "response": text, **more, "done": False}
+        if calls:
+            more["tool_calls"] = [*calls]
+        return {**head, "message": {"role": "assistant", "content": text, **more}, "done": False}
+
+    def _end(self) -> dict[str, Any]:
+        """Why it ended, what it took; times in nanoseconds."""
+        reason = "length" if self._finish is not None and self._finish.reason == "length" else "stop"
+        num_input, num_output, _ = self.turn.counts()
+        timings = timings_of(self.turn)
+        queue, prompt, output = (
+            (0, 0, 0)
+            if timings is UNSET
+            else (int(1e6 * ms) for ms in (timings.queue_ms, timings.prompt_ms, timings.predicted_ms))
+        )
+        return {
+            "done": True,
+            "done_reason": reason,
+            "total_duration": queue + prompt + output,
+            "load_duration": queue,
+            "prompt_eval_count": num_input or self._num_prompt_tokens,
+            "prompt_eval_duration": prompt,
+            "eval_count": num_output,
+            "eval_duration": output,
+        }
+
+
+def line(event: Event) -> bytes:
+    """A line of a stream of JSON objects."""
+    return encode(event) + b"\n"
+
+
+def now() -> str:
+    """The time, as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def loaded(body: AnyRequest, model: str) -> dict[str, Any]:
+    """The answer to a request that asks for nothing."""
+    is_chat = isinstance(body, OllamaChatRequest)
+    empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+
+
+def _fields(body: OllamaRequest) -> dict[str, Any]:
+    """The fields of a chat request that asks for the same, but for the conversation and its end."""
+    fields: dict[str, Any] = {}
+    if body.options is not None:
+        fields = {name: getattr(body.options, name) for name in _OPTIONS}
+        fields["repetition_penalty"] = body.options.repeat_penalty
+    if isinstance(body.format, dict):
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+    elif body.format:
+        if body.format != "json":
+            raise wrong("format", "'json' or a schema", body.format)
+        fields["response_format"] = {"type": "json_object"}
+    if body.think is not None:
+        fields["reasoning_effort"] = body.think if isinstance(body.think, str) else _EFFORTS[body.think]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages as OpenAI has them: calls have ids, and a result is of the first open call, or the first of its name."""
+    messages: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # calls without a result
+    for place, one in enumerate(given):
+        message: dict[str, Any] = {"role": one.role, "content": one.content or ""}
+        if one.tool_calls:
+            calls = [_call(call, f"messages[{place}].tool_calls[{i}]") for i, call in enumerate(one.tool_calls)]
+            message["tool_calls"], waiting = calls, [*calls]
+        if one.role == "tool":
+            own = [call for call in waiting if one.tool_name in (None, call["function"]["name"])]
+            if not own:
+                raise wrong(f"messages[{place}]", "the result of a call before it", one.tool_name, "messages")
+            waiting.remove(own[0])
+            message |= {"tool_call_id": own[0]["id"], "name": own[0]["function"]["name"]}
+        messages.append(message)
+    return messages
+
+
+def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
+    function = given.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(f"{where}.function", "an object with a name", function, "messages")
+    arguments = json.dumps(function.get("arguments") or {})
+    return {"id": where, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    """A call's arguments; none where the call was cut."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,72 @@
+"""The bodies of llama.cpp's own routes, in the names of its server.
+
+Fields of no effect here are left to `unknown_fields`, which tells the client so: how its cache and threads are to work,
+and settings of samplers that are off.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from quire.entrypoints.server.requests_common import AnyRequest, refuse
+
+_NO_SAMPLER = "this sampler is not there; leave it out"
+_NOT_HERE = "not supported by this server; leave it out"
+_Prompt = str | list[int | str | list[int | str]]
+
+
+class LlamaCompletionRequest(AnyRequest):
+    """A prompt, or several, to go on with."""
+
+    prompt: Annotated[_Prompt, Field(min_length=1)]
+    """Text, tokens, both in turn, or a list of such."""
+    n_predict: int | None = Field(None, ge=-2)
+    """-1 (the default) and -2: to the end of the context."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    """-1: another one each time."""
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | list[list[int | float | bool]] | None = None
+    """Pairs of a token and what is added to its logit; false: never."""
+    ignore_eos: bool | None = None
+    n_probs: int | None = Field(None, ge=0)
+    """So many of the likeliest tokens beside each."""
+    json_schema: dict[str, Any] | str | None = None
+    grammar: str | None = None
+    """GBNF, or Lark."""
+    return_tokens: bool | None = None
+
+    # Refused.
+    typical_p: Annotated[None, refuse(_NO_SAMPLER, 1, 1.0)] = None
+    mirostat: Annotated[None, refuse(_NO_SAMPLER, 0)] = None
+    dry_multiplier: Annotated[None, refuse(_NO_SAMPLER, 0, 0.0)] = None
+    xtc_probability: Annotated[None, refuse(_NO_SAMPLER, 0, 0.0)] = None
+    dynatemp_range: Annotated[None, refuse(_NO_SAMPLER, 0, 0.0)] = None
+    top_n_sigma: Annotated[None, refuse(_NO_SAMPLER, -1, -1.0)] = None
+    post_sampling_probs: Annotated[None, refuse("probabilities are those before sampling; leave it out", False)] = None
+    image_data: Annotated[None, refuse("this model takes text only; leave it out", [])] = None
+    lora: Annotated[None, refuse("name the adapter as the model", [])] = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_token(cls, value: Any) -> dict[str, float] | None:
+        if not isinstance(value, list):
+            return value
+        if any(len(pair) != 2 for pair in value):
+            raise ValueError("must have pairs: a token id, and what is added to its logit")
+        return {str(token): -100.0 if bias is False else float(bias) for token, bias in value}
+
+    @property
+    def prompts(self) -> list[str | list[int | str]]:
+        """A list of tokens and texts is one prompt; one of texts, or of lists, is several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if any(isinstance(part, int) for part in self.prompt):
+            return [[part for part in self.prompt if not isinstance(part, list)]]
+        return [part for part in self.prompt if not isinstance(part, int)]

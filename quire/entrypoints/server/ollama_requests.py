@@ -1,0 +1,81 @@
+"""The bodies of Ollama's API. What of its options has no effect here, `unknown_fields` tells the client."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.entrypoints.server.requests_common import MAX_PARTS, AnyRequest, Objects, refuse
+
+_NO_SAMPLER = "this sampler is not there; leave it out"
+_TEXT_ONLY = refuse("this model takes text only; leave it out", [])
+
+
+class OllamaOptions(BaseModel):
+    """How to draw."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
+
+    num_predict: int | None = None
+    """Below 1: to the end of the context, as by default."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    # Refused.
+    typical_p: Annotated[None, refuse(_NO_SAMPLER, 1, 1.0)] = None
+    mirostat: Annotated[None, refuse(_NO_SAMPLER, 0)] = None
+
+
+class OllamaRequest(AnyRequest):
+    """What its two ways to ask have in common."""
+
+    stream: bool | None = True
+    options: OllamaOptions | None = None
+    format: str | dict[str, Any] | None = None
+    """'json', or a schema."""
+    think: bool | str | None = None
+    """Whether to think, or how much; for a model that can."""
+    keep_alive: str | float | None = None
+    """Of no effect: the server's own --keep-alive holds."""
+
+
+class OllamaMessage(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="ignore")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Objects | None = None
+    tool_name: str | None = None
+    """Of a result: which call it is of, where several are open."""
+    images: Annotated[None, _TEXT_ONLY] = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """A conversation to answer; without messages the model is only loaded."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_PARTS)] = []
+    tools: Objects | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """A prompt to answer; without one the model is only loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt is one already: no template."""
+
+    # Refused.
+    suffix: Annotated[None, refuse("filling in before a suffix is not supported; leave it out", "")] = None
+    template: Annotated[None, refuse("templates of requests are not supported; give a raw prompt", "")] = None
+    context: Annotated[None, refuse("superseded by /api/chat, which takes the conversation", [])] = None
+    images: Annotated[None, _TEXT_ONLY] = None

@@ -1,0 +1,160 @@
+"""Ollama's routes: /api/chat and /api/generate, and what its clients ask about a server and its models."""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+import quire
+from quire.config.gguf import weight_files
+from quire.entrypoints.server.body import JsonRoute, decode_object
+from quire.entrypoints.server.dialects.ollama import OllamaDialect, line, loaded
+from quire.entrypoints.server.event_service import EventService
+from quire.entrypoints.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
+from quire.entrypoints.server.requests_common import AnyRequest
+from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.sse import respond
+from quire.entrypoints.server.state import ServerState, State, get_state
+from quire.errors import NotYetSupportedError
+
+_STREAM = "application/x-ndjson"
+_CONTENT_TYPES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or a stream of it.", "content": {_STREAM: {}}}
+}
+_LATEST = ":latest"  # the tag of a name without one
+_ELSEWHERE = {
+    "pull": "use 'quire pull MODEL' where the server is",
+    "push": "use the hub's own tools",
+    "create": "use 'quire quantize', or an adapter",
+    "copy": "use --served-model-name for a second name",
+    "delete": "use 'quire rm MODEL' where the server is",
+}
+
+
+class OllamaRoute(JsonRoute):
+    """Its users send JSON with curl's -d, and models' names with tags."""
+
+    takes_any_type = True
+
+    def prepare(self, body: dict[str, Any], names: Sequence[str]) -> None:
+        body["model"] = _own_name(body.get("model"), names)
+
+
+def _own_name(given: Any, names: Sequence[str]) -> Any:
+    """The served name that a client means by one with a tag."""
+    if isinstance(given, str) and given not in names and (plain := given.removesuffix(_LATEST)) in names:
+        return plain
+    return given
+
+
+router = APIRouter(route_class=OllamaRoute, tags=["ollama"], prefix="/api")
+
+
+@router.post("/chat", responses=_CONTENT_TYPES)
+async def chat(body: OllamaChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(body, request, not body.messages)
+
+
+@router.post("/generate", responses=_CONTENT_TYPES)
+async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+    """Answer a prompt."""
+    return await _answer(body, request, not body.prompt)
+
+
+async def _answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Request, asks_nothing: bool) -> Response:
+    state = get_state(request)
+    if asks_nothing:
+        return Response(encode(loaded(body, state.check_model(body.model))), media_type="application/json")
+    return await respond(request, EventService(state, OllamaDialect(state), line), body, _STREAM)
+
+
+@router.post("/embed")
+@router.post("/embeddings")
+async def embed(body: AnyRequest) -> None:
+    """Not there: models here write."""
+    raise NotYetSupportedError("embeddings are not supported: models here write text.")
+
+
+@router.get("/tags")
+async def tags(state: State) -> dict[str, Any]:
+    """The models that may be asked for."""
+    return {"models": [_entry(state, name) for name in state.names]}
+
+
+@router.get("/ps")
+async def running(state: State) -> dict[str, Any]:
+    """The models that are loaded."""
+    loaded_ones = [name for name in state.names if state.loaded(name) is not None]
+    never = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
+    return {
+        "models": [
+            {**_entry(state, name), **never, "context_length": state.card(name).max_model_len} for name in loaded_ones
+        ]
+    }
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of Quire."""
+    return {"version": quire.__version__}
+
+
+@router.post("/show")
+async def show(request: Request, state: State) -> dict[str, Any]:
+    """What a model is."""
+    body = decode_object(await request.body())
+    name = state.check_model(_own_name(body.get("model") or body.get("name"), state.names))
+    own, details = state.loaded(name), _entry(state, name)["details"]
+    known = {"modelfile": f"FROM {state.card(name).root}", "parameters": "", "template": "", "details": details}
+    if own is None:
+        return {**known, "model_info": {}, "capabilities": ["completion"]}
+    config, tokenizer = own.llm.config.model, own.llm.tokenizer
+    family, template = config.model_type, "" if tokenizer is None else str(tokenizer.chat_template or "")
+    sizes = {
+        "context_length": config.max_model_len,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+    }
+    info = {"general.architecture": family} | {f"{family}.{name}": size for name, size in sizes.items()}
+    can = ["completion", *(["tools"] if "tools" in template else []), *(["thinking"] if "think" in template else [])]
+    return {**known, "template": template, "model_info": info, "capabilities": can}
+
+
+async def _elsewhere(request: Request) -> None:
+    what = request.url.path.rsplit("/", 1)[-1]
+    raise NotYetSupportedError(f"models are not managed through this server: {_ELSEWHERE[what]}.")
+
+
+for _what in _ELSEWHERE:
+    method = "DELETE" if _what == "delete" else "POST"
+    router.add_api_route(f"/{_what}", _elsewhere, methods=[method], include_in_schema=False)
+
+
+def _entry(state: ServerState, name: str) -> dict[str, Any]:
+    """A model as lists show it."""
+    card, own = state.card(name), state.loaded(name)
+    config = None if own is None else own.llm.config.model
+    files = [] if config is None else weight_files(config.path)
+    family = [] if config is None else [config.model_type]
+    quantization = None if own is None else own.llm.config.quantization or own.llm.config.model.dtype
+    shown = name if ":" in name else name + _LATEST
+    return {
+        "name": shown,
+        "model": shown,
+        "modified_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
+        "size": getattr(card, "size", None) or sum(file.stat().st_size for file in files),
+        "digest": hashlib.sha256(f"{card.root} {name}".encode()).hexdigest(),
+        "details": {
+            "parent_model": card.parent or "",
+            "format": "gguf" if files and files[0].suffix == ".gguf" else "safetensors",
+            "family": "".join(family),
+            "families": family,
+            "parameter_size": "",
+            "quantization_level": quantization or "",
+        },
+    }
