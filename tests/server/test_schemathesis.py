@@ -38,9 +38,11 @@ LONG_LIST = 200
 POSTS = [
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/admin/limits"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/completions/render", "/v1/chat/completions/render"),
+    *("/v1/completions/render", "/v1/chat/completions/render", "/apply-template"),
+    *("/completion", "/api/chat", "/api/generate", "/api/show"),
 ]
-ALIKE = [path for path in POSTS if path.endswith(("/render", "_tokens"))]  # bodies that others have, too
+# Bodies that others have, too, or that are read as theirs.
+ALIKE = [path for path in POSTS if path.endswith(("/render", "_tokens", "-template")) or path.startswith("/api/")]
 GETS = [
     *(
         "/v1/models",
@@ -59,7 +61,9 @@ GETS = [
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items",
     ),
+    *("/props", "/slots", "/api/tags", "/api/ps", "/api/version"),
 ]
+REFUSED = [("POST", "/infill"), ("POST", "/api/embed"), ("POST", "/api/embeddings")]
 # A server without a key refuses to be changed, whatever it is sent.
 CHANGES = [
     *(("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")),
@@ -94,7 +98,7 @@ def without_long_lists(schema: Any) -> Any:
 
 def test_every_operation_is_fuzzed(description: Any) -> None:
     operations = {(each.ok().method.upper(), each.ok().path) for each in description.get_all_operations()}
-    assert operations == {*(("POST", path) for path in POSTS), *(("GET", path) for path in GETS), *CHANGES}
+    assert operations == {*(("POST", path) for path in POSTS), *(("GET", path) for path in GETS), *CHANGES, *REFUSED}
 
 
 @pytest.mark.parametrize("kind", ["sensible", "positive", "negative"])

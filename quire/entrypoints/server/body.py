@@ -45,7 +45,7 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         takes_body = self.body_field is not None
-        needs_model = takes_body or _TELL_OF_THE_SERVER.isdisjoint(self.tags)
+        needs_model = takes_body and "models" not in self.tags or _TELL_OF_THE_SERVER.isdisjoint(self.tags)
 
         async def handle_json(request: Request) -> Response:
             name = None

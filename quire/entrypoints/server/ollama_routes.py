@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 import quire
 from quire.config.gguf import weight_files
-from quire.entrypoints.server.body import JsonRoute, decode_object
+from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.dialects.ollama import OllamaDialect, line, loaded
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
@@ -39,7 +39,7 @@ class OllamaRoute(JsonRoute):
     takes_any_type = True
 
     def prepare(self, body: dict[str, Any], names: Sequence[str]) -> None:
-        body["model"] = _own_name(body.get("model"), names)
+        body["model"] = _own_name(body.get("model", body.get("name")), names)
 
 
 def _own_name(given: Any, names: Sequence[str]) -> Any:
@@ -102,11 +102,10 @@ async def version() -> dict[str, str]:
     return {"version": quire.__version__}
 
 
-@router.post("/show")
-async def show(request: Request, state: State) -> dict[str, Any]:
+@router.post("/show", tags=["models"])
+async def show(body: AnyRequest, state: State) -> dict[str, Any]:
     """What a model is."""
-    body = decode_object(await request.body())
-    name = state.check_model(_own_name(body.get("model") or body.get("name"), state.names))
+    name = state.check_model(body.model)
     own, details = state.loaded(name), _entry(state, name)["details"]
     known = {"modelfile": f"FROM {state.card(name).root}", "parameters": "", "template": "", "details": details}
     if own is None:
@@ -148,7 +147,7 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
         "model": shown,
         "modified_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
         "size": getattr(card, "size", None) or sum(file.stat().st_size for file in files),
-        "digest": hashlib.sha256(f"{card.root} {name}".encode()).hexdigest(),
+        "digest": hashlib.sha256(card.root.encode()).hexdigest(),
         "details": {
             "parent_model": card.parent or "",
             "format": "gguf" if files and files[0].suffix == ".gguf" else "safetensors",
