@@ -66,6 +66,11 @@ def test_each_is_loaded_once_and_all_routes_are_its_own(fleet: RunningServer) ->
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 16}),
     ):
         assert fleet.post(path, {"model": "alpha", **fields}).json()["model"] == "alpha"
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "stream": False, "options": {"num_predict": 4}}
+    assert fleet.post("/api/chat", {"model": "alpha:latest", **chat}).json()["model"] == "alpha"
+    assert fleet.post("/api/show", {"model": "beta:latest"}).json()["modelfile"].endswith("beta")
+    assert states(fleet)["beta"] == "unloaded"  # to be told about is no reason to load it
+    assert [model["name"] for model in fleet.get("/api/ps").json()["models"]] == ["demo:latest", "alpha:latest"]
     for path in ("/tokenize", "/v1/completions/render"):
         assert fleet.post(path, {"model": "alpha", "prompt": "Hello"}).status == 200
     assert fleet.stream("/v1/completions", {"model": "alpha", "prompt": "Hello"})[0]["model"] == "alpha"
