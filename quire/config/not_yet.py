@@ -32,7 +32,7 @@ def take_anyway(name: str, value: Any, shown: str | None = None) -> bool:
         NotYetSupportedError: the message says why, and what to do instead.
     """
     taken, told = answers().get(name, ("", ""))
-    if taken in ("-", "*", "+") and value not in (None, False):
+    if taken in ("-", "*", "+") and value is not None and value is not False:
         logger.warning("%s %s", shown or name, told)
     elif told and str(value) not in ("None", "False", *taken.replace("so", "True").split("|")):
         raise NotYetSupportedError(f"{shown or name} {told}")

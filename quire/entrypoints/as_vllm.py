@@ -26,8 +26,7 @@ current_platform = SimpleNamespace(device_type="cpu", is_cpu=lambda: True, is_cu
 class EngineArgs(engine_args.EngineArgs):
     """The options of an engine, which take vLLM's other names too, and can be a command line's flags."""
 
-    def __init__(self, model: str = "demo", *, enable_log_requests: bool = False, **options: Any) -> None:
-        """`enable_log_requests` is of no effect: the server logs requests."""
+    def __init__(self, model: str = "demo", **options: Any) -> None:
         vars(self).update(vars(engine_args.EngineArgs.from_kwargs(model=model, **options)))
 
     @staticmethod

@@ -106,6 +106,7 @@ class Parser(argparse.ArgumentParser):
         return [*result, *(f"{flag}={json.dumps(keys)}" for flag, keys in objects.items()), *given[end:]]
 
     def _spelled(self, argument: str) -> str:
+        argument = re.sub(r"^--help=.*", "--help", argument)  # vLLM shows a part of them
         if re.fullmatch(r"-O(=?[0-3])?", argument):
             return f"--optimization-level={argument[-1]}" if argument != "-O" else "--optimization-level"
         if not argument.startswith("--"):

@@ -41,6 +41,14 @@ def test_spellings(line: str, options: dict[str, Any]) -> None:
     assert parse(*line.split()) == EngineArgs(**options)
 
 
+def test_help_of_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM shows a part of its flags; here all are shown at once."""
+    with pytest.raises(SystemExit) as stop:
+        parse("--help=max-model-len")
+    assert stop.value.code == 0
+    assert "--max-model-len" in capsys.readouterr().out
+
+
 def test_values_stay_as_they_are() -> None:
     namespace = build_parser().parse_args(["generate", "--prompt", "Once --a_b=c", "--prompt", "a.b_c", "demo"])
     assert namespace.prompt == ["Once --a_b=c", "a.b_c"]
@@ -88,9 +96,12 @@ def test_flags_that_are_refused(line: str, message: str, capsys: pytest.CaptureF
 
 
 def test_options_in_python(caplog: pytest.LogCaptureFixture) -> None:
-    assert EngineArgs.from_kwargs(compilation_config={"mode": 3}, runner="generate", task=None) == EngineArgs()
+    nothing = {"runner": "generate", "task": None, "enable_dbo": False, "enable_sleep_mode": True, "cpu_offload_gb": 0}
+    assert EngineArgs.from_kwargs(compilation_config={"mode": 3}, **nothing) == EngineArgs()
+    assert EngineArgs.from_kwargs(optimization_level=0) == EngineArgs()
     assert caplog.messages == [
-        "compilation_config has no effect: nothing is compiled at start-up, and the kernels are there already."
+        "compilation_config has no effect: nothing is compiled at start-up, and the kernels are there already.",
+        "optimization_level has no effect: nothing is compiled at start-up, and the kernels are there already.",
     ]
 
 
