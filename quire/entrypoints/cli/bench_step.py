@@ -184,11 +184,8 @@ def _steps(
     seconds = time.perf_counter() - start
     pairs = [zip(own, then, strict=True) for own, then in zip(model.spent(), before, strict=True)]
     engine.abort_request(names)
-    return (
-        seconds,
-        num_steps,
-        [[now._replace(seconds=now.seconds - then.seconds) for now, then in own] for own in pairs],
-    )
+    spent = [[now._replace(seconds=now.seconds - then.seconds) for now, then in own] for own in pairs]
+    return seconds, num_steps, spent
 
 
 def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
@@ -269,12 +266,10 @@ def _render(model: str, phases: dict[str, tuple[float, list[Kernel]]], limits: L
         top += box[3] + 80
     for place, (name, colour) in enumerate(_COLOURS.items()):
         shown_name = f"floor by {name}" if name != "neither" else "no floor"
-        parts.append(
-            text(220 + 190 * place, top - 20, shown_name, "start", f'style="fill: {colour}" font-weight="600"')
-        )
-    return document(
-        840, top + 10, f"{model}: a step's kernels, and what this machine's limits leave of them", "", parts
-    )
+        style = f'style="fill: {colour}" font-weight="600"'
+        parts.append(text(220 + 190 * place, top - 20, shown_name, "start", style))
+    title = f"{model}: a step's kernels, and what this machine's limits leave of them"
+    return document(840, top + 10, title, "", parts)
 
 
 def _bars(kernels: list[Kernel], box: tuple[float, float, float, float], most: float, limits: Limits) -> Iterator[str]:
