@@ -14,7 +14,7 @@ _LAST_WORDS = {
     "metrics": "prompt tokens",
     "reproducibility": "the same in other batches, chunks and engines: True",
     "logits_processor": "all tokens are different: True",
-    "async_streaming": "in 24 pieces",
+    "async_streaming": "pieces",
     "sleep_mode": "the same text: True",
     "data_parallel": "24 answers; the same as those of one engine: True",
 }
