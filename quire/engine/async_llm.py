@@ -248,9 +248,10 @@ class AsyncLLM:
         """Wait for the engine's end, and return its reason."""
         return await self._monitor.wait_dead()
 
-    async def snapshot(self) -> EngineSnapshot:
-        """The engine's sequences and blocks at this moment."""
-        snapshot: EngineSnapshot = await self._call("snapshot")
+    async def snapshot(self, mark: str | None = None) -> EngineSnapshot:
+        """The engine's first sequences, those of a hundred requests with `mark` in their ids, and its blocks."""
+        watched = [own for own, external in self._external.items() if mark is not None and mark in external]
+        snapshot: EngineSnapshot = await self._call("snapshot", watched[:100])
         for sequence in snapshot.sequences:
             sequence.request_id = self._external.get(sequence.request_id, sequence.request_id)
         return snapshot

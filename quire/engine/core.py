@@ -5,7 +5,7 @@ strings and progress bars live above it, tensors below.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -265,9 +265,9 @@ class EngineCore:
         self.places = AdapterPlaces(self.places.num_places, self.scheduler.is_live)
         self._publish()
 
-    def snapshot(self) -> EngineSnapshot:
-        """The sequences and blocks at this moment."""
-        return take_snapshot(self.scheduler, self.clock())
+    def snapshot(self, watched: Iterable[str] = ()) -> EngineSnapshot:
+        """The first sequences, those of `watched` requests, and the blocks at this moment."""
+        return take_snapshot(self.scheduler, self.clock(), watched)
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""

@@ -5,6 +5,7 @@ page's event stream reads it. It starts no task and knows no web.
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -20,55 +21,53 @@ class Second(msgspec.Struct, frozen=True, array_like=True):
     second: int  # of the monotonic clock
     num_prompt_tokens: int  # of prompts whose first token came
     num_generation_tokens: int
-    itl_p50: float | None  # inter-token latency in seconds; None where there was none
-    itl_p99: float | None
-    num_running: int  # at the end of the second, as the three below
+    num_errors: int  # sequences that ended with an error of the engine's
+    num_preemptions: int
+    num_running: int  # at the most, as the next
     num_waiting: int
-    kv_cache_usage: float  # 0 to 1
+    kv_cache_usage: float  # 0 to 1, at the end of the second
     hit_rate: float | None  # of the prompt tokens looked up in the prefix cache within the second
+    latencies: Sequence[float | None]  # each histogram's p50 and p99 in seconds; None where nothing was counted
 
 
 class History:
     """The last seconds, oldest first. Counters are read when a second ends: what they gained is that second's."""
 
-    def __init__(self, inter_token_latency: Histogram) -> None:
+    def __init__(self, histograms: Sequence[Histogram]) -> None:
         self.seconds: deque[Second] = deque(maxlen=NUM_SECONDS)
-        self.ends_at = 0.0  # of the second that runs: nothing needs to be told before
-        self._latency = inter_token_latency
-        self._counts = list(inter_token_latency.counts)
-        self._tokens = (0, 0)
-        self._lookups = (0, 0)
+        self._ends_at = 0.0  # of the second that runs: nothing needs to be told before
+        self._histograms = histograms
+        self._counts = [list(histogram.counts) for histogram in histograms]
+        self._totals = [0] * 6  # those of `advance`, and three of the engine's
+        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {})
+        self._most = (0, 0)  # running and waiting at once, within the second
 
-    def advance(self, now: float, tokens: tuple[int, int], stats: EngineStats | None) -> None:
-        """End the seconds before `now`; `tokens` are the prompt and generation tokens since the start."""
-        if now < self.ends_at:
+    def see(self, stats: EngineStats) -> None:
+        """The engine's newest figures."""
+        self._stats, (running, waiting) = stats, self._most
+        self._most = max(running, stats.num_requests_running), max(waiting, stats.num_requests_waiting)
+
+    def advance(self, now: float, totals: Iterable[int]) -> None:
+        """End the seconds before `now`; `totals` are prompt tokens, generation tokens and errors since the start."""
+        if now < self._ends_at:
             return
-        ended, self.ends_at = int(self.ends_at) - 1, int(now) + 1.0
+        ended, self._ends_at = int(self._ends_at) - 1, int(now) + 1.0
         if ended < 0:
             return  # the first second has only begun
-        last = self._end(ended, tokens, stats)
-        self.seconds.append(last)
-        quiet = msgspec.structs.replace(
-            last, num_prompt_tokens=0, num_generation_tokens=0, itl_p50=None, itl_p99=None, hit_rate=None
-        )
+        self.seconds.append(self._end(ended, totals))
+        quiet = [0, 0, 0, 0, *self._most, self._stats.kv_cache_usage_perc, None, [None] * 2 * len(self._histograms)]
         for second in range(max(ended + 1, int(now) - NUM_SECONDS), int(now)):
-            self.seconds.append(msgspec.structs.replace(quiet, second=second))
+            self.seconds.append(Second(second, *quiet))
 
-    def _end(self, second: int, tokens: tuple[int, int], stats: EngineStats | None) -> Second:
-        counts = self._latency.counts
-        gained = [after - before for after, before in zip(counts, self._counts, strict=True)]
-        lookups = (stats.prefix_cache_queries_total, stats.prefix_cache_hits_total) if stats else self._lookups
-        queries, hits = lookups[0] - self._lookups[0], lookups[1] - self._lookups[1]
-        result = Second(
-            second=second,
-            num_prompt_tokens=tokens[0] - self._tokens[0],
-            num_generation_tokens=tokens[1] - self._tokens[1],
-            itl_p50=quantile(self._latency.bounds, gained, 0.5),
-            itl_p99=quantile(self._latency.bounds, gained, 0.99),
-            num_running=stats.num_requests_running if stats else 0,
-            num_waiting=stats.num_requests_waiting if stats else 0,
-            kv_cache_usage=stats.kv_cache_usage_perc if stats else 0.0,
-            hit_rate=hits / queries if queries > 0 else None,
-        )
-        self._counts, self._tokens, self._lookups = list(counts), tokens, lookups
-        return result
+    def _end(self, second: int, totals: Iterable[int]) -> Second:
+        stats, latencies, before = self._stats, list[float | None](), self._totals
+        self._totals = [*totals, stats.num_preemptions_total, stats.prefix_cache_queries_total]
+        self._totals.append(stats.prefix_cache_hits_total)
+        *gained, queries, hits = [max(0, now - then) for now, then in zip(self._totals, before, strict=True)]
+        for histogram, then in zip(self._histograms, self._counts, strict=True):
+            counts = [now - before for now, before in zip(histogram.counts, then, strict=True)]
+            latencies += [quantile(histogram.bounds, counts, share) for share in (0.5, 0.99)]
+            then[:] = histogram.counts
+        values = [*gained, *self._most, stats.kv_cache_usage_perc, hits / queries if queries else None, latencies]
+        self._most = stats.num_requests_running, stats.num_requests_waiting
+        return Second(second, *values)

@@ -69,9 +69,8 @@ class ServingMetrics:
         self.event_loop_max_stall = 0.0
         self.histograms: list[Histogram] = []
         self._add_histograms(one_two_five(max_model_len))
-        self.history = History(self._inter_token)
+        self.history = History([self._inter_token, self._first_token, self._queue])
         self._requests: dict[str, _Request] = {}
-        self._stats: EngineStats | None = None
         self._step_time = 0.0
         self._tokens_before_step = 0
 
@@ -81,15 +80,15 @@ class ServingMetrics:
             return self.histograms[-1]
 
         seconds = _REQUEST_SECONDS
-        self._first_token = add("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS)
         # The finer bounds, 10% apart, are for the history's percentiles.
         fine = geometric(1e-4, 80.0, per_decade=24)
+        self._first_token = add("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS, fine)
         self._inter_token = add("inter_token_latency_seconds", "Between a sequence's tokens.", _TOKEN_SECONDS, fine)
         self._per_token = add(
             "request_time_per_output_token_seconds", "Mean between a sequence's tokens.", _TOKEN_SECONDS
         )
         self._latency = add("e2e_request_latency_seconds", "Arrival to end.", seconds)
-        self._queue = add("request_queue_time_seconds", "Arrival to the first step.", seconds)
+        self._queue = add("request_queue_time_seconds", "Arrival to the first step.", seconds, fine)
         self._prefill = add("request_prefill_time_seconds", "First step to first token.", seconds)
         self._decode = add("request_decode_time_seconds", "First token to last token.", seconds)
         self._inference = add("request_inference_time_seconds", "First step to last token.", seconds)
@@ -159,7 +158,7 @@ class ServingMetrics:
     def on_engine_stats(self, stats: EngineStats, now: float) -> None:
         """The engine's newest figures."""
         self.advance(now)
-        self._stats = stats
+        self.history.see(stats)
 
     def advance(self, now: float) -> None:
         """End the step, and the seconds, before `now`; for those who read the history while nothing happens."""
@@ -167,4 +166,4 @@ class ServingMetrics:
         if num_tokens > self._tokens_before_step:
             self._step_tokens.observe(num_tokens - self._tokens_before_step)
         self._step_time, self._tokens_before_step = now, num_tokens
-        self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens), self._stats)
+        self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens, self.finished["error"]))

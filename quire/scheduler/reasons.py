@@ -10,9 +10,9 @@ from quire.scheduler.sequence import Sequence, SequenceStatus
 
 # Reason -> what it says. Of those that wait for room, all but "blocks" hold for everyone who waits.
 REASONS = {
-    "capacity": "{num_running} sequences run, and at most {max_running} may",
+    "capacity": "{num_running} of at most {max_running} sequences run",
     "budget": "the step's {budget} tokens were spent on sequences before it",
-    "blocks": "it needs up to {num_blocks} KV blocks, and {num_free} are free",
+    "blocks": "it needs up to {num_blocks} KV blocks; free: {num_free}",
     "order": "another request comes first",
     "next_step": "no step was planned since it came",
     # Of those that prepare, which hold up nobody:

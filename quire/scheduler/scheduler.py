@@ -6,7 +6,7 @@ step spends a budget of tokens on catching up. It sees token ids and block ids, 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import Any
 
@@ -229,10 +229,12 @@ class Scheduler:
             limits=self.limits,
         )
 
-    def first_sequences(self, count: int) -> list[Sequence]:
-        """The first so many live sequences: running, then waiting in the policy's order, then preparing."""
-        planner = self._planner
-        return list(islice(chain(planner.running, planner.waiting, planner.preparing.values()), count))
+    def first_sequences(self, count: int, watched: Iterable[str] = ()) -> list[Sequence]:
+        """The first so many live sequences (running, waiting in the policy's order, preparing), and these requests'."""
+        planner, groups = self._planner, self._outcomes.groups
+        own = chain.from_iterable(groups[id].sequences.values() for id in watched if id in groups)
+        first = islice(chain(planner.running, planner.waiting, planner.preparing.values()), count)
+        return [*dict.fromkeys(chain(first, (s for s in own if s.status is not SequenceStatus.FINISHED)))]
 
     def why_waiting(self, sequence: Sequence) -> str | None:
         """Why a sequence waits, or None when it does not."""

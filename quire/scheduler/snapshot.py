@@ -3,6 +3,8 @@
 The engine core takes one when the live view asks. It changes nothing.
 """
 
+from collections.abc import Iterable
+
 from quire.protocol.stats import BlockGroup, EngineSnapshot, SequenceSnapshot
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence, SequenceStatus
@@ -10,12 +12,12 @@ from quire.scheduler.sequence import Sequence, SequenceStatus
 MAX_SEQUENCES = 200
 
 
-def take_snapshot(scheduler: Scheduler, now: float) -> EngineSnapshot:
-    """The state now; request ages count from arrival times, of the same clock as `now`."""
+def take_snapshot(scheduler: Scheduler, now: float, watched: Iterable[str] = ()) -> EngineSnapshot:
+    """The state now, the `watched` requests whole; ages count from arrival times, of the same clock as `now`."""
     stats = scheduler.stats()
     return EngineSnapshot(
         stats=stats,
-        sequences=[_look_at(scheduler, sequence, now) for sequence in scheduler.first_sequences(MAX_SEQUENCES)],
+        sequences=[_look_at(scheduler, s, now) for s in scheduler.first_sequences(MAX_SEQUENCES, watched)],
         num_sequences=stats.num_requests_running + stats.num_requests_waiting,
         blocks=b"".join(pool.states() for pool in scheduler.kv.pools),
         block_size=scheduler.kv.block_size,

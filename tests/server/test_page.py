@@ -759,3 +759,48 @@ def test_probabilities_are_told_token_by_token(page: Browser) -> None:
         page.run("document.querySelector('.log:not([hidden]) [aria-pressed]').click()")
         assert page.run("document.querySelector('.log:not([hidden]) .tokens')") is None
     assert page.complaints() == []
+
+
+@contextmanager
+def crowd(port: int, number: int) -> Iterator[None]:
+    """So many requests that nobody reads the answers of; they end when their connections do."""
+    body = json.dumps(
+        {"model": "demo", "prompt": "Once", "max_tokens": 480, "ignore_eos": True, "stream": True}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    )
+    sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
+    try:
+        for opened in sockets:
+            opened.sendall(f"{head}\r\n\r\n".encode() + body)
+        yield
+    finally:
+        for opened in sockets:
+            opened.close()
+
+
+def test_the_own_request_stands_first_and_tells_its_place(browser: Browser) -> None:
+    """However many wait before it; and what the charts say of now is what the table says."""
+    port = free_port()
+    with serving(port, "--max-num-seqs", "1"), crowd(port, 240):
+        load(browser, f"http://127.0.0.1:{port}/")
+        browser.wait("latest.num_sequences > 210")
+        ask(browser, "Hello")
+        waits = browser.wait("document.querySelector('.queued')?.textContent")
+        assert int(waits.split()[1]) > 200
+        assert waits.startswith("Place ")
+        assert " in the queue: capacity: 1 of at most 1 sequences run" in waits
+        first = "$('requests').tBodies[0].rows[0].cells"
+        assert browser.wait(f"{first}[0].classList.contains('own') && {first}[1].textContent") == "waiting"
+        assert browser.run("$('requests').tBodies[0].rows.length") == 201
+        figures = browser.run("""(() => {
+            const chart = charts.find((one) => one.title === "Requests");
+            return [chart.values.map((node) => node.textContent), $("requests-note").textContent];
+        })()""")
+        assert figures[1].startswith("{} running, {} waiting".format(*figures[0]))
+        browser.run("asking.abort()")
+        answer(browser)
+        # What queued for longer than a second is in the charts, as is what came to its first token.
+        browser.wait("seconds.some((row) => row[TTFT50] !== null) && seconds.some((row) => row[QUEUE99] !== null)")
+    assert browser.complaints() == []

@@ -23,6 +23,7 @@ logger = logging.getLogger("quire")
 router = APIRouter(include_in_schema=False)
 
 _INTERVAL = 0.5  # seconds between snapshots
+_PAGE = "page-"  # in the ids that the page gives its requests: each finds its own, however many wait
 _NUM_NEWEST = 5  # seconds of history in each event: an event may be late, or missed
 
 
@@ -81,11 +82,11 @@ class LiveFeed:
 
     async def _snapshot(self) -> bytes:
         metrics = self._llm.metrics
-        snapshot = await self._llm.snapshot()
+        snapshot = await self._llm.snapshot(_PAGE)
         metrics.on_engine_stats(snapshot.stats, time.monotonic())  # an idle engine tells nothing by itself
         newest = {
             "stats": snapshot.stats,
-            "sequences": snapshot.sequences,  # the first few hundred
+            "sequences": snapshot.sequences,  # the first few hundred, and the page's
             "num_sequences": snapshot.num_sequences,
             "blocks": BlockMap.of(snapshot.blocks, snapshot.block_groups),
             "block_size": snapshot.block_size,

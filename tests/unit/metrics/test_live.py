@@ -32,11 +32,11 @@ def test_what_happens_within_a_second_is_that_seconds(tell: Callable[..., None])
     first, second = metrics.history.seconds
     assert (first.second, first.num_prompt_tokens, first.num_generation_tokens) == (100, 6, 3)
     assert (first.num_running, first.kv_cache_usage, first.hit_rate) == (1, 0.1, 0.25)
-    assert first.itl_p50 == pytest.approx(0.1, rel=0.11)
-    assert first.itl_p99 == pytest.approx(0.8, rel=0.11)
+    assert first.latencies[0] == pytest.approx(0.1, rel=0.11)
+    assert first.latencies[1] == pytest.approx(0.8, rel=0.11)
     assert (second.second, second.num_prompt_tokens, second.num_generation_tokens) == (101, 0, 1)
     assert (second.num_running, second.hit_rate) == (2, 0.75)
-    assert second.itl_p50 == pytest.approx(0.001, rel=0.11)
+    assert second.latencies[0] == pytest.approx(0.001, rel=0.11)
 
 
 def test_quiet_seconds_are_filled_in(tell: Callable[..., None]) -> None:
@@ -48,8 +48,34 @@ def test_quiet_seconds_are_filled_in(tell: Callable[..., None]) -> None:
     assert [s.second for s in metrics.history.seconds] == [10, 11, 12, 13]
     assert [s.num_generation_tokens for s in metrics.history.seconds] == [1, 0, 0, 0]
     assert [s.num_running for s in metrics.history.seconds] == [3, 3, 3, 3]
-    assert metrics.history.seconds[1].itl_p50 is None
+    assert metrics.history.seconds[1].latencies == [None] * 6
     metrics.advance(1e7)
     assert [s.second for s in metrics.history.seconds] == list(range(10**7 - NUM_SECONDS, 10**7))
     metrics.advance(14.2)  # nothing goes back
     assert len(metrics.history.seconds) == NUM_SECONDS
+
+
+def test_errors_preemptions_and_times_to_the_first_token_are_a_seconds_own() -> None:
+    metrics = ServingMetrics()
+    metrics.on_engine_stats(EngineStats(0, 0, 0.0, 0, 0, 0, {}), 10.0)
+    metrics.on_arrival("a", 6, 9, 1, 10.0)
+    metrics.on_engine_stats(EngineStats(3, 5, 0.5, 2, 0, 0, {}), 10.1)
+    metrics.on_scheduled("a", 10.2)
+    metrics.on_tokens("a", 0, 1, 10.5)
+    metrics.on_finished("a", ["error"], 0, 10.6)
+    metrics.on_engine_stats(EngineStats(0, 1, 0.0, 2, 0, 0, {}), 10.7)
+    metrics.advance(12.0)
+    first, second = metrics.history.seconds
+    assert (first.num_errors, first.num_preemptions) == (1, 2)
+    assert (first.num_running, first.num_waiting) == (3, 5)  # at the most: a request may be shorter than a second
+    assert first.latencies[:2] == [None, None]
+    assert first.latencies[2:] == pytest.approx([0.5, 0.5, 0.2, 0.2], rel=0.11)
+    assert (second.num_errors, second.num_preemptions, second.num_running, second.num_waiting) == (0, 0, 0, 1)
+    assert second.latencies == [None] * 6
+
+
+def test_an_engine_that_begins_anew_takes_nothing_back() -> None:
+    metrics = ServingMetrics()
+    for now, total in ((10.0, 7), (11.0, 0), (12.0, 1), (13.0, 1)):
+        metrics.on_engine_stats(EngineStats(0, 0, 0.0, total, total, total, {}), now)
+    assert [(s.num_preemptions, s.hit_rate) for s in metrics.history.seconds] == [(7, 1.0), (0, None), (1, 1.0)]

@@ -23,7 +23,7 @@ def test_lower_limits_hold_as_sequences_end(driver) -> None:
     d.update()
     d.step()
     assert d.schedule() == {"c": 1, "d": 1}, "a and b have ended, and nobody takes their places"
-    assert d.why("e") == "capacity: 2 sequences run, and at most 2 may"
+    assert d.why("e") == "capacity: 2 of at most 2 sequences run"
     d.update()
     limits = d.scheduler.set_limits({"max_num_seqs": 4, "max_num_batched_tokens": 40})
     assert (limits.max_num_seqs, limits.most_num_seqs, limits.most_num_batched_tokens) == (4, 4, 40)
@@ -115,7 +115,7 @@ def test_why_tells_the_place_and_the_policys_reason(driver) -> None:
         d.add(f"x{i}", 4, client="x")
     d.add("y", 4, client="y")
     d.step()
-    capacity = "capacity: 1 sequences run, and at most 1 may"
+    capacity = "capacity: 1 of at most 1 sequences run"
     assert d.why("y") == capacity
     assert d.why("x2") == (
         f"{capacity}; 2 requests come first and 1 other client is next in turn "

@@ -108,7 +108,7 @@ def test_a_big_request_at_the_front_is_not_overtaken(driver) -> None:
     d.add("small", 4)
     assert d.schedule() == {"a": 16}
     assert d.waiting_reasons() == {"blocks": 1, "order": 1}
-    assert d.why("big") == "blocks: it needs up to 7 KV blocks, and 6 are free"
+    assert d.why("big") == "blocks: it needs up to 7 KV blocks; free: 6"
     assert d.why("small").startswith("order: ")
     assert d.why("a") is None
     assert d.why("nobody") is None
@@ -127,7 +127,7 @@ def test_reasons_to_wait(driver) -> None:
     d.step()
     d.step()
     assert d.waiting_reasons() == {"capacity": 2}
-    assert d.why("b") == "capacity: 1 sequences run, and at most 1 may"
+    assert d.why("b") == "capacity: 1 of at most 1 sequences run"
     stats = d.scheduler.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 2)
 

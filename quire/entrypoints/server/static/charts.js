@@ -19,7 +19,9 @@ function prepare(canvas, height) {
 
 /* Charts: one for each figure, all over the same five minutes. */
 const WINDOW = 300;
-const [SECOND, PROMPT, GENERATION, ITL50, ITL99, RUNNING, WAITING, USAGE, HITS] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+// Places in a second's row, as the server's `Second` has them; of the last the parts.
+const [SECOND, PROMPT, GENERATION, ERRORS, PREEMPTIONS, RUNNING, WAITING, USAGE, HITS, ITL50, ITL99, TTFT50, TTFT99, QUEUE50, QUEUE99] = Array(15).keys();
+const flatten = (rows) => rows.map((row) => row.flat());
 let seconds = [], latest = null, pointed = null; // `pointed`: how many seconds ago the reader points at
 const axis = { count: short.format, time: (v) => short.format(v * 1000), share: (v) => `${Math.round(v * 100)}%` };
 const milliseconds = (v) => (v < 0.01 ? (v * 1000).toFixed(2) : v < 0.1 ? (v * 1000).toFixed(1) : whole.format(v * 1000));
@@ -27,8 +29,11 @@ const charts = [
   { title: "Generation", unit: "tokens/s", keys: [GENERATION], show: whole.format, axis: axis.count, least: 10 },
   { title: "Prompt", unit: "tokens/s", keys: [PROMPT], show: whole.format, axis: axis.count, least: 10 },
   { title: "Between tokens", unit: "ms", keys: [ITL50, ITL99], labels: ["p50", "p99"], show: milliseconds, axis: axis.time, decades: true },
+  { title: "To the first token", unit: "ms", keys: [TTFT50, TTFT99], labels: ["p50", "p99"], show: milliseconds, axis: axis.time, decades: true },
+  { title: "In the queue", unit: "ms", keys: [QUEUE50, QUEUE99], labels: ["p50", "p99"], show: milliseconds, axis: axis.time, decades: true },
   { title: "Requests", unit: "", keys: [RUNNING, WAITING], labels: ["running", "waiting"], show: whole.format, axis: axis.count, least: 4 },
   { title: "KV cache in use", unit: "", keys: [USAGE], show: share, axis: axis.share, least: 1 },
+  { title: "Failed and preempted", unit: "", keys: [ERRORS, PREEMPTIONS], labels: ["failed", "preempted"], show: whole.format, axis: axis.count, least: 4 },
   { title: "Prefix cache hits", unit: "", keys: [HITS], show: share, axis: axis.share, least: 1 },
 ];
 function scaleOf(chart) { // values at the lines, and how high a value lies between the first line (0) and the last (1)
@@ -77,7 +82,11 @@ function point(ago) {
 }
 function drawCharts() {
   const newest = seconds.length ? seconds[seconds.length - 1][SECOND] : 0;
-  const row = seconds.find((entry) => entry[SECOND] === newest - (pointed ?? 0));
+  let row = seconds.find((entry) => entry[SECOND] === newest - (pointed ?? 0));
+  if (row && pointed === null && latest) { // what the blocks and the table below show
+    const { num_requests_running: running, num_requests_waiting: waiting, kv_cache_usage_perc: usage } = latest.stats;
+    row = row.with(RUNNING, running).with(WAITING, waiting).with(USAGE, usage);
+  }
   for (const chart of charts) {
     const texts = chart.keys.map((key) => (row && row[key] !== null ? chart.show(row[key]) : "–"));
     chart.values.forEach((node, index) => { setText(node, texts[index]); node.classList.toggle("none", texts[index] === "–"); });

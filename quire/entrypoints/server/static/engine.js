@@ -58,6 +58,7 @@ const columns = [
   ["Age", "age", (s) => duration(s.seconds)],
   ["Why it waits", "why l", (s) => s.why ?? ""],
 ];
+const MOST_ROWS = 200;
 const rows = new Map(), own = new Set(); // `own`: the ids of the page's requests, as it gave them
 const isOwn = ({ request_id: id }, which) => (which ? id.replace(/^[a-z]+-/, "") === which || id === which : own.has(id) || own.has(id.replace(/^[a-z]+-/, "")));
 function buildTable() {
@@ -92,7 +93,10 @@ function updateRow(row, sequence, longest) {
   widths.forEach((tokens, index) => { row.cells[2].firstChild.children[index].style.width = `${tokens / longest * 100}%`; });
 }
 function updateTable() {
-  const { sequences, num_sequences: total, stats } = latest;
+  const { num_sequences: total, stats } = latest;
+  // The page's own come first, however many wait before them; those of other pages beyond the first few hundred are left out.
+  const mine = latest.sequences.filter((sequence) => isOwn(sequence));
+  const sequences = [...mine, ...latest.sequences.slice(0, MOST_ROWS).filter((sequence) => !isOwn(sequence))];
   const longest = Math.max(1, ...sequences.map((s) => s.num_prompt_tokens + s.num_output_tokens));
   const body = $("requests").tBodies[0], present = new Set();
   sequences.forEach((sequence, index) => {
@@ -151,7 +155,7 @@ function connect() {
   clearTimeout(retry);
   stream?.close();
   stream = new EventSource(at(several ? `live?model=${encodeURIComponent($("p-model").value)}` : "live"));
-  stream.addEventListener("history", (event) => { seconds = JSON.parse(event.data).seconds; drawCharts(); });
+  stream.addEventListener("history", (event) => { seconds = flatten(JSON.parse(event.data).seconds); drawCharts(); });
   stream.addEventListener("snapshot", (event) => { heard = Date.now(); say("live", "Live"); show(JSON.parse(event.data)); });
   stream.addEventListener("ended", (event) => again(upper(JSON.parse(event.data).message)));
   stream.addEventListener("error", () => again("Server gone, trying again"));
@@ -165,8 +169,9 @@ function again(text) {
 function show(snapshot) {
   latest = snapshot;
   const last = seconds.length ? seconds[seconds.length - 1][SECOND] : -1;
-  const fresh = snapshot.seconds.filter((row) => row[SECOND] > last);
-  if (fresh.length) { seconds = [...seconds, ...fresh].slice(-WINDOW); drawCharts(); }
+  const fresh = flatten(snapshot.seconds).filter((row) => row[SECOND] > last);
+  if (fresh.length) seconds = [...seconds, ...fresh].slice(-WINDOW);
+  drawCharts();
   setText($("num-used"), whole.format(snapshot.blocks.num_used));
   setText($("num-cached"), whole.format(snapshot.blocks.num_cached));
   setText($("num-free"), whole.format(snapshot.blocks.num_free));

@@ -134,7 +134,7 @@ class FakeAsyncLLM:
         self.dead = EngineDeadError("the engine is dead: it was shot.")
         self.death.set()
 
-    async def snapshot(self) -> EngineSnapshot:
+    async def snapshot(self, mark: str | None = None) -> EngineSnapshot:
         await self.check_health()
         return EngineSnapshot(self.stats(), [], 0, bytes(self.num_blocks), 16)
 

@@ -28,7 +28,7 @@ class FakeLLM:
         self.num_asked = 0
         self.error: Exception | None = None
 
-    async def snapshot(self) -> EngineSnapshot:
+    async def snapshot(self, mark: str | None = None) -> EngineSnapshot:
         self.num_asked += 1
         await asyncio.sleep(0)
         if self.error is not None:
