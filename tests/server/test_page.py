@@ -338,16 +338,20 @@ def test_the_live_view_shows_what_runs(page: Browser, server: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_sticks_out_of_a_narrow_window(page: Browser, scheme: str) -> None:
+def test_nothing_sticks_out_of_a_window(page: Browser, scheme: str) -> None:
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    show(page, 360, 740)
+    show(page, 390, 844)
     ask(page, "x" * 200)
     answer(page)
     import_talk(page, "x" * 200, _ANSWER + "y" * 300 + "\n\n| a |\n|---|\n| " + "z" * 300 + " |")
     page.run("turns.chat[0].foot.querySelector('.acts button').click()")  # being edited
-    for view in ("#playground", "#engine"):
+    page.run("$('talks').click()")
+    assert page.run("$('history').getBoundingClientRect().right <= innerWidth")
+    page.run("$('history').hidePopover()")
+    for view, width in ((view, width) for width in (360, 390, 1400) for view in ("#playground", "#engine")):
+        show(page, width, 844)
         page.run(f"location.hash = '{view}'; $('params').open = true; new Promise(requestAnimationFrame)")
-        assert page.run("document.documentElement.scrollWidth") == 360
+        assert page.run("document.documentElement.scrollWidth") == width
         beyond = """[...document.querySelectorAll("main *")].filter((node) => node.offsetParent
             && !node.closest(".sr, thead, pre, .table") && node.getBoundingClientRect().right > innerWidth + 1)
             .map((node) => node.outerHTML.slice(0, 80))"""
@@ -652,6 +656,37 @@ def test_conversations_and_parameters_outlive_a_reload(page: Browser, server: st
     assert page.complaints() == []
 
 
+def test_a_conversation_goes_out_as_a_file_and_comes_in_again(page: Browser, tmp_path: Path) -> None:
+    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    import_talk(page, "A/B: <i>", _ANSWER, "Two", "Second.")
+    page.run("listTalks(); document.querySelector('#talks-list [aria-label^=Export]').click()")
+    (file,) = _wait_for(lambda: list(tmp_path.glob("*.json")), "the file")
+    assert file.name == "AB i.json"
+    (talk,) = json.loads(file.read_text())["conversations"]
+    assert [turn["answer"] for turn in talk["turns"]] == [_ANSWER, "Second."]
+    page.run("globalThis.confirm = () => true; remove(current.chat)")
+    assert shown(page) == []
+    root = page.call("DOM.getDocument")["root"]["nodeId"]
+    node = page.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=node, files=[str(file)])
+    page.wait("turns.chat.length === 2")
+    assert shown(page) == ["A/B: <i>", "Two"]
+    assert page.complaints() == []
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(page: Browser, server: str) -> None:
+    page.run("$('p-max_tokens').value = '300'; $('tab-completion').click()")
+    ask(page, "Once upon a time")
+    page.run("startNew()")
+    assert page.run("asking !== null && turns.completion.length") == 0
+    page.run("listTalks(); document.querySelector('#talks-list .open').click()")
+    assert page.run("turns.completion[0] === asked")
+    load(page, server)  # in the middle of it, or just after
+    assert page.run("turns.completion[0].said") == "Once upon a time"
+    assert page.run("mode") == "completion"
+    assert page.complaints() == []
+
+
 def test_a_file_that_is_no_conversation_is_refused(page: Browser) -> None:
     for text in (
         "",
@@ -804,3 +839,20 @@ def test_the_own_request_stands_first_and_tells_its_place(browser: Browser) -> N
         # What queued for longer than a second is in the charts, as is what came to its first token.
         browser.wait("seconds.some((row) => row[TTFT50] !== null) && seconds.some((row) => row[QUEUE99] !== null)")
     assert browser.complaints() == []
+
+
+def test_two_tabs_of_one_conversation_lose_no_turn(page: Browser) -> None:
+    import_talk(page, "One", "First.")
+    page.run("""{
+        const other = revive(saved(current.chat));
+        const turn = addTurn(other, other.turns[0].id, "Two");
+        turn.answer = "From the other tab.";
+        other.title = "Both";
+        addTurn(current.chat, current.chat.turns[0].id, "Three");
+        store.write(TALK + other.id, saved(other));
+        mergeFromTab({ key: TALK + other.id, newValue: "some" });
+    }""")
+    assert shown(page) == ["One", "Two"]
+    assert page.run("current.chat.turns.map((turn) => turn.said)") == ["One", "Three", "Two"]
+    assert page.run("[$('talks').textContent, document.querySelector('.branches').textContent]") == ["Both", "‹2/2›"]
+    assert page.complaints() == []

@@ -1,7 +1,7 @@
 "use strict";
 
 /* Asking and answering: a turn's request, its answer as it streams, and what can be done with it. */
-let mode = "chat", asking = null; // `asking`: the AbortController of the answer under way
+let mode = "chat", asking = null, asked = null; // the AbortController of the answer under way, and the last turn that was asked
 const endings = { stop: "", length: "cut off at its length", abort: "aborted", error: "failed" };
 
 /* The value of a box of JSON, or undefined where it is empty. */
@@ -65,6 +65,7 @@ async function ask(turn) {
   Object.assign(turn, { answer: "", thoughts: "", calls: [], problem: "", full: false, tokens: [], busy: true, figures: { start: clock() } });
   const probable = $("p-probabilities").checked, box = $(`log-${turn.kind}`);
   setAsking(new AbortController());
+  asked = turn;
   drawTurn(turn, probable);
   showTalk(turn.kind);
   box.scrollTop = box.scrollHeight;
@@ -191,7 +192,8 @@ function finish(turn) {
   for (const node of turn.node.querySelectorAll(".error, .calls")) node.remove();
   if (turn.problem) turn.text.after(problemNote(turn));
   else if (turn.full && !turn.talk.forgets) turn.text.after(noteOf("The model's context is full, and the answer was cut off. ", ["Forget the oldest turns from now on", () => {
-    turn.talk.forgets = true; keep(turn.talk); finish(turn); $("input").focus();
+    beginToForget(turn.talk);
+    $("input").focus();
   }]));
   if (turn.calls.length) turn.text.after(callForm(turn));
   const acts = make("span", "acts"), again = (action) => () => { if (!asking) action(); };
@@ -219,8 +221,14 @@ function noteOf(...parts) {
   note.setAttribute("role", "alert");
   return note;
 }
+/* What was told of a full context is settled for the whole conversation. */
+function beginToForget(talk) {
+  talk.forgets = true;
+  keep(talk);
+  for (const turn of talk.turns) if (turn.full && !turn.busy) finish(turn);
+}
 function problemNote(turn) {
-  if (turn.full) return noteOf(`${turn.problem} `, ["Forget the oldest turns, and go on", () => { if (!asking) { turn.talk.forgets = true; ask(turn); } }]);
+  if (turn.full && !turn.talk.forgets) return noteOf(`${turn.problem} `, ["Forget the oldest turns, and go on", () => { if (!asking) { beginToForget(turn.talk); ask(turn); } }]);
   if (turn.kind === "chat" && /chat template/i.test(turn.problem)) return noteOf(`${turn.problem} `, ["Use completion", () => { choose("completion"); fill(turn.said); }]);
   return noteOf(turn.problem);
 }

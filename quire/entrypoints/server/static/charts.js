@@ -23,14 +23,14 @@ const WINDOW = 300;
 const [SECOND, PROMPT, GENERATION, ERRORS, PREEMPTIONS, RUNNING, WAITING, USAGE, HITS, ITL50, ITL99, TTFT50, TTFT99, QUEUE50, QUEUE99] = Array(15).keys();
 const flatten = (rows) => rows.map((row) => row.flat());
 let seconds = [], latest = null, pointed = null; // `pointed`: how many seconds ago the reader points at
-const axis = { count: short.format, time: (v) => short.format(v * 1000), share: (v) => `${Math.round(v * 100)}%` };
-const milliseconds = (v) => (v < 0.01 ? (v * 1000).toFixed(2) : v < 0.1 ? (v * 1000).toFixed(1) : whole.format(v * 1000));
+const axis = { count: short.format, time: (v) => (v >= 1 ? `${short.format(v)} s` : `${short.format(v * 1000)} ms`), share: (v) => `${Math.round(v * 100)}%` };
+const brief = (v) => (v < 0.01 ? `${(v * 1000).toFixed(2)} ms` : duration(v));
 const charts = [
   { title: "Generation", unit: "tokens/s", keys: [GENERATION], show: whole.format, axis: axis.count, least: 10 },
   { title: "Prompt", unit: "tokens/s", keys: [PROMPT], show: whole.format, axis: axis.count, least: 10 },
-  { title: "Between tokens", unit: "ms", keys: [ITL50, ITL99], labels: ["p50", "p99"], show: milliseconds, axis: axis.time, decades: true },
-  { title: "To the first token", unit: "ms", keys: [TTFT50, TTFT99], labels: ["p50", "p99"], show: milliseconds, axis: axis.time, decades: true },
-  { title: "In the queue", unit: "ms", keys: [QUEUE50, QUEUE99], labels: ["p50", "p99"], show: milliseconds, axis: axis.time, decades: true },
+  { title: "Between tokens", unit: "", keys: [ITL50, ITL99], labels: ["p50", "p99"], show: brief, axis: axis.time, decades: true },
+  { title: "To the first token", unit: "", keys: [TTFT50, TTFT99], labels: ["p50", "p99"], show: brief, axis: axis.time, decades: true },
+  { title: "In the queue", unit: "", keys: [QUEUE50, QUEUE99], labels: ["p50", "p99"], show: brief, axis: axis.time, decades: true },
   { title: "Requests", unit: "", keys: [RUNNING, WAITING], labels: ["running", "waiting"], show: whole.format, axis: axis.count, least: 4 },
   { title: "KV cache in use", unit: "", keys: [USAGE], show: share, axis: axis.share, least: 1 },
   { title: "Failed and preempted", unit: "", keys: [ERRORS, PREEMPTIONS], labels: ["failed", "preempted"], show: whole.format, axis: axis.count, least: 4 },
@@ -100,7 +100,7 @@ function drawChart(chart, newest) {
   const [context, width] = prepare(chart.canvas, height);
   const [lines, place] = scaleOf(chart);
   context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-  const left = chart.left = 38, right = chart.right = width - 3;
+  const left = chart.left = 44, right = chart.right = width - 3;
   const x = (second) => right - (newest - second) / (WINDOW - 1) * (right - left);
   const y = (value) => bottom - place(value) * (bottom - top);
 

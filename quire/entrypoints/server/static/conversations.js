@@ -15,6 +15,7 @@ const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte)
 const newTalk = (kind) => ({ id: newId(), kind, title: "", updated: Date.now(), forgets: false, chosen: {}, turns: [] });
 const current = { chat: newTalk("chat"), completion: newTalk("completion") };
 
+const held = () => [...Object.values(current), ...(asked ? [asked.talk] : [])]; // those in memory
 /* The turns with a parent ("": those that begin), in the order they came. */
 const siblings = (talk, parent) => talk.turns.filter((turn) => turn.parent === parent);
 function path(talk) {
@@ -108,11 +109,13 @@ function restore() {
     const talk = choices[kind] && revive(store.read(TALK + choices[kind]));
     if (talk?.kind === kind) current[kind] = talk;
   }
+  addEventListener("storage", mergeFromTab);
+  addEventListener("pagehide", () => { if (asked?.busy) keep(asked.talk); });
   return kinds.includes(choices.mode) ? choices.mode : "chat";
 }
 /* Another tab wrote a conversation that is shown here: its new turns come in, and none is lost. */
-addEventListener("storage", ({ key, newValue }) => {
-  const mine = Object.values(current).find((talk) => TALK + talk.id === key), theirs = mine && newValue && revive(store.read(key));
+function mergeFromTab({ key, newValue }) {
+  const mine = held().find((talk) => TALK + talk.id === key), theirs = mine && newValue && revive(store.read(key));
   if (!theirs) return;
   const known = new Map(mine.turns.map((turn) => [turn.id, turn]));
   for (const turn of theirs.turns) {
@@ -121,9 +124,10 @@ addEventListener("storage", ({ key, newValue }) => {
     else if (!here.busy) Object.assign(here, savedTurn(turn), { node: null });
   }
   Object.assign(mine, { title: theirs.title, forgets: theirs.forgets });
-  if (!asking) { mine.chosen = theirs.chosen; showTalk(mine.kind); }
-});
-addEventListener("pagehide", () => { for (const talk of Object.values(current)) if (talk.turns.some((turn) => turn.busy)) keep(talk); });
+  if (asking) return;
+  mine.chosen = theirs.chosen;
+  showTalk(mine.kind);
+}
 
 /* The list. */
 function openTalk(talk) {
@@ -135,7 +139,7 @@ function openTalk(talk) {
 }
 function startNew() { openTalk(newTalk(mode === "completion" ? "completion" : "chat")); }
 function listTalks() {
-  const stored = store.talks().map((key) => Object.values(current).find((talk) => TALK + talk.id === key) ?? revive(store.read(key)));
+  const stored = store.talks().map((key) => held().find((talk) => TALK + talk.id === key) ?? revive(store.read(key)));
   const all = stored.filter((talk) => talk?.turns.length).sort((a, b) => b.updated - a.updated);
   $("talks-list").replaceChildren(...all.map((talk) => {
     const row = make("li"), open = button("", () => openTalk(talk)), title = titleOf(talk);
