@@ -192,7 +192,7 @@ class EngineArgs:
     def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":
         """EngineArgs from keyword arguments; an unknown one is a ConfigError that names the nearest known one.
 
-        One that vLLM has and Quire has not yet is a NotYetSupportedError.
+        One that vLLM has and Quire has not yet is a NotYetSupportedError. None is an option's default.
         """
         known, aliases = [f.name for f in dataclasses.fields(cls)], by_other_names(cls)
         for alias in aliases.keys() & kwargs.keys():
@@ -207,7 +207,8 @@ class EngineArgs:
                 close = nearest(name, known)
                 hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
                 raise ConfigError(f"unknown engine argument {name!r}.{hint}")
-        return cls(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in kwargs.items()})
+        given: dict[str, Any] = {name: v for name, v in kwargs.items() if v is not None or name == "model"}
+        return cls(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()})
 
     def _generation_overrides(self) -> dict[str, Any]:
         given = self.override_generation_config or {}

@@ -64,6 +64,9 @@ class Finder(MetaPathFinder, Loader):
     def __init__(self, own: Any = None) -> None:
         self._own = own
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if (names := vllm_names().get(fullname)) is None:
             return None

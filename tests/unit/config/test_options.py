@@ -123,6 +123,12 @@ def test_other_names_of_vllm() -> None:
         EngineArgs(stream_interval=0)
 
 
+def test_none_is_the_default() -> None:
+    """As vLLM has it: scripts hand on what their own flags left open."""
+    given = ("seed", "max_num_seqs", "block_size", "enable_prefix_caching", "max_model_len", "scheduling_policy")
+    assert EngineArgs.from_kwargs(**dict.fromkeys(given)) == EngineArgs()
+
+
 def test_defaults_of_requests_are_overridden() -> None:
     def params(**options: Any) -> SamplingParams:
         return EngineArgs(model="demo", **options).resolve().default_sampling_params()

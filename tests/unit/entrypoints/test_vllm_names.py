@@ -1,6 +1,6 @@
 """What vLLM's scripts import: there, or an error that says why not; and nothing of Quire's own is in its way."""
 
-import importlib
+import importlib.resources
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +104,9 @@ def test_quires_own_modules_are_as_they_are() -> None:
     assert own.__file__ is not None
     assert Path(own.__file__).name == "sampling_params.py"
     assert not hasattr(quire.config, "nonsense")
+    loader: Any = own.__loader__
+    assert "class SamplingParams(" in loader.get_source("quire.sampling_params"), "runpy, resources and the like ask it"
+    assert importlib.resources.files("quire.config").joinpath("not_yet.txt").is_file()
     missing: Any = getattr(own, "SamplingParamz", None)
     assert missing is None
 
