@@ -321,6 +321,25 @@ def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(number: signal.
     assert not os.path.exists(directory)
 
 
+def test_a_snapshot_has_those_with_a_mark_whoever_comes_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scheduler.snapshot.MAX_SEQUENCES", 0)  # an engine on a thread has no first ones then
+
+    async def look() -> list[list[str]]:
+        params = SamplingParams(max_tokens=490, ignore_eos=True)
+        tasks = [asyncio.create_task(engine.collect("Once", params, name)) for name in ("one", "page-1", "page-2")]
+        while (await engine.llm.snapshot()).num_sequences < 3:
+            await asyncio.sleep(0.001)
+        found = [await engine.llm.snapshot(mark) for mark in (None, "page-", "gone")]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [sorted(sequence.request_id for sequence in one.sequences) for one in found]
+
+    everybody = ["one", "page-1", "page-2"]
+    first = engine.run(look())
+    assert first in ([everybody] * 3, [[], everybody[1:], []])  # of an engine in a process, and on a thread
+
+
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_engine_goes_when_its_parent_is_killed(busy: bool) -> None:
     script = f"""
