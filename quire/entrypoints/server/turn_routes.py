@@ -17,6 +17,7 @@ from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatDialect
 from quire.entrypoints.server.dialects.completions import CompletionDialect
 from quire.entrypoints.server.dialects.messages import MessagesDialect
+from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
 from quire.entrypoints.server.middleware import client_of, identify
@@ -47,6 +48,14 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     state = get_state(request)
     return await respond(request, EventService(state, MessagesDialect(state)), body)
+
+
+@router.post("/invocations", include_in_schema=False)  # as SageMaker calls it
+async def invoke(body: dict[str, Any], request: Request) -> Response:
+    """Answer a conversation, or go on with prompts, as the body has messages or not."""
+    if "messages" in body:
+        return await create_chat_completion(validated(ChatCompletionRequest, body), request)
+    return await create_completion(validated(CompletionRequest, body), request)
 
 
 def completion_service(state: ServerState) -> TurnService[CompletionRequest]:

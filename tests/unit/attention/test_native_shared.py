@@ -70,7 +70,7 @@ class Shared:
         return list(out.split(counts))
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -120,6 +120,14 @@ def test_what_clients_ask_about_a_server(client: TestClient) -> None:
     )
 
 
+def test_sagemakers_route_is_both(client: TestClient) -> None:
+    chat = client.post("/invocations", json={"messages": [{"role": "user", "content": "a"}]}).json()
+    assert chat["choices"][0]["message"]["content"] == TEXT
+    assert client.post("/invocations", json={"prompt": "a", "max_tokens": 99}).json()["choices"][0]["text"] == TEXT
+    refused = client.post("/invocations", json={"prompt": 1.5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_no_limit_of_tokens(server: Any, client: TestClient) -> None:
     for path, prompt in (
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
