@@ -16,9 +16,9 @@ TOKENIZER = os.environ["QUIRE_TOKENIZER"]  # directory of the model's tokenizer
 PYTHON = os.environ["QUIRE_PYTHON"]  # has Quire
 
 
-def metric(name: str) -> float:
+def metric(name: str, url: str = URL) -> float:
     """The sum of a metric's samples."""
-    with urllib.request.urlopen(f"{URL}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
