@@ -154,13 +154,15 @@ def make_sensible(path: str, body: dict[str, Any]) -> None:
         if type(value := body.get(name)) is int:
             body[name] = max(0, min(value, most))
     body |= {"max_tokens": body.get("max_tokens") or 9, "max_completion_tokens": None}
+    if path == "/completion" or path.startswith("/api/"):
+        body |= {"n_predict": 9, "options": {"num_predict": 9}}
     body["min_tokens"] = min(body.get("min_tokens") or 0, body["max_tokens"])
     body["truncate_prompt_tokens"] = min(body.get("truncate_prompt_tokens") or -1, 40)
     body["temperature"] = max(0.5, body.get("temperature") or 0.0)
     if body.get("best_of"):
         body["best_of"] = max(body["best_of"], body.get("n") or 1)
-    if body.get("logit_bias"):
-        body["logit_bias"] = {str(i): bias for i, bias in enumerate(body["logit_bias"].values())}
+    if isinstance(biases := body.get("logit_bias"), dict):
+        body["logit_bias"] = {str(i): bias for i, bias in enumerate(biases.values())}
 
 
 def _bounded(value: Any) -> Any:

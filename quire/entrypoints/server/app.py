@@ -60,7 +60,8 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     # The last one added is the outermost.
     if isinstance(state, Fleet):
         app.add_middleware(Leases, fleet=state)
-    app.add_middleware(BaseURLs, routes=[context.path for context in iter_route_contexts(app.routes) if context.path])
+    paths = {context.path for context in iter_route_contexts(app.routes) if context.path}
+    app.add_middleware(BaseURLs, routes=paths - {"/completion"})  # no spelling of it is meant by one of OpenAI's
     app.add_middleware(RequestLimits, max_body_bytes=args.max_body_bytes, max_headers=args.h11_max_header_count)
     if args.api_key:
         app.add_middleware(ApiKeys, keys=args.api_key)

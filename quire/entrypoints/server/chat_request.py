@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse, unlimited
+from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
 
 _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
 
@@ -31,9 +31,9 @@ class ChatCompletionRequest(GenerationRequest):
     """A conversation to answer."""
 
     messages: Messages
-    max_tokens: Annotated[int | None, BeforeValidator(unlimited)] = Field(None, ge=1)
-    """To the end of the context by default, and with -1."""
-    max_completion_tokens: Annotated[int | None, BeforeValidator(unlimited)] = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    """To the end of the context by default."""
+    max_completion_tokens: int | None = Field(None, ge=1)
     """Wins over max_tokens."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=-1)

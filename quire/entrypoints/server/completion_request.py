@@ -43,8 +43,8 @@ class CompletionRequest(GenerationRequest):
     """A prompt, or several, to go on with."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_read_prompts, json_schema_input_type=_PromptSchema)]
-    max_tokens: int | None = Field(None, ge=-1)
-    """16 by default; -1: to the end of the context; 0 only with echo."""
+    max_tokens: int | None = Field(None, ge=0)
+    """16 by default; 0 only with echo."""
     logprobs: int | None = Field(None, ge=-1)
     """Logprobs of each token and of so many of the likeliest."""
 
@@ -55,3 +55,10 @@ class CompletionRequest(GenerationRequest):
     def output_limit(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
+
+
+class OtherCompletion(CompletionRequest):
+    """A request of another API, read as one of this."""
+
+    max_tokens: int | None = Field(None, ge=-1)
+    """-1: to the end of the context."""

@@ -6,7 +6,7 @@ engine.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -28,7 +28,6 @@ Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 _Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
-_Value = TypeVar("_Value")
 _StopSchema = Word | Annotated[list[Word], Field(max_length=MAX_STOPS)] | None
 
 
@@ -85,11 +84,6 @@ def field_text(item: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise wrong(f"{where}.{name}", "a text", value)
     return value
-
-
-def unlimited(value: _Value) -> _Value | None:
-    """-1 as no limit, as llama.cpp and LM Studio have it."""
-    return None if type(value) is int and value == -1 else value
 
 
 def name_results(messages: Sequence[dict[str, Any]], param: str, call: str, result: str) -> None:

@@ -18,7 +18,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.terms import MAX_CLIENT, check_terms
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.requests_common import GenerationRequest, unlimited
+from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.structure import names_of, structure_of
 from quire.errors import InvalidRequestError
@@ -41,7 +41,7 @@ def completion_params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     """
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens must be at least 1, or 0 with echo; it is 0.", "max_tokens")
-    max_tokens = unlimited(body.max_tokens)
+    max_tokens = None if body.max_tokens == -1 else body.max_tokens
     if body.max_tokens is None:  # the model's own default may only lower it: it is meant for whole answers
         max_tokens = min(DEFAULT_MAX_TOKENS, llm.get_default_sampling_params().max_tokens or DEFAULT_MAX_TOKENS)
     given: dict[str, Any] = {"max_tokens": None if max_tokens is None else max(1, max_tokens)}

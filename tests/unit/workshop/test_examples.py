@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What these do other tests do as well, and each takes some five seconds.
+_NIGHTLY = {"async_streaming", "chat_batch", "data_parallel", "prefix_caching", "reproducibility", "sleep_mode"}
 
 _LAST_WORDS = {
     "prefix_caching": "Generated texts are the same: True",
@@ -31,7 +33,10 @@ def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem in _NIGHTLY), id=path.stem) for path in EXAMPLES],
+)
 def test_example_runs(example: Path) -> None:
     lines = run(str(example.relative_to(ROOT))).stdout.splitlines()
     assert len(lines) >= 3

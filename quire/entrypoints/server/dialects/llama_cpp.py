@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.completion_request import OtherCompletion
 from quire.entrypoints.server.dialects.completions import CompletionDialect, CompletionWriter
 from quire.entrypoints.server.dialects.through_chat import renamed, validated, within_context
 from quire.entrypoints.server.errors import ErrorInfo
@@ -53,7 +53,7 @@ class LlamaDialect:
         fields["return_token_ids"] = body.return_tokens
 
         async def read(limit: int | None) -> tuple[TurnRequest, CompletionWriter]:
-            request = validated(CompletionRequest, fields | {"max_tokens": -1 if limit is None else limit})
+            request = validated(OtherCompletion, fields | {"max_tokens": -1 if limit is None else limit})
             return await self._completions.read(request, request_id)
 
         with renamed(_NAMES):

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from quire.entrypoints.server.completion_request import CompletionRequest
+from quire.entrypoints.server.completion_request import OtherCompletion
 from quire.entrypoints.server.dialects.chat import ChatDialect
 from quire.entrypoints.server.dialects.completions import CompletionDialect
 from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, validated, within_context
@@ -68,10 +68,10 @@ class OllamaDialect:
                     self._chat, plain, request_id, fields | {"max_tokens": limit}, _NAMES
                 )
                 return turn, writer.turn
-            own = {name: value for name, value in fields.items() if name in CompletionRequest.model_fields}
+            own = {name: value for name, value in fields.items() if name in OtherCompletion.model_fields}
             own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}
             with renamed(_NAMES):
-                turn, completion = await self._completions.read(validated(CompletionRequest, own), request_id)
+                turn, completion = await self._completions.read(validated(OtherCompletion, own), request_id)
             return turn, completion.turn
 
         limit = body.options.num_predict if body.options is not None else None

@@ -126,13 +126,3 @@ def test_sagemakers_route_is_both(client: TestClient) -> None:
     assert client.post("/invocations", json={"prompt": "a", "max_tokens": 99}).json()["choices"][0]["text"] == TEXT
     refused = client.post("/invocations", json={"prompt": 1.5})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
-
-
-def test_no_limit_of_tokens(server: Any, client: TestClient) -> None:
-    for path, prompt in (
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-        ("completions", {"prompt": "a"}),
-    ):
-        assert client.post(f"/v1/{path}", json={**prompt, "max_tokens": -1}).status_code == 200
-        assert server.core.requests[-1].task.params.max_tokens is None
-        assert client.post(f"/v1/{path}", json={**prompt, "max_tokens": -2}).status_code == 400

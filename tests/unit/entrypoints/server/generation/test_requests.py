@@ -47,7 +47,7 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 129}, "best_of"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
-    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "x"}, "max_tokens"),
     ({"max_tokens": 5.0}, "max_tokens"),
