@@ -2,17 +2,15 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
+from quire.entrypoints.server.requests_common import MAX_PARTS, Fields, GenerationRequest, Objects, refuse
 
 _Parts = Annotated[list[str | dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Fields):
     """One message. It goes to the chat template with all fields that it came with."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow")
 
     role: Annotated[
         str, Field(min_length=1, max_length=64, description="Which roles there are is the template's matter.")

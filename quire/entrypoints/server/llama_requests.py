@@ -8,30 +8,20 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from quire.entrypoints.server.requests_common import AnyRequest, refuse
+from quire.entrypoints.server.requests_common import NO_SAMPLER, AnyRequest, LlamaSampling, refuse
 
-_NO_SAMPLER = "this sampler is not there; leave it out"
-_NOT_HERE = "not supported by this server; leave it out"
 _Prompt = str | list[int | str | list[int | str]]
 
 
-class LlamaCompletionRequest(AnyRequest):
+class LlamaCompletionRequest(AnyRequest, LlamaSampling):
     """A prompt, or several, to go on with."""
 
     prompt: Annotated[_Prompt, Field(min_length=1)]
     """Text, tokens, both in turn, or a list of such."""
     n_predict: int | None = Field(None, ge=-2)
     """-1 (the default) and -2: to the end of the context."""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: int | None = None
     """-1: another one each time."""
-    stop: str | list[str] | None = None
     logit_bias: dict[str, float] | list[list[int | float | bool]] | None = None
     """Pairs of a token and what is added to its logit; false: never."""
     ignore_eos: bool | None = None
@@ -43,12 +33,10 @@ class LlamaCompletionRequest(AnyRequest):
     return_tokens: bool | None = None
 
     # Refused.
-    typical_p: Annotated[None, refuse(_NO_SAMPLER, 1, 1.0)] = None
-    mirostat: Annotated[None, refuse(_NO_SAMPLER, 0)] = None
-    dry_multiplier: Annotated[None, refuse(_NO_SAMPLER, 0, 0.0)] = None
-    xtc_probability: Annotated[None, refuse(_NO_SAMPLER, 0, 0.0)] = None
-    dynatemp_range: Annotated[None, refuse(_NO_SAMPLER, 0, 0.0)] = None
-    top_n_sigma: Annotated[None, refuse(_NO_SAMPLER, -1, -1.0)] = None
+    dry_multiplier: Annotated[None, refuse(NO_SAMPLER, 0, 0.0)] = None
+    xtc_probability: Annotated[None, refuse(NO_SAMPLER, 0, 0.0)] = None
+    dynatemp_range: Annotated[None, refuse(NO_SAMPLER, 0, 0.0)] = None
+    top_n_sigma: Annotated[None, refuse(NO_SAMPLER, -1, -1.0)] = None
     post_sampling_probs: Annotated[None, refuse("probabilities are those before sampling; leave it out", False)] = None
     image_data: Annotated[None, refuse("this model takes text only; leave it out", [])] = None
     lora: Annotated[None, refuse("name the adapter as the model", [])] = None

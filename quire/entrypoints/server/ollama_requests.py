@@ -4,32 +4,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.entrypoints.server.requests_common import MAX_PARTS, AnyRequest, Objects, refuse
+from quire.entrypoints.server.requests_common import MAX_PARTS, AnyRequest, LlamaSampling, Objects, refuse
 
-_NO_SAMPLER = "this sampler is not there; leave it out"
 _TEXT_ONLY = refuse("this model takes text only; leave it out", [])
 
 
-class OllamaOptions(BaseModel):
-    """How to draw."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
+class OllamaOptions(LlamaSampling):
+    """How to draw, and how much."""
 
     num_predict: int | None = None
     """Below 1: to the end of the context, as by default."""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-
-    # Refused.
-    typical_p: Annotated[None, refuse(_NO_SAMPLER, 1, 1.0)] = None
-    mirostat: Annotated[None, refuse(_NO_SAMPLER, 0)] = None
 
 
 class OllamaRequest(AnyRequest):

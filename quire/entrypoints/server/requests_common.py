@@ -104,13 +104,36 @@ def name_results(messages: Sequence[dict[str, Any]], param: str, call: str, resu
             message["name"] = names[call_id]
 
 
+NO_SAMPLER = "this sampler is not there; leave it out"
 _ELSEWHERE = refuse("not supported by this server; leave it out")
 
 
-class StreamOptions(BaseModel):
-    """What a stream tells besides its text."""
+class Fields(BaseModel):
+    """Of a body, or of an object in one. A client's further fields are kept, for `unknown_fields` to tell about."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow")
+    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
+
+
+class LlamaSampling(Fields):
+    """How to draw, in the names of llama.cpp, which are Ollama's too."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    # Refused.
+    typical_p: Annotated[None, refuse(NO_SAMPLER, 1, 1.0)] = None
+    mirostat: Annotated[None, refuse(NO_SAMPLER, 0)] = None
+
+
+class StreamOptions(Fields):
+    """What a stream tells besides its text."""
 
     include_usage: bool | None = None
     """One more chunk at the end, with the usage."""
@@ -121,10 +144,8 @@ class StreamOptions(BaseModel):
     ] = None
 
 
-class AnyRequest(BaseModel):
-    """What every request to write has. A client's further fields are kept, for `unknown_fields` to tell about."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow", allow_inf_nan=False)
+class AnyRequest(Fields):
+    """What every request to write has."""
 
     model: str | None = None
     """A name of /v1/models; the first one if left out."""

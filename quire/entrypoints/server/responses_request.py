@@ -5,9 +5,9 @@ What items and tools hold is read in `dialects.responses_input`.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from quire.entrypoints.server.requests_common import MAX_PARTS, GenerationRequest, Objects, refuse
+from quire.entrypoints.server.requests_common import MAX_PARTS, Fields, GenerationRequest, Objects, refuse
 
 _Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 _Include = Literal[
@@ -22,11 +22,7 @@ _Include = Literal[
 ]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True, extra="allow")
-
-
-class TextSettings(_Settings):
+class TextSettings(Fields):
     """What the answer's text is like."""
 
     format: dict[str, Any] | None = None
@@ -35,7 +31,7 @@ class TextSettings(_Settings):
     """For a template that has such a variable."""
 
 
-class ReasoningSettings(_Settings):
+class ReasoningSettings(Fields):
     """How the model thinks before it answers."""
 
     effort: str | None = None

@@ -3,7 +3,6 @@
 `EventService` calls it. The conversation is read as a chat's (`through_chat`).
 """
 
-import json
 import uuid
 from typing import Any
 
@@ -16,7 +15,7 @@ from quire.entrypoints.server.messages_request import ConversationRequest
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn import Delta, Finish, Turn
+from quire.entrypoints.server.turn import Delta, Finish, Turn, arguments_of
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -152,7 +151,7 @@ class MessageWriter:
             return []
         text, events = "".join(self._pieces), []
         if block["type"] == "tool_use":
-            block["input"] = _object_of(text)
+            block["input"] = arguments_of(text)
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":  # of no meaning here, but clients hand back what has one
@@ -163,12 +162,3 @@ class MessageWriter:
     @property
     def _place(self) -> int:
         return len(self._content) - 1
-
-
-def _object_of(text: str) -> dict[str, Any]:
-    """A call's arguments; none where the call was cut."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

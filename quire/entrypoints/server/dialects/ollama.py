@@ -28,7 +28,7 @@ from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
-from quire.entrypoints.server.turn import Delta, Finish, Turn
+from quire.entrypoints.server.turn import Delta, Finish, Turn, arguments_of
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
@@ -114,7 +114,7 @@ class OllamaWriter:
                 case ToolCallDelta():
                     self._arguments += event.arguments
                 case ToolCallEnd():
-                    self._calls[-1]["function"]["arguments"] = _object_of(self._arguments)
+                    self._calls[-1]["function"]["arguments"] = arguments_of(self._arguments)
                     events.append(self._piece(calls=self._calls[-1:]))
         return events
 
@@ -220,12 +220,3 @@ def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
         raise wrong(f"{where}.function", "an object with a name", function, "messages")
     arguments = json.dumps(function.get("arguments") or {})
     return {"id": where, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _object_of(text: str) -> dict[str, Any]:
-    """A call's arguments; none where the call was cut."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -317,12 +317,7 @@ class Reader:
 class ScriptParser:
     """A `Parser` that runs a script."""
 
-    def __init__(
-        self,
-        script: Callable[[Reader], Script[None]],
-        offer: Offer,
-        new_id: Callable[[], str],
-    ) -> None:
+    def __init__(self, script: Callable[[Reader], Script[None]], offer: Offer, new_id: Callable[[], str]) -> None:
         self._reader = Reader(offer, new_id)
         self._script = _to_the_end(script, self._reader)
 
