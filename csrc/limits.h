@@ -37,39 +37,50 @@ inline float multiply_near(int64_t rounds, double& count) {
     _tile_stored(0, sums, 64);
     return sums[0];
 #else
-    constexpr int kSums = 12;  // that wait for none of each other
-    alignas(64) static const float values[kSums * 16] = {};
+    // Sums that wait for none of each other, all in registers (of which AVX2 has 16); no two alike, or one would do. The
+    // compiler can't know x.
+    constexpr int kSums = kLanes == 8 ? 12 : 16;
+    alignas(64) float values[16] = {};
 #if defined(__AVX512BF16__)
-    __m512 sums[kSums] = {};
-    for (int64_t i = 0; i < rounds; i++)
-        for (int j = 0; j < kSums; j++) {
-            asm volatile("" : "+v"(sums[j]));
-            const __m512bh x = (__m512bh)_mm512_load_si512(values + j * 16);
-            sums[j] = _mm512_dpbf16_ps(sums[j], x, x);
-        }
+    __m512 sums[kSums];
+    for (int j = 0; j < kSums; j++) sums[j] = _mm512_set1_ps(float(j));
+    __m512i x = _mm512_load_si512(values);
+    for (int64_t i = 0; i < rounds; i++) {
+        asm volatile("" : "+v"(x));
+#pragma GCC unroll 16
+        for (int j = 0; j < kSums; j++) sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)x, (__m512bh)x);
+    }
     count += 4.0 * kSums * 16 * double(rounds);
     float result = 0;
     for (const __m512& sum : sums) result += _mm512_reduce_add_ps(sum);
     return result;
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    float32x4_t sums[kSums] = {};
-    const bfloat16x8_t x = vreinterpretq_bf16_f32(vld1q_f32(values));
-    for (int64_t i = 0; i < rounds; i++)
-        for (float32x4_t& sum : sums) {
-            asm volatile("" : "+w"(sum));
-            sum = vbfmmlaq_f32(sum, x, x);
-        }
+    float32x4_t sums[kSums];
+    for (int j = 0; j < kSums; j++) sums[j] = vdupq_n_f32(float(j));
+    float32x4_t x = vld1q_f32(values);
+    for (int64_t i = 0; i < rounds; i++) {
+        asm volatile("" : "+w"(x));
+        const bfloat16x8_t y = vreinterpretq_bf16_f32(x);
+#pragma GCC unroll 16
+        for (int j = 0; j < kSums; j++) sums[j] = vbfmmlaq_f32(sums[j], y, y);
+    }
     count += 32.0 * kSums * double(rounds);
     float result = 0;
     for (const float32x4_t& sum : sums) result += vaddvq_f32(sum);
     return result;
 #else
-    vf sums[kSums] = {};
-    for (int64_t i = 0; i < rounds; i++)
-        for (int j = 0; j < kSums; j++) {
-            const vf x = load(values + (j + (i & 1)) % kSums * kLanes);
-            sums[j] += x * x;
-        }
+    vf sums[kSums];
+    for (int j = 0; j < kSums; j++) sums[j] = splat(float(j));
+    vf x = load(values);
+    for (int64_t i = 0; i < rounds; i++) {
+#if defined(__aarch64__)
+        asm volatile("" : "+w"(x));
+#else
+        asm volatile("" : "+x"(x));
+#endif
+#pragma GCC unroll 16
+        for (int j = 0; j < kSums; j++) sums[j] += x * x;
+    }
     count += 2.0 * kSums * kLanes * double(rounds);
     float result = 0;
     for (const vf& sum : sums) result += hsum(sum);

@@ -99,15 +99,13 @@ def run(namespace: Namespace) -> None:
     namespace.enable_prefix_caching |= shared > 0
     llm, _ = load(namespace)
     model = _native_model(llm)
-    limits = _measure_limits(model)
-    target = model.target
-    print(f"{target.level}, {target.num_threads} threads: ", end="")
-    print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
+    before = _measure_limits(model)
     prompts = random_prompts(llm, size, length)
     for prompt in prompts:
         prompt["prompt_token_ids"][:shared] = prompts[0]["prompt_token_ids"][:shared]
     _steps(llm, model, prompts, 1)  # once untimed
     phases: dict[str, tuple[float, list[Kernel]]] = {}
+    tables: list[tuple[str, float, float, list[Kernel]]] = []
     for phase, num_outputs in (("prompts", 1), ("decoding", steps + 1)):
         seconds, num_steps, spent = _steps(llm, model, prompts, num_outputs)
         if phase == "prompts":
@@ -122,7 +120,13 @@ def run(namespace: Namespace) -> None:
             work = Work(num_steps, size, size, *_decoding_keys(size, context, shared))
         kernels = _kernels(llm, spent, work)
         phases[phase] = seconds / num_steps, kernels
-        _print_table(title, seconds / num_steps, work.num_tokens, kernels, limits)
+        tables.append((title, seconds / num_steps, work.num_tokens, kernels))
+    limits = _better(before, _measure_limits(model))  # a machine's clock and neighbours change within a run
+    target = model.target
+    print(f"{target.level}, {target.num_threads} threads: ", end="")
+    print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
+    for table in tables:
+        _print_table(*table, limits)
     figures = {"limits": asdict(limits)} | {
         phase: {"seconds": seconds, "kernels": [asdict(kernel) for kernel in kernels]}
         for phase, (seconds, kernels) in phases.items()
@@ -162,6 +166,10 @@ def _measure_limits(model: "CompiledModel") -> Limits:
         operations = bare_loop(target.kernels, target.num_threads, None, _MULTIPLY_ROUNDS)
         multiply = max(multiply, operations / (time.perf_counter() - start))
     return Limits(read, multiply)
+
+
+def _better(one: Limits, other: Limits) -> Limits:
+    return Limits(max(one.read, other.read), max(one.multiply, other.multiply))
 
 
 def _steps(

@@ -159,7 +159,7 @@ def test_the_rooms_fit_in_the_house() -> None:
     assert sum(budget.rooms.values()) <= budget.package
     assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
     assert budget.engine <= 15_150, "until it is 15_000 again"
-    assert budget.package <= 32_573, "until it is 30_000 again"
+    assert budget.package <= 32_554, "until it is 30_000 again"
 
 
 def test_a_wrong_root_does_not_pass(tmp_path: Path) -> None:
