@@ -16,11 +16,10 @@ from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
 from quire.config.not_yet import take_anyway
 from quire.config.options import by_other_names, check_options, option, option_of, read_options
-from quire.config.parallel import PARALLEL_OPTIONS, Backend, ParallelConfig, Router
 from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
-from quire.errors import ConfigError, InvalidRequestError
+from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
 from quire.utils.suggest import nearest
@@ -127,16 +126,30 @@ class EngineArgs:
     """Most that all models' KV blocks take in that folder, in GiB; those unused for longest go first."""
     max_logprobs: int = option(20, -1)
     """Most logprobs that a request may ask for; -1 for no limit."""
-    tensor_parallel_size: int = option_of(ParallelConfig, "tensor_parallel_size")
-    pipeline_parallel_size: int = option_of(ParallelConfig, "pipeline_parallel_size")
-    pp_partition: str | None = option_of(ParallelConfig, "pp_partition")
-    data_parallel_size: int = option_of(ParallelConfig, "data_parallel_size")
-    data_parallel_router: Router = option_of(ParallelConfig, "data_parallel_router")
-    enable_expert_parallel: bool = option_of(ParallelConfig, "enable_expert_parallel")
-    distributed_executor_backend: Backend | None = option_of(ParallelConfig, "distributed_executor_backend")
-    ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option_of(ParallelConfig, "ray_placement")
-    tp_collective: Literal["gather", "reduce"] = option_of(ParallelConfig, "tp_collective")
-    cpu_bind: str = option_of(ParallelConfig, "cpu_bind")
+    tensor_parallel_size: int = option(1, 1, short="-tp")
+    """Processes that share each layer."""
+    pipeline_parallel_size: int = option(1, 1, short="-pp")
+    """Processes that share the stack of layers."""
+    pp_partition: str | None = option(None)
+    """Layers of each of those stages, as '10,14'; by default as even as may be, the last ones fewer."""
+    data_parallel_size: int = option(1, 1, short="-dp")
+    """Engines, each with a copy of the model."""
+    data_parallel_router: Literal["cache_aware", "least_loaded", "round_robin"] = option("cache_aware")
+    """Which engine gets a request: who has computed most of its prompt before, unless overloaded; the least loaded; or
+    each in turn."""
+    enable_expert_parallel: bool = option(False, short="-ep")
+    """Each of the tensor_parallel_size ranks has some of the experts, and not a part of each."""
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = option(None)
+    """Where workers run: 'uni' (this process), 'mp' (processes of this machine), 'ray' (actors on a cluster), or
+    'external_launcher' (this process and others that torchrun started); 'uni' by default for one worker, and 'mp'
+    for more."""
+    ray_placement: Literal["PACK", "STRICT_PACK", "STRICT_SPREAD"] = option("PACK")
+    """Nodes of a Ray cluster: one for each stage where its ranks fit ('PACK'), one for all ranks, or one for each."""
+    tp_collective: Literal["gather", "reduce"] = option("gather")
+    """'gather': answers are those of one process, bit for bit; 'reduce': ranks meet half as often, but add up parts of
+    sums: answers are not those of one process, though the same in every run and batch."""
+    cpu_bind: str = option("auto")
+    """Cores of the worker processes: 'auto' (an even share each), 'none', or a list by rank, as '0-1|2-3'."""
     speculative_config: dict[str, Any] | None = option(None, short="-sc")
     """Draft tokens ahead of the model, as {"method": "ngram", "num_speculative_tokens": 4} says."""
     enable_lora: bool = option(False)
@@ -166,7 +179,6 @@ class EngineArgs:
         check_options(self)
         if self.speculative_config is not None:
             SpeculativeConfig.read(self.speculative_config)
-        _ = self.parallel  # refuses what is not there yet
         if self.trust_remote_code:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
         if not self.enforce_eager:
@@ -177,16 +189,49 @@ class EngineArgs:
             raise ConfigError("kv_cache_dir needs swap_space: blocks come back through host memory. Set it above 0.")
         if self.kv_cache_dir is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_cache_dir keeps prefixes: it needs enable_prefix_caching=True.")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel=True shares experts among ranks: raise tensor_parallel_size above 1."
+            )
+        if self.tp_collective == "reduce" and self.tensor_parallel_size == 1:
+            raise ConfigError("tp_collective='reduce' sums up parts of ranks: raise tensor_parallel_size above 1.")
+        backend = self.distributed_executor_backend
+        if backend == "external_launcher" and max(self.pipeline_parallel_size, self.data_parallel_size) > 1:
+            raise NotYetSupportedError("'external_launcher' has one engine, and no stages yet; use 'mp' for these.")
+        if self.cpu_bind not in ("auto", "none") and (backend == "ray" or not self.has_processes):
+            raise ConfigError(f"cpu_bind={self.cpu_bind!r} needs distributed_executor_backend='mp'; give that too.")
 
     @property
     def num_adapter_places(self) -> int:
         """Adapters that a step may mix, of both kinds."""
         return self.max_loras * self.enable_lora + self.max_prompt_adapters * self.enable_prompt_adapter
 
+    def partition(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage of a model with so many (ConfigError where they can't be shared so)."""
+        stages = self.pipeline_parallel_size
+        if stages > num_layers:
+            raise ConfigError(f"pipeline_parallel_size={stages} exceeds the model's {num_layers} layers; lower it.")
+        if self.pp_partition is None:
+            return tuple((num_layers + stages - 1 - stage) // stages for stage in range(stages))
+        parts = self.pp_partition.split(",")
+        given = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+        if len(given) != stages or sum(given) != num_layers or not all(given):
+            raise ConfigError(
+                f"pp_partition={self.pp_partition!r} must be {stages} numbers above 0 (pipeline_parallel_size), as "
+                f"'10,14', that sum to the model's {num_layers} layers; leave it out for equal stages."
+            )
+        return given
+
     @property
-    def parallel(self) -> ParallelConfig:
-        """How many processes share the work."""
-        return ParallelConfig(**{name: getattr(self, name) for name in PARALLEL_OPTIONS})
+    def num_ranks(self) -> int:
+        """Workers of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether workers are processes of their own."""
+        backend = self.distributed_executor_backend
+        return backend in ("mp", "ray") or (self.num_ranks > 1 and backend != "external_launcher")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":
@@ -235,7 +280,7 @@ class EngineArgs:
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)
         speculative = self._speculative()
-        self.parallel.partition(model.num_layers)
+        self.partition(model.num_layers)
         if (ranks := self.tensor_parallel_size) > model.num_heads:
             raise ConfigError(f"tensor_parallel_size={ranks} exceeds the model's {model.num_heads} heads; lower it.")
         if speculative is not None and self.pipeline_parallel_size > 1:

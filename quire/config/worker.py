@@ -8,8 +8,17 @@ from pathlib import Path
 
 from quire.config.draft_tree import DraftTree
 from quire.config.model import ModelConfig
-from quire.config.parallel import Stage
 from quire.config.speculative import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a model's stack of layers, and what stands before and after the stack where it reaches that far."""
+
+    number: int
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class WorkerConfig:
         debug: poison fresh KV blocks with NaN.
         rank: which of the workers that share the model it is.
         num_ranks: how many share it: stages, each of as many ranks; first all of the first stage.
-        partition: layers of each stage, as `ParallelConfig.partition`; () for one of them all.
+        partition: layers of each stage, as `EngineArgs.partition`; () for one of them all.
         enable_expert_parallel: ranks have whole experts of mixtures.
         tp_collective: "gather", or "reduce" where ranks sum up parts of products.
         max_loras: adapters that a step may mix; 0 for none at all.

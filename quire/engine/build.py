@@ -32,9 +32,8 @@ T = TypeVar("T", WorkerConfig, CacheRequest)
 
 def worker_config(config: EngineConfig) -> WorkerConfig:
     """What a worker has to know of an engine's options."""
-    parallel = config.args.parallel
-    ranks = {"rank": 0, "num_ranks": parallel.num_ranks, "group": None, "nodes": ()}
-    ranks["partition"] = parallel.partition(config.model.num_layers)
+    ranks = {"rank": 0, "num_ranks": config.args.num_ranks, "group": None, "nodes": ()}
+    ranks["partition"] = config.args.partition(config.model.num_layers)
     most = config.args.num_adapter_places
     loras = {"max_loras": most, "max_cpu_loras": config.args.max_cpu_loras or 4 * most}
     loras["max_lora_rank"] = config.args.max_lora_rank * config.args.enable_lora
@@ -76,7 +75,7 @@ def build_core(
     start = time.perf_counter()
     check_architecture(config.model)
     if executor is None:
-        executor = select_executor(worker_config(config), config.args.parallel)
+        executor = select_executor(worker_config(config), config.args)
     loaded = executor.start(progress=show_progress)
     layout, stored = _initialize_cache(config, executor)
     if layout.max_model_len < config.model.max_model_len:

@@ -49,7 +49,7 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, is_engine_here: bool = True) -> None:
         """`is_engine_here`: the engine core is in this process."""
         self._config, self._model, self._tokenizer = config, config.model, tokenizer
-        self._calls_functions = is_engine_here and not config.args.parallel.has_processes
+        self._calls_functions = is_engine_here and not config.args.has_processes
         self.policy = config.scheduler.policy
         self.adapters = AdapterBook(config.args)
 

@@ -56,7 +56,7 @@ class LLMEngine(llm_engine.LLMEngine):
         """All settings; changing them changes nothing."""
         import torch
 
-        config, args, model, parallel = self.config, self.config.args, self.config.model, self.config.args.parallel
+        config, args, model = self.config, self.config.args, self.config.model
         read = SimpleNamespace(**model.hf_config)
         sizes = {"get_vocab_size": lambda: model.vocab_size, "get_hidden_size": lambda: model.hidden_size}
         facts = {"hf_config": read, "hf_text_config": read, "dtype": getattr(torch, model.dtype)}
@@ -65,7 +65,7 @@ class LLMEngine(llm_engine.LLMEngine):
         return SimpleNamespace(
             model_config=_with(model, tokenizer=args.tokenizer or args.model, **sizes, **facts),
             cache_config=_with(args, **cache),
-            parallel_config=_with(parallel, world_size=parallel.num_ranks),
+            parallel_config=_with(args, world_size=args.num_ranks),
             scheduler_config=config.scheduler,
             speculative_config=config.speculative,
             lora_config=args if args.enable_lora else None,

@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from quire.config.parallel import ParallelConfig
 from quire.config.worker import WorkerConfig
 from quire.distributed.links import shared_bytes
 from quire.executor.binding import cpus_of_ranks
@@ -29,13 +28,13 @@ class Processes:
     """Workers of this machine, each in its process.
 
     Args:
-        parallel: on which cores they are.
+        cpu_bind: on which cores they are, as `EngineArgs.cpu_bind`.
     """
 
     log = "Its log is on standard error"
 
-    def __init__(self, parallel: ParallelConfig) -> None:
-        self._bind = parallel.cpu_bind
+    def __init__(self, cpu_bind: str) -> None:
+        self._bind = cpu_bind
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, config: WorkerConfig) -> WorkerConfig:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
-from quire.config.parallel import ParallelConfig
+from quire.config.engine_args import EngineArgs
 from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
 from quire.executor.orders import BEAT_SECONDS, NUMBERS, ORDERS, decoded, encoded
@@ -73,13 +73,13 @@ class Actors:
     """Workers in the placement group of a cluster.
 
     Args:
-        parallel: how many engines share it, and how actors are placed.
+        args: how many engines share it, and how actors are placed.
     """
 
     log = "Its log is Ray's, and on standard error"
 
-    def __init__(self, parallel: ParallelConfig) -> None:
-        self._parallel = parallel
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
         self._actors: list[Any] = []
         self._places: list[tuple[str, str, int, str]] = []
         self._waiting = list[tuple[int, bytes]]()
@@ -87,7 +87,7 @@ class Actors:
         self._group: Any = None
 
     def start(self, config: WorkerConfig) -> WorkerConfig:
-        self._ray = ray = _connected("auto" if self._parallel.data_parallel_size > 1 else None)
+        self._ray = ray = _connected("auto" if self._args.data_parallel_size > 1 else None)
         self._reporter = config.reporter
         self._answers = [deque[Any]() for _ in range(config.num_ranks)]
         num_cpus, bundles = self._reserve(config)
@@ -110,12 +110,12 @@ class Actors:
 
     def _reserve(self, config: WorkerConfig) -> tuple[int, int]:
         """Make the placement group; returns the CPUs of each rank, and its bundles."""
-        ray, parallel = self._ray, self._parallel
+        ray, args = self._ray, self._args
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-        num_cpus, bundles, strategy = placed(nodes, parallel)
+        num_cpus, bundles, strategy = placed(nodes, args)
         num_cpus = min(num_cpus, int(os.environ.get("OMP_NUM_THREADS") or num_cpus))
-        ranks = config.num_ranks * parallel.data_parallel_size
-        asked = f"{ranks} ranks ask for {num_cpus or 1} CPU each (ray_placement={parallel.ray_placement!r})"
+        ranks = config.num_ranks * args.data_parallel_size
+        asked = f"{ranks} ranks ask for {num_cpus or 1} CPU each (ray_placement={args.ray_placement!r})"
         there = f"the Ray cluster has {sum(nodes)} on {len(nodes)} node(s)"
         if num_cpus:
             share = num_cpus * config.num_ranks // bundles
@@ -201,15 +201,15 @@ def _state(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def placed(nodes: Sequence[int], parallel: ParallelConfig) -> tuple[int, int, str]:
+def placed(nodes: Sequence[int], args: EngineArgs) -> tuple[int, int, str]:
     """By the nodes' CPUs: the most that all ranks can have, 0 for none; in how many bundles; and Ray's strategy."""
-    num_ranks, stages, engines = parallel.num_ranks, parallel.pipeline_parallel_size, parallel.data_parallel_size
+    num_ranks, stages, engines = args.num_ranks, args.pipeline_parallel_size, args.data_parallel_size
     choices = {
         "STRICT_SPREAD": [(num_ranks, "STRICT_SPREAD")],
         "STRICT_PACK": [(1, "PACK")],
         # A stage on one node, each on another; else where they fit; else its ranks apart.
         "PACK": [(stages, "STRICT_SPREAD"), (stages, "PACK"), (num_ranks, "PACK")],
-    }[parallel.ray_placement]
+    }[args.ray_placement]
     for bundles, strategy in choices:
         most = engines if strategy == "STRICT_SPREAD" else sum(nodes)  # on one node
         for num_cpus in range(max(nodes, default=0), 0, -1):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend, AttentionSpec
 from quire.attention.step import Step
-from quire.config.parallel import Stage
+from quire.config.worker import Stage
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Place, Shard

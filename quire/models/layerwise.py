@@ -16,7 +16,7 @@ from quire.attention.base import AttentionBatch
 from quire.attention.registry import select_backend
 from quire.attention.step import Step
 from quire.config.model import ModelConfig
-from quire.config.parallel import Stage
+from quire.config.worker import Stage
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm

@@ -9,7 +9,7 @@ import torch
 from quire.attention.base import AttentionBackend
 from quire.config.families import BY_ARCHITECTURE
 from quire.config.model import ModelConfig
-from quire.config.parallel import Stage
+from quire.config.worker import Stage
 from quire.errors import ModelLoadError
 from quire.layers.moe import MixtureOfExperts
 from quire.models.builder import BuildContext, Builder

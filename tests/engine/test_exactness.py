@@ -187,7 +187,7 @@ def engine(
         config = dataclasses.replace(config, scheduler=scheduler)
     kind = LateExecutor if late else InProcessExecutor
     if proposer is None:
-        executor = kind(worker_config(config)) if late else select_executor(worker_config(config), config.args.parallel)
+        executor = kind(worker_config(config)) if late else select_executor(worker_config(config), config.args)
     else:
         with_drafts = dataclasses.replace(worker_config(config), max_num_drafts=proposer.max_drafts)
         executor = kind(with_drafts, lambda model: proposer)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.config.parallel import ParallelConfig
 from quire.config.worker import WorkerConfig
 from quire.distributed.groups import Group, GroupAbortedError, segment_bytes
 from quire.engine import build
@@ -47,7 +46,7 @@ def generate(options: dict[str, Any]) -> Found:
 def run_rank(rank: int, path: str, options: dict[str, Any], results: Any) -> None:
     """The whole of a rank's process; `quire.executor` has what users get."""
 
-    def select(config: WorkerConfig, _: ParallelConfig) -> InProcessExecutor:
+    def select(config: WorkerConfig, _: Any) -> InProcessExecutor:
         return InProcessExecutor(dataclasses.replace(config, rank=rank, num_ranks=2, group=path))
 
     build.select_executor = select  # pyright: ignore[reportPrivateImportUsage]

@@ -83,7 +83,7 @@ def make_plan(args: EngineArgs) -> Plan:
     from quire.kvcache.capacity import num_bytes, plan_cache
 
     config = args.resolve()
-    ranks = [_rank(config, rank) for rank in range(config.args.parallel.num_ranks)]
+    ranks = [_rank(config, rank) for rank in range(config.args.num_ranks)]
     loaded = [rank.start(progress=False) for rank in ranks]
     shares = [Share(each.weight_bytes, 0, 0) for each in loaded]
     free = available_memory_bytes()
@@ -111,7 +111,7 @@ def _rank(config: EngineConfig, rank: int) -> Executor:
     from quire.models.registry import check_architecture
 
     check_architecture(config.model)
-    num_ranks = config.args.parallel.num_ranks
+    num_ranks = config.args.num_ranks
     alone = replace(worker_config(config), rank=rank, num_ranks=num_ranks, load_format="none", kv_cache_dir=None)
     return InProcessExecutor(alone)
 

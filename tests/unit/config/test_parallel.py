@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError
 
 
@@ -24,5 +23,4 @@ def test_what_is_no_value_is_a_config_error(name: str, value: Any) -> None:
 
 
 def test_one_process_is_the_default() -> None:
-    assert EngineArgs().parallel == ParallelConfig()
-    assert ParallelConfig().num_ranks == 1
+    assert EngineArgs().num_ranks == 1

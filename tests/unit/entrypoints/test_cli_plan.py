@@ -59,7 +59,7 @@ def test_it_says_what_each_rank_then_holds(tensor: int, pipeline: int, monkeypat
         return told[name]
 
     monkeypatch.setattr(RemoteExecutor, "_ask", noted)
-    executor = select_executor(worker_config(config), args.parallel)
+    executor = select_executor(worker_config(config), args)
     try:
         executor.start(False)
         report = executor.cache_report()

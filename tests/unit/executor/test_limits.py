@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.parallel import ParallelConfig
+from quire.config.engine_args import EngineArgs
 from quire.engine.clients import process as engine
 from quire.executor import orders, processes, ray, remote
 from quire.executor.ray import Actors
@@ -40,7 +40,7 @@ def test_a_rank_that_loads_may_be_silent_unless_it_was_stopped(state: str, ready
             assert process == 77
             return state
 
-    workers: Any = Actors(ParallelConfig(distributed_executor_backend="ray"))
+    workers: Any = Actors(EngineArgs(distributed_executor_backend="ray"))
     workers._ray = SimpleNamespace(
         is_initialized=lambda: True,
         wait=lambda beats, timeout: ([], beats),

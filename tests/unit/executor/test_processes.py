@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from quire.config.parallel import ParallelConfig
 from quire.executor.processes import Processes
 
 
@@ -19,5 +18,5 @@ def test_more_ranks_than_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch, cap
     for num_ranks in (2, 3):
         config: Any = SimpleNamespace(num_ranks=num_ranks)
         with pytest.raises(InterruptedError):
-            Processes(ParallelConfig()).start(config)
+            Processes("auto").start(config)
     assert caplog.messages == ["3 ranks on 2 cores: slower; lower tensor_ or pipeline_parallel_size"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.config.parallel import ParallelConfig
+from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
 from quire.executor.ray import placed
 
@@ -34,7 +34,7 @@ TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 )
 def test_placed(nodes: list[int], options: dict[str, Any], expected: tuple[int, int]) -> None:
     """CPUs of each rank, and bundles."""
-    assert placed(nodes, ParallelConfig(**options))[:2] == expected
+    assert placed(nodes, EngineArgs(**options))[:2] == expected
 
 
 def test_a_missing_ray_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
