@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from quire.entrypoints.server.errors import ErrorInfo, describe
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import TurnRequest, next_of, outputs_of
+from quire.entrypoints.server.service import Read, TurnRequest, next_of, outputs_of
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Turn
 from quire.errors import QuireError
@@ -22,18 +22,17 @@ logger = logging.getLogger("quire")
 _PATIENCE = 1.0  # seconds for which a stream's first events wait for a refusal
 
 Event = dict[str, Any]
-_Body = TypeVar("_Body", contravariant=True)
-_AnyBody = TypeVar("_AnyBody")
+_Body = TypeVar("_Body")
 
 
 class EventWriter(Protocol):
-    """Writes what comes of one turn, of one choice."""
+    """Writes what comes of one turn, of one choice; what an API has no form for stays as it is here."""
 
     turn: Turn
 
     def open(self) -> list[Event]:
         """The first events, before anything is computed."""
-        ...
+        return []
 
     def take(self, delta: Delta) -> list[Event]:
         """The events of a piece."""
@@ -41,26 +40,18 @@ class EventWriter(Protocol):
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         """The last events; the answer is complete then."""
-        ...
+        return []
 
     def fail(self, error: ErrorInfo) -> list[Event]:
         """The last events of a stream that failed."""
         ...
 
     def reasoning(self) -> str:
-        """All that was thought so far."""
-        ...
+        """All that was thought so far, where the API tells how long that is."""
+        return ""
 
     def answer(self) -> dict[str, Any]:
         """The answer as it stands."""
-        ...
-
-
-class EventDialect(Protocol[_Body]):
-    """Reads the bodies of one API."""
-
-    async def read(self, body: _Body, request_id: str, client: str | None) -> tuple[TurnRequest, EventWriter]:
-        """See `Dialect.read`."""
         ...
 
 
@@ -123,25 +114,25 @@ async def streamed(
         await steps.aclose()
 
 
-class EventService(Generic[_AnyBody]):
+class EventService(Generic[_Body]):
     """Answers the requests of one dialect, and keeps nothing of them."""
 
     def __init__(
-        self, state: ServerState, dialect: EventDialect[_AnyBody], frame: Callable[[Event], bytes] = named_event
+        self, state: ServerState, read: Read[_Body, EventWriter], frame: Callable[[Event], bytes] = named_event
     ) -> None:
         """`frame`: an event as bytes of the stream."""
-        self._state, self._dialect, self._frame = state, dialect, frame
+        self._state, self._read, self._frame = state, read, frame
 
-    async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
+    async def create(self, body: _Body, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON. Raises as `TurnService.create` does."""
-        request, writer = await self._dialect.read(body, request_id, client)
+        request, writer = await self._read(self._state, body, request_id)
         async for _ in events_of(self._state, request, writer, client):
             pass
         return [encode(writer.answer())]
 
-    async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
+    async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as events; what fails once they have begun is one of them."""
-        request, writer = await self._dialect.read(body, request_id, client)
+        request, writer = await self._read(self._state, body, request_id)
         steps = events_of(self._state, request, writer, client)
         async with aclosing(streamed(writer, steps, self._frame)) as parts:
             async for part in parts:

@@ -7,13 +7,13 @@ from fastapi import APIRouter, Request, Response
 import quire
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
-from quire.entrypoints.server.dialects.chat import ChatDialect
-from quire.entrypoints.server.dialects.llama_cpp import LlamaDialect, data_event
+from quire.entrypoints.server.dialects.chat import read_chat
+from quire.entrypoints.server.dialects.llama_cpp import read_llama
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.llama_requests import LlamaCompletionRequest
 from quire.entrypoints.server.middleware import identify
 from quire.entrypoints.server.requests_common import AnyRequest
-from quire.entrypoints.server.sse import CONTENT_TYPES, respond
+from quire.entrypoints.server.sse import CONTENT_TYPES, event, respond
 from quire.entrypoints.server.state import ServerState, State, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
 from quire.errors import NotYetSupportedError
@@ -32,15 +32,14 @@ router = APIRouter(route_class=LlamaRoute, tags=["llama.cpp"])
 async def complete(body: LlamaCompletionRequest, request: Request) -> Response:
     """Go on with one or more prompts."""
     state = get_state(request)
-    return await respond(request, EventService(state, LlamaDialect(state), data_event), body)
+    return await respond(request, EventService(state, read_llama, event), body)
 
 
 @router.post("/apply-template")
 async def apply_template(body: ChatCompletionRequest, request: Request, response: Response) -> dict[str, str]:
     """The prompt that the chat template makes of a conversation."""
     warn_client(response, body)
-    dialect = ChatDialect(get_state(request), prompt_only=True)
-    turn, _ = await dialect.read(body, identify(request.scope).decode("latin-1"))
+    turn, _ = await read_chat(get_state(request), body, identify(request.scope).decode("latin-1"), prompt_only=True)
     return {"prompt": turn.prompts[0].text or ""}
 
 

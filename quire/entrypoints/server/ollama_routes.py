@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 import quire
 from quire.config.gguf import weight_files
 from quire.entrypoints.server.body import JsonRoute
-from quire.entrypoints.server.dialects.ollama import OllamaDialect, line, loaded
+from quire.entrypoints.server.dialects.ollama import line, loaded, read_ollama
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
 from quire.entrypoints.server.requests_common import AnyRequest
@@ -68,7 +68,7 @@ async def _answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Requ
     state = get_state(request)
     if asks_nothing:
         return Response(encode(loaded(body, state.check_model(body.model))), media_type="application/json")
-    return await respond(request, EventService(state, OllamaDialect(state), line), body, _STREAM)
+    return await respond(request, EventService(state, read_ollama, line), body, _STREAM)
 
 
 @router.post("/embed")

@@ -78,10 +78,7 @@ class TopLogprob(Struct):
     bytes: list[int] | None
 
 
-class TokenLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

@@ -6,7 +6,6 @@ to. `quire.entrypoints.server.response_routes` calls it.
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from copy import copy
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.entrypoints.server.dialects.responses import ResponsesDialect, ResponseWriter
+from quire.entrypoints.server.dialects.responses import ResponseWriter, read_response
 from quire.entrypoints.server.event_service import Event, events_of, failure_events, named_event, streamed
 from quire.entrypoints.server.response_store import open_store
 from quire.entrypoints.server.responses import encode
@@ -114,7 +113,7 @@ class ResponsesService:
         """Check a request, and whatever earlier responses it names; `prompt_only`: as for a chat.
 
         Raises:
-            InvalidRequestError, OverloadedError: as `Dialect.read`.
+            InvalidRequestError, OverloadedError: as `Read`.
             ResponseNotFoundError: the previous response is not there.
         """
         if body.background and body.store is False:
@@ -130,8 +129,7 @@ class ResponsesService:
         async def find(item_id: str) -> dict[str, Any]:
             return await self._find_item(item_id, client)
 
-        dialect = ResponsesDialect(self._state, prompt_only)
-        return await dialect.read(body, request_id, uuid.uuid4().hex, context, find)
+        return await read_response(self._state, body, request_id, context, find, prompt_only)
 
     async def _find_item(self, item_id: str, client: str | None) -> dict[str, Any]:
         """An item of an earlier response, whose id the item's tells."""

@@ -6,7 +6,7 @@ is built and encoded in a thread. Knows nothing of any dialect's form.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -33,8 +33,8 @@ _MOST_LOGGED = 100  # prompts of a request that the log shows, where the operato
 _PART = 1 << 18  # bytes that are written at once, about
 
 _Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
-_Body = TypeVar("_Body", contravariant=True)
-_AnyBody = TypeVar("_AnyBody")
+_Body = TypeVar("_Body")
+_Writer = TypeVar("_Writer")
 _Item = TypeVar("_Item")
 
 
@@ -74,26 +74,18 @@ class Writer(Protocol):
         ...
 
 
-class Dialect(Protocol[_Body]):
-    """Reads the bodies of one API."""
-
-    async def read(self, body: _Body, request_id: str) -> tuple[TurnRequest, Writer]:
-        """Check everything before anything is queued.
-
-        Raises:
-            InvalidRequestError: the request is refused (ModelNotFoundError is one of these).
-            OverloadedError: the engine has no room for it.
-        """
-        ...
+# Reads a body of one API, its request's id given, and checks everything before anything is queued. It raises
+# InvalidRequestError where the request is refused, and OverloadedError where the engine has no room for it.
+Read = Callable[[ServerState, _Body, str], Awaitable[tuple[TurnRequest, _Writer]]]
 
 
-class TurnService(Generic[_AnyBody]):
+class TurnService(Generic[_Body]):
     """Answers the requests of one dialect."""
 
-    def __init__(self, state: ServerState, dialect: Dialect[_AnyBody]) -> None:
-        self._state, self._dialect = state, dialect
+    def __init__(self, state: ServerState, read: Read[_Body, Writer]) -> None:
+        self._state, self._read = state, read
 
-    async def create(self, body: _AnyBody, request_id: str, client: str | None = None) -> list[bytes]:
+    async def create(self, body: _Body, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON, which may come in several parts.
 
         Args:
@@ -104,7 +96,7 @@ class TurnService(Generic[_AnyBody]):
             OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does; where one of several
                 prompts fails, all end.
         """
-        request, writer = await self._dialect.read(body, request_id)
+        request, writer = await self._read(self._state, body, request_id)
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(outputs_of(self._state, request, client)) as batches:
             async for batch in batches:
@@ -113,9 +105,9 @@ class TurnService(Generic[_AnyBody]):
             return [_whole(writer, outputs)]
         return await asyncio.to_thread(_whole_in_parts, writer, outputs)
 
-    async def stream(self, body: _AnyBody, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
+    async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
-        request, writer = await self._dialect.read(body, request_id)
+        request, writer = await self._read(self._state, body, request_id)
         turn = writer.turn
         async with aclosing(outputs_of(self._state, request, client)) as batches:
             async for batch in batches:

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -55,8 +54,8 @@ async def respond(request: Request, service: Service[_Body], body: _Body, media_
     return response
 
 
-def event(data: msgspec.Struct) -> bytes:
-    """One event."""
+def event(data: Any) -> bytes:
+    """An event without a name."""
     return b"data: %b\n\n" % encode(data)
 
 

@@ -14,13 +14,13 @@ from pydantic import BaseModel
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.dialects.chat import ChatDialect
-from quire.entrypoints.server.dialects.completions import CompletionDialect
-from quire.entrypoints.server.dialects.messages import MessagesDialect
+from quire.entrypoints.server.dialects.chat import read_chat
+from quire.entrypoints.server.dialects.completions import read_completion
+from quire.entrypoints.server.dialects.messages import read_message
 from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
-from quire.entrypoints.server.middleware import client_of, identify
+from quire.entrypoints.server.middleware import identify
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import TurnRequest, TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
@@ -47,7 +47,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     state = get_state(request)
-    return await respond(request, EventService(state, MessagesDialect(state)), body)
+    return await respond(request, EventService(state, read_message), body)
 
 
 @router.post("/invocations", include_in_schema=False)  # as SageMaker calls it
@@ -60,12 +60,12 @@ async def invoke(body: dict[str, Any], request: Request) -> Response:
 
 def completion_service(state: ServerState) -> TurnService[CompletionRequest]:
     """What answers completion requests, over HTTP or not."""
-    return TurnService(state, CompletionDialect(state))
+    return TurnService(state, read_completion)
 
 
 def chat_service(state: ServerState) -> TurnService[ChatCompletionRequest]:
     """What answers chat requests, over HTTP or not."""
-    return TurnService(state, ChatDialect(state))
+    return TurnService(state, read_chat)
 
 
 class TokenCount(BaseModel):
@@ -87,8 +87,7 @@ class Rendered(BaseModel):
 @router.post("/v1/messages/count_tokens", tags=["messages"])
 async def count_tokens(body: ConversationRequest, request: Request) -> TokenCount:
     """The tokens of a conversation's prompt."""
-    dialect = MessagesDialect(get_state(request), prompt_only=True)
-    turn, _ = await dialect.read(body, identify(request.scope).decode("latin-1"), client_of(request.scope))
+    turn, _ = await read_message(get_state(request), body, identify(request.scope).decode("latin-1"), prompt_only=True)
     return TokenCount(input_tokens=len(turn.prompts[0].token_ids))
 
 
@@ -96,7 +95,7 @@ async def count_tokens(body: ConversationRequest, request: Request) -> TokenCoun
 async def render_completion(body: CompletionRequest, request: Request) -> Response:
     """The prompts of a completion request, with the sampling parameters that it would get."""
     state = get_state(request)
-    turn, _ = await CompletionDialect(state).read(body, identify(request.scope).decode("latin-1"))
+    turn, _ = await read_completion(state, body, identify(request.scope).decode("latin-1"))
     return await _rendered(state, turn, body)
 
 
@@ -104,7 +103,7 @@ async def render_completion(body: CompletionRequest, request: Request) -> Respon
 async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
     """The prompt of a chat request, with the sampling parameters that it would get."""
     state = get_state(request)
-    turn, _ = await ChatDialect(state, prompt_only=True).read(body, identify(request.scope).decode("latin-1"))
+    turn, _ = await read_chat(state, body, identify(request.scope).decode("latin-1"), prompt_only=True)
     return await _rendered(state, turn, body)
 
 

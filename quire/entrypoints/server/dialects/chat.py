@@ -9,28 +9,12 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
+from quire.entrypoints.server import responses
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.parsing import NoFormatError, Parsing, plan_parsing
 from quire.entrypoints.server.prompts import conversation_text, template_of
-from quire.entrypoints.server.responses import (
-    CalledFunction,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatResponse,
-    TokenLogprob,
-    ToolCall,
-    ToolCallPiece,
-    TopLogprob,
-    Usage,
-    bounded,
-    bounded_entries,
-    token_name,
-)
+from quire.entrypoints.server.responses import CalledFunction, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import chat_params, check_size, named, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
@@ -46,58 +30,53 @@ _VARIABLES = {"reasoning_effort": "none", "verbosity": "medium"}
 _SWITCH = "enable_thinking"  # what other templates have instead of an effort
 
 
-class ChatDialect:
-    """Reads chat requests."""
+async def read_chat(
+    state: ServerState, body: ChatCompletionRequest, request_id: str, prompt_only: bool = False
+) -> "tuple[TurnRequest, ChatWriter]":
+    """See `Read`. `prompt_only`: nobody will answer, so it does not matter whether calls could be understood."""
+    request_id = body.request_id or request_id
+    model = state.admit(body)
+    offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
+    params = held_to(chat_params(body, state.llm), state.args.structure)
+    text = await _render(state, body)
+    budget = body.thinking_token_budget
+    try:
+        with named(names_of(body)):
+            parsing = plan_parsing(state, text, params, offer, budget, body.chat_template)
+    except NoFormatError:
+        if not prompt_only:
+            raise
+        parsing = Parsing(params)
+    params = parsing.params
+    prompt = await prepared_prompt(state.llm, text, params, body)
+    check_size(body, params, [len(prompt.token_ids)], state)
+    args = state.args
+    if args.enable_force_include_usage:
+        body.force_usage()
+    rules = Rules(
+        every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage),
+        cached_tokens=args.enable_prompt_tokens_details,
+    )
+    turn = Turn(1, params.n, rules, parsing.make_parser)
+    head = (f"chatcmpl-{request_id}", int(time.time()), model)
+    role = args.response_role if _opens_turn(body) else body.messages[-1].role
+    writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
+    adapter, names = state.adapters.get(model), names_of(body) | parsing.names
+    return TurnRequest(request_id, [prompt], params, terms_of(body, state.llm), adapter, names), writer
 
-    def __init__(self, state: ServerState, prompt_only: bool = False) -> None:
-        """`prompt_only`: nobody will answer, so it does not matter whether calls could be understood."""
-        self._state, self._prompt_only = state, prompt_only
-        self._llm = state.llm
 
-    async def read(self, body: ChatCompletionRequest, request_id: str) -> "tuple[TurnRequest, ChatWriter]":
-        """See `Dialect.read`."""
-        request_id = body.request_id or request_id
-        model = self._state.admit(body)
-        offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
-        params = held_to(chat_params(body, self._llm), self._state.args.structure)
-        text = await self._render(body)
-        budget = body.thinking_token_budget
-        try:
-            with named(names_of(body)):
-                parsing = plan_parsing(self._state, text, params, offer, budget, body.chat_template)
-        except NoFormatError:
-            if not self._prompt_only:
-                raise
-            parsing = Parsing(params)
-        params = parsing.params
-        prompt = await prepared_prompt(self._llm, text, params, body)
-        check_size(body, params, [len(prompt.token_ids)], self._state)
-        args = self._state.args
-        if args.enable_force_include_usage:
-            body.force_usage()
-        rules = Rules(
-            every_token=bool(body.logprobs or body.return_token_ids or body.wants_running_usage),
-            cached_tokens=args.enable_prompt_tokens_details,
-        )
-        turn = Turn(1, params.n, rules, parsing.make_parser)
-        head = (f"chatcmpl-{request_id}", int(time.time()), model)
-        role = args.response_role if _opens_turn(body) else body.messages[-1].role
-        writer = ChatWriter(body, head, turn, role, body.shows_token_ids(args.return_tokens_as_token_ids))
-        adapter, names = self._state.adapters.get(model), names_of(body) | parsing.names
-        return TurnRequest(request_id, [prompt], params, terms_of(body, self._llm), adapter, names), writer
-
-    async def _render(self, body: ChatCompletionRequest) -> str:
-        template, args = template_of(self._state, body.chat_template, body.tools), self._state.args
-        return await conversation_text(
-            self._state,
-            [dict(message) for message in body.messages],
-            chat_template=body.chat_template,
-            tools=None if body.tool_choice == "none" and args.exclude_tools_when_tool_choice_none else body.tools,
-            documents=body.documents,
-            add_generation_prompt=_opens_turn(body),
-            continue_final_message=bool(body.continue_final_message),
-            chat_template_kwargs=_variables(body, template, args.reasoning_effort_map or {}),
-        )
+async def _render(state: ServerState, body: ChatCompletionRequest) -> str:
+    template, args = template_of(state, body.chat_template, body.tools), state.args
+    return await conversation_text(
+        state,
+        [dict(message) for message in body.messages],
+        chat_template=body.chat_template,
+        tools=None if body.tool_choice == "none" and args.exclude_tools_when_tool_choice_none else body.tools,
+        documents=body.documents,
+        add_generation_prompt=_opens_turn(body),
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=_variables(body, template, args.reasoning_effort_map or {}),
+    )
 
 
 def _opens_turn(body: ChatCompletionRequest) -> bool:
@@ -143,11 +122,11 @@ class ChatWriter:
             content.content = self._echo or None if content.content is UNSET else self._echo + (content.content or "")
         elif finish is not None and finish.reason == "tool_calls" and not content.content:
             content.content = UNSET  # null to the end
-        choice = ChatChunkChoice(delta.index, content, self.logprobs(delta))
+        choice = responses.ChatChunkChoice(delta.index, content, self.logprobs(delta))
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
         usage = Usage.of(self.turn) if self._running_usage else None if self.ends_with_usage else UNSET
-        chunk = ChatChunk(*self._head, [choice], usage)
+        chunk = responses.ChatChunk(*self._head, [choice], usage)
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
             chunk.prompt_token_ids = delta.output.prompt_token_ids if delta.begins else UNSET
@@ -156,18 +135,18 @@ class ChatWriter:
         return chunk
 
     def usage_chunk(self) -> Struct:
-        return ChatChunk(*self._head, [], Usage.of(self.turn))
+        return responses.ChatChunk(*self._head, [], Usage.of(self.turn))
 
-    def choice(self, delta: Delta) -> ChatChoice:
+    def choice(self, delta: Delta) -> responses.ChatChoice:
         message, finish = _message_of(delta.events, self._role, self._echo), delta.finish
         assert finish is not None, "a whole choice has finished"
-        choice = ChatChoice(delta.index, message, self.logprobs(delta), finish.reason, finish.stop_reason)
+        choice = responses.ChatChoice(delta.index, message, self.logprobs(delta), finish.reason, finish.stop_reason)
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         return choice
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        response = ChatResponse(*self._head, choices, Usage.of(self.turn))  # type: ignore[arg-type]
+        response = responses.ChatResponse(*self._head, choices, Usage.of(self.turn))  # type: ignore[arg-type]
         if self._body.return_token_ids:
             response.prompt_token_ids = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
@@ -176,34 +155,34 @@ class ChatWriter:
             response.timings = timings_of(self.turn)
         return response
 
-    def logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def logprobs(self, delta: Delta) -> responses.ChatLogprobs | None:
         """Of the delta's tokens, where they were asked for."""
         if not self._body.logprobs:
             return None
         num_top = self._body.top_logprobs or 0
         num_top = None if num_top == -1 else num_top
-        content: list[TokenLogprob] = []
+        content: list[responses.TokenLogprob] = []
         for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
             assert entry is not None, "only a prompt's first token has none"
             likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[:num_top]
             chosen = self._named(token_id, entry[token_id])
             content.append(
-                TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, [self._named(*e) for e in likeliest])
+                responses.TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, [self._named(*e) for e in likeliest])
             )
-        return ChatLogprobs(content)
+        return responses.ChatLogprobs(content)
 
-    def _named(self, token_id: int, entry: Logprob) -> TopLogprob:
+    def _named(self, token_id: int, entry: Logprob) -> responses.TopLogprob:
         text = entry.decoded_token
         # A replacement character stands for bytes that are no text by themselves.
         given = None if text is None or "\ufffd" in text else list(text.encode())
-        return TopLogprob(token_name(token_id, text, self._as_ids), bounded(entry.logprob), given)
+        return responses.TopLogprob(token_name(token_id, text, self._as_ids), bounded(entry.logprob), given)
 
 
-def _delta_of(events: Sequence[ContentEvent]) -> ChatDelta:
+def _delta_of(events: Sequence[ContentEvent]) -> responses.ChatDelta:
     """One chunk's news: text, thoughts, and for each call that it touches one entry."""
     if not events:
-        return ChatDelta("")
-    delta, pieces = ChatDelta(), dict[int, ToolCallPiece]()
+        return responses.ChatDelta("")
+    delta, pieces = responses.ChatDelta(), dict[int, responses.ToolCallPiece]()
     for event in events:
         match event:
             case TextDelta(text):
@@ -211,9 +190,9 @@ def _delta_of(events: Sequence[ContentEvent]) -> ChatDelta:
             case ReasoningDelta(text):
                 delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
             case ToolCallStart(number, id, name):
-                pieces[number] = ToolCallPiece(number, id, "function", CalledFunction(name))
+                pieces[number] = responses.ToolCallPiece(number, id, "function", CalledFunction(name))
             case ToolCallDelta(number, arguments):
-                piece = pieces.setdefault(number, ToolCallPiece(number, function=CalledFunction()))
+                piece = pieces.setdefault(number, responses.ToolCallPiece(number, function=CalledFunction()))
                 assert piece.function, "made so"
                 piece.function.arguments += arguments
     if pieces:
@@ -221,14 +200,16 @@ def _delta_of(events: Sequence[ContentEvent]) -> ChatDelta:
     return delta
 
 
-def _message_of(events: Sequence[ContentEvent], role: str, echo: str) -> ChatMessage:
+def _message_of(events: Sequence[ContentEvent], role: str, echo: str) -> responses.ChatMessage:
     delta = _delta_of(events)
-    message = ChatMessage(role, echo + (delta.content or ""))
+    message = responses.ChatMessage(role, echo + (delta.content or ""))
     if delta.reasoning:
         message.reasoning = message.reasoning_content = delta.reasoning
     if delta.tool_calls:
         message.content = message.content or None
-        message.tool_calls = [ToolCall(str(call.id), call.function or CalledFunction()) for call in delta.tool_calls]
+        message.tool_calls = [
+            responses.ToolCall(str(call.id), call.function or CalledFunction()) for call in delta.tool_calls
+        ]
     return message
 
 

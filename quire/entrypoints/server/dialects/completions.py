@@ -7,23 +7,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import add
 from typing import Any
 
 from msgspec import UNSET, Struct
+from msgspec.structs import astuple
 
 from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.server import responses
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.responses import (
-    SYSTEM_FINGERPRINT,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    PromptLogprobs,
-    Usage,
-    bounded,
-    bounded_entries,
-    token_name,
-)
+from quire.entrypoints.server.responses import CompletionLogprobs, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
@@ -38,44 +31,39 @@ from quire.text.tokenizer import Tokenizer
 _LONG = 2000  # tokens; to decode more, or to write the logprobs of more, is for a thread
 
 
-class CompletionDialect:
-    """Reads completion requests."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-        self._llm = state.llm
-
-    async def read(self, body: CompletionRequest, request_id: str) -> "tuple[TurnRequest, CompletionWriter]":
-        """See `Dialect.read`."""
-        request_id = body.request_id or request_id
-        model = self._state.admit(body)
-        if body.echo and self._llm.tokenizer is None:
-            raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
-        params = held_to(completion_params(body, self._llm), self._state.args.structure)
-        self._llm.check_room(len(body.prompt))
-        prompts: list[PreparedPrompt] = []
-        echoes: list[str] = []
-        for prompt in body.prompt:
-            prompts.append(await prepared_prompt(self._llm, prompt, params, body))
-            echoes.append(await _echo(self._llm, prompts[-1], body) if body.echo else "")
-            await asyncio.sleep(0)  # many short prompts take long together
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        check_size(body, params, lengths, self._state)
-        as_ids = body.shows_token_ids(self._state.args.return_tokens_as_token_ids)
-        if self._state.args.enable_force_include_usage:
-            body.force_usage()
-        rules = Rules(
-            every_token=body.logprobs is not None or bool(body.return_token_ids) or body.wants_running_usage,
-            at_once=bool(body.echo),
-            no_tokens=body.max_tokens == 0,
-            cached_tokens=self._state.args.enable_prompt_tokens_details,
-        )
-        turn = Turn(len(prompts), params.n, rules)
-        logprobs = None if body.logprobs is None else _LogprobWriter(self._llm.tokenizer, as_ids, body)
-        writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
-        writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
-        adapter, terms = self._state.adapters.get(model), terms_of(body, self._llm)
-        return TurnRequest(request_id, prompts, params, terms, adapter, names_of(body)), writer
+async def read_completion(
+    state: ServerState, body: CompletionRequest, request_id: str
+) -> "tuple[TurnRequest, CompletionWriter]":
+    """See `Read`."""
+    request_id = body.request_id or request_id
+    model = state.admit(body)
+    if body.echo and state.llm.tokenizer is None:
+        raise InvalidRequestError("echo needs a tokenizer, but this server runs without one.", "echo")
+    params = held_to(completion_params(body, state.llm), state.args.structure)
+    state.llm.check_room(len(body.prompt))
+    prompts: list[PreparedPrompt] = []
+    echoes: list[str] = []
+    for prompt in body.prompt:
+        prompts.append(await prepared_prompt(state.llm, prompt, params, body))
+        echoes.append(await _echo(state.llm, prompts[-1], body) if body.echo else "")
+        await asyncio.sleep(0)  # many short prompts take long together
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    check_size(body, params, lengths, state)
+    as_ids = body.shows_token_ids(state.args.return_tokens_as_token_ids)
+    if state.args.enable_force_include_usage:
+        body.force_usage()
+    rules = Rules(
+        every_token=body.logprobs is not None or bool(body.return_token_ids) or body.wants_running_usage,
+        at_once=bool(body.echo),
+        no_tokens=body.max_tokens == 0,
+        cached_tokens=state.args.enable_prompt_tokens_details,
+    )
+    turn = Turn(len(prompts), params.n, rules)
+    logprobs = None if body.logprobs is None else _LogprobWriter(state.llm.tokenizer, as_ids, body)
+    writer = CompletionWriter(body, (f"cmpl-{request_id}", int(time.time()), model), turn, logprobs, echoes)
+    writer.opens_large = bool(body.echo) and body.logprobs is not None and sum(lengths) * params.n > _LONG
+    adapter, terms = state.adapters.get(model), terms_of(body, state.llm)
+    return TurnRequest(request_id, prompts, params, terms, adapter, names_of(body)), writer
 
 
 class CompletionWriter:
@@ -98,34 +86,34 @@ class CompletionWriter:
         self._offsets: dict[int, int] = {}  # choice -> characters of its text before the next token
         # Once for all choices of a prompt.
         self._echoed: dict[int, tuple[CompletionLogprobs, int]] = {}
-        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._prompt_logprobs: dict[int, responses.PromptLogprobs] = {}
 
     def chunk(self, delta: Delta) -> Struct:
         usage = Usage.of(self.turn) if self._running_usage else None if self.ends_with_usage else UNSET
-        chunk = CompletionResponse(*self._head, [self._piece(delta)], usage)
+        chunk = responses.CompletionResponse(*self._head, [self._piece(delta)], usage)
         if delta.finish is not None and self._body.timings and self.turn.num_unfinished == 0:
             chunk.timings = timings_of(self.turn)
         return chunk
 
     def usage_chunk(self) -> Struct:
-        return CompletionResponse(*self._head, [], Usage.of(self.turn))
+        return responses.CompletionResponse(*self._head, [], Usage.of(self.turn))
 
     def answer(self, choices: list[Any], output: RequestOutput) -> Struct:
-        response = CompletionResponse(*self._head, choices, Usage.of(self.turn), SYSTEM_FINGERPRINT)
+        response = responses.CompletionResponse(*self._head, choices, Usage.of(self.turn), responses.SYSTEM_FINGERPRINT)
         if self._body.timings:
             response.timings = timings_of(self.turn)
         return response
 
-    def choice(self, delta: Delta) -> CompletionChoice:
+    def choice(self, delta: Delta) -> responses.CompletionChoice:
         choice = self._piece(delta)
         for name in ("token_ids", "prompt_token_ids", "prompt_logprobs"):
             if getattr(choice, name) is UNSET:
                 setattr(choice, name, None)
         return choice
 
-    def _piece(self, delta: Delta) -> CompletionChoice:
+    def _piece(self, delta: Delta) -> responses.CompletionChoice:
         body, text, finish = self._body, text_of(delta.events), delta.finish
-        choice = CompletionChoice(delta.index, text)
+        choice = responses.CompletionChoice(delta.index, text)
         if finish is not None:
             choice.finish_reason, choice.stop_reason = finish.reason, finish.stop_reason
         if self._logprobs is not None:
@@ -204,12 +192,7 @@ class _LogprobWriter:
 
 
 def _following(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.text_offset + second.text_offset,
-        first.token_logprobs + second.token_logprobs,
-        first.tokens + second.tokens,
-        first.top_logprobs + second.top_logprobs,
-    )
+    return CompletionLogprobs(*map(add, astuple(first), astuple(second)))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -10,13 +10,13 @@ import msgspec
 from msgspec import UNSET
 
 from quire.entrypoints.server.completion_request import OtherCompletion
-from quire.entrypoints.server.dialects.completions import CompletionDialect, CompletionWriter
+from quire.entrypoints.server.dialects.completions import CompletionWriter, read_completion
 from quire.entrypoints.server.dialects.through_chat import renamed, validated, within_context
 from quire.entrypoints.server.errors import ErrorInfo
-from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.llama_requests import LlamaCompletionRequest
 from quire.entrypoints.server.requests_common import wrong
-from quire.entrypoints.server.responses import bounded, encode
+from quire.entrypoints.server.responses import bounded
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
@@ -29,46 +29,41 @@ _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequenc
 _SAME += ("logit_bias", "ignore_eos", "json_schema", "grammar", "stream", "model")
 
 
-class LlamaDialect:
-    """Reads llama.cpp's requests for completions."""
+async def read_llama(
+    state: ServerState, body: LlamaCompletionRequest, request_id: str
+) -> "tuple[TurnRequest, LlamaWriter]":
+    """See `Read`."""
+    state.unknown_fields.note(body)
+    fields = {name: getattr(body, name) for name in _SAME}
+    if body.seed == -1:
+        fields["seed"] = None
+    if body.n_predict == 0:
+        raise wrong("n_predict", "at least 1, or -1 for no limit", 0)
+    limit = -1 if body.n_predict is None else max(-1, body.n_predict)
+    prompts: list[Any] = body.prompts
+    if not all(isinstance(prompt, str) for prompt in prompts):  # then all as tokens
+        prompts = await asyncio.gather(*(_tokens(state, prompt) for prompt in prompts))
+    fields |= {"prompt": prompts, "repetition_penalty": body.repeat_penalty, "logprobs": body.n_probs or None}
+    fields["return_token_ids"] = body.return_tokens
 
-    def __init__(self, state: ServerState) -> None:
-        self._state, self._completions = state, CompletionDialect(state)
+    async def read(limit: int | None) -> tuple[TurnRequest, CompletionWriter]:
+        request = validated(OtherCompletion, fields | {"max_tokens": -1 if limit is None else limit})
+        return await read_completion(state, request, request_id)
 
-    async def read(
-        self, body: LlamaCompletionRequest, request_id: str, client: str | None
-    ) -> "tuple[TurnRequest, LlamaWriter]":
-        """See `Dialect.read`."""
-        self._state.unknown_fields.note(body)
-        fields = {name: getattr(body, name) for name in _SAME}
-        if body.seed == -1:
-            fields["seed"] = None
-        if body.n_predict == 0:
-            raise wrong("n_predict", "at least 1, or -1 for no limit", 0)
-        limit = -1 if body.n_predict is None else max(-1, body.n_predict)
-        prompts: list[Any] = body.prompts
-        if not all(isinstance(prompt, str) for prompt in prompts):  # then all as tokens
-            prompts = await asyncio.gather(*map(self._tokens, prompts))
-        fields |= {"prompt": prompts, "repetition_penalty": body.repeat_penalty, "logprobs": body.n_probs or None}
-        fields["return_token_ids"] = body.return_tokens
-
-        async def read(limit: int | None) -> tuple[TurnRequest, CompletionWriter]:
-            request = validated(OtherCompletion, fields | {"max_tokens": -1 if limit is None else limit})
-            return await self._completions.read(request, request_id)
-
-        with renamed(_NAMES):
-            turn, writer = await within_context(read, limit, "max_tokens")
-        return turn, LlamaWriter(body, self._state.check_model(body.model), writer.turn, turn)
-
-    async def _tokens(self, prompt: str | list[int | str]) -> list[int]:
-        """Tokens and texts in turn as tokens; only what begins the prompt gets what begins prompts."""
-        ids: list[int] = []
-        for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
-            ids += [part] if isinstance(part, int) else await self._state.llm.encode(part, place == 0)
-        return ids
+    with renamed(_NAMES):
+        turn, writer = await within_context(read, limit, "max_tokens")
+    return turn, LlamaWriter(body, state.check_model(body.model), writer.turn, turn)
 
 
-class LlamaWriter:
+async def _tokens(state: ServerState, prompt: str | list[int | str]) -> list[int]:
+    """Tokens and texts in turn as tokens; only what begins the prompt gets what begins prompts."""
+    ids: list[int] = []
+    for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+        ids += [part] if isinstance(part, int) else await state.llm.encode(part, place == 0)
+    return ids
+
+
+class LlamaWriter(EventWriter):
     """Writes one request's answer, of one prompt or several. See `EventWriter`."""
 
     def __init__(self, body: LlamaCompletionRequest, model: str, turn: Turn, request: TurnRequest) -> None:
@@ -78,9 +73,6 @@ class LlamaWriter:
             {"index": place, "content": "", "tokens": []} for place in range(len(request.prompts))
         ]
         self._num_tokens = [0] * len(request.prompts)
-
-    def open(self) -> list[Event]:
-        return []
 
     def take(self, delta: Delta) -> list[Event]:
         answer, text = self._answers[delta.place], text_of(delta.events)
@@ -103,14 +95,8 @@ class LlamaWriter:
         answer |= end
         return [piece, {"index": delta.place, "content": "", "tokens": [], **end}]
 
-    def close(self, num_reasoning_tokens: int) -> list[Event]:
-        return []
-
     def fail(self, error: ErrorInfo) -> list[Event]:
         return [{"error": {"code": error.status, "message": error.message, "type": error.type}}]
-
-    def reasoning(self) -> str:
-        return ""
 
     def answer(self) -> Any:
         return self._answers[0] if len(self._answers) == 1 else self._answers
@@ -136,11 +122,6 @@ class LlamaWriter:
         }
         timings = timings_of(self.turn) if self.turn.num_unfinished == 0 else UNSET
         return told if timings is UNSET else told | {"timings": timings}
-
-
-def data_event(event: Event) -> bytes:
-    """A server-sent event without a name."""
-    return b"data: %b\n\n" % encode(event)
 
 
 def _probabilities(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:

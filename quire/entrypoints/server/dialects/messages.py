@@ -6,11 +6,11 @@
 import uuid
 from typing import Any
 
-from quire.entrypoints.server.dialects.chat import ChatDialect, ChatWriter
+from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.dialects.messages_input import chat_fields
 from quire.entrypoints.server.dialects.through_chat import read_through_chat, within_context
 from quire.entrypoints.server.errors import ErrorInfo, anthropic_error
-from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.messages_request import ConversationRequest
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.service import TurnRequest
@@ -27,32 +27,26 @@ _NAMES = {
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-class MessagesDialect:
-    """Reads requests for messages."""
+async def read_message(
+    state: ServerState, body: ConversationRequest, request_id: str, prompt_only: bool = False
+) -> "tuple[TurnRequest, MessageWriter]":
+    """See `Read`. `prompt_only`: as for a chat."""
+    model = state.admit(body)
+    fields = chat_fields(body)
+    if fields["continue_final_message"]:
+        fields["add_generation_prompt"] = False
 
-    def __init__(self, state: ServerState, prompt_only: bool = False) -> None:
-        self._state, self._chat = state, ChatDialect(state, prompt_only)
+    async def read(limit: int | None) -> tuple[TurnRequest, ChatWriter]:
+        given = fields | {"max_completion_tokens": limit}
+        return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
 
-    async def read(
-        self, body: ConversationRequest, request_id: str, client: str | None
-    ) -> "tuple[TurnRequest, MessageWriter]":
-        """See `Dialect.read`."""
-        model = self._state.admit(body)
-        fields = chat_fields(body)
-        if fields["continue_final_message"]:
-            fields["add_generation_prompt"] = False
-
-        async def read(limit: int | None) -> tuple[TurnRequest, ChatWriter]:
-            given = fields | {"max_completion_tokens": limit}
-            return await read_through_chat(self._chat, body, request_id, given, _NAMES)
-
-        # More than the context has left is no error, but an end of its own kind.
-        request, chat = await within_context(read, body.max_tokens, "max_tokens")
-        is_capped = body.max_tokens is not None and request.params.max_tokens != body.max_tokens
-        return request, MessageWriter(model, chat.turn, len(request.prompts[0].token_ids), is_capped)
+    # More than the context has left is no error, but an end of its own kind.
+    request, chat = await within_context(read, body.max_tokens, "max_tokens")
+    is_capped = body.max_tokens is not None and request.params.max_tokens != body.max_tokens
+    return request, MessageWriter(model, chat.turn, len(request.prompts[0].token_ids), is_capped)
 
 
-class MessageWriter:
+class MessageWriter(EventWriter):
     """Writes one message. See `EventWriter`."""
 
     def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_capped: bool) -> None:
@@ -69,9 +63,6 @@ class MessageWriter:
     def answer(self) -> dict[str, Any]:
         content = [dict(block) for block in self._content]
         return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
-
-    def reasoning(self) -> str:
-        return ""  # the usage does not tell its tokens
 
     def open(self) -> list[Event]:
         return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]

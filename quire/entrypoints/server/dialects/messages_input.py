@@ -1,4 +1,4 @@
-"""What a request to /v1/messages brings, read as a chat request's fields. `MessagesDialect` calls it.
+"""What a request to /v1/messages brings, read as a chat request's fields. `read_message` calls it.
 
 Pure; a refusal names the block.
 """

@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import UNSET
-
 from quire.entrypoints.server.completion_request import OtherCompletion
-from quire.entrypoints.server.dialects.chat import ChatDialect
-from quire.entrypoints.server.dialects.completions import CompletionDialect
+from quire.entrypoints.server.dialects.completions import read_completion
 from quire.entrypoints.server.dialects.through_chat import read_through_chat, renamed, validated, within_context
 from quire.entrypoints.server.errors import ErrorInfo
-from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.ollama_requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -40,49 +37,40 @@ _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
 _EFFORTS = {True: "medium", False: "none"}
 
 
-class OllamaDialect:
-    """Reads Ollama's requests."""
+async def read_ollama(
+    state: ServerState, body: OllamaChatRequest | OllamaGenerateRequest, request_id: str
+) -> "tuple[TurnRequest, OllamaWriter]":
+    """See `Read`."""
+    state.unknown_fields.note(body)
+    fields, plain = _fields(body), GenerationRequest.model_validate({"model": body.model, "stream": body.stream})
+    tokenizer, raw = state.llm.tokenizer, None
+    if isinstance(body, OllamaChatRequest):
+        fields |= {"messages": _messages(body.messages), "tools": body.tools}
+    else:
+        template = None if tokenizer is None else state.args.chat_template or tokenizer.chat_template
+        told = [("system", body.system), ("user", body.prompt)]
+        fields["messages"] = [{"role": role, "content": text} for role, text in told if text]
+        if body.raw or template is None:
+            raw = "\n".join(text for role, text in told if text and not (body.raw and role == "system"))
 
-    def __init__(self, state: ServerState) -> None:
-        self._state, self._chat, self._completions = state, ChatDialect(state), CompletionDialect(state)
+    async def read(limit: int | None) -> tuple[TurnRequest, Turn]:
+        if raw is None:
+            turn, writer = await read_through_chat(state, plain, request_id, fields | {"max_tokens": limit}, _NAMES)
+            return turn, writer.turn
+        own = {name: value for name, value in fields.items() if name in OtherCompletion.model_fields}
+        own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}
+        with renamed(_NAMES):
+            turn, completion = await read_completion(state, validated(OtherCompletion, own), request_id)
+        return turn, completion.turn
 
-    async def read(
-        self, body: OllamaChatRequest | OllamaGenerateRequest, request_id: str, client: str | None
-    ) -> "tuple[TurnRequest, OllamaWriter]":
-        """See `Dialect.read`."""
-        self._state.unknown_fields.note(body)
-        fields, plain = _fields(body), GenerationRequest.model_validate({"model": body.model, "stream": body.stream})
-        tokenizer, raw = self._state.llm.tokenizer, None
-        if isinstance(body, OllamaChatRequest):
-            fields |= {"messages": _messages(body.messages), "tools": body.tools}
-        else:
-            template = None if tokenizer is None else self._state.args.chat_template or tokenizer.chat_template
-            told = [("system", body.system), ("user", body.prompt)]
-            fields["messages"] = [{"role": role, "content": text} for role, text in told if text]
-            if body.raw or template is None:
-                raw = "\n".join(text for role, text in told if text and not (body.raw and role == "system"))
-
-        async def read(limit: int | None) -> tuple[TurnRequest, Turn]:
-            if raw is None:
-                turn, writer = await read_through_chat(
-                    self._chat, plain, request_id, fields | {"max_tokens": limit}, _NAMES
-                )
-                return turn, writer.turn
-            own = {name: value for name, value in fields.items() if name in OtherCompletion.model_fields}
-            own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}
-            with renamed(_NAMES):
-                turn, completion = await self._completions.read(validated(OtherCompletion, own), request_id)
-            return turn, completion.turn
-
-        limit = body.options.num_predict if body.options is not None else None
-        if limit is not None and limit < 1:
-            limit = None
-        request, turn = await within_context(read, limit, _NAMES["max_tokens"])
-        name = self._state.check_model(body.model)
-        return request, OllamaWriter(name, turn, len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest))
+    limit = body.options and body.options.num_predict
+    limit = limit if limit is not None and limit >= 1 else None
+    request, turn = await within_context(read, limit, _NAMES["max_tokens"])
+    name = state.check_model(body.model)
+    return request, OllamaWriter(name, turn, len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest))
 
 
-class OllamaWriter:
+class OllamaWriter(EventWriter):
     """Writes one answer. See `EventWriter`."""
 
     def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_chat: bool) -> None:
@@ -93,9 +81,6 @@ class OllamaWriter:
         self._calls: list[dict[str, Any]] = []
         self._arguments = ""
         self._finish: Finish | None = None
-
-    def open(self) -> list[Event]:
-        return []
 
     def take(self, delta: Delta) -> list[Event]:
         events: list[Event] = []
@@ -124,9 +109,6 @@ class OllamaWriter:
     def fail(self, error: ErrorInfo) -> list[Event]:
         return [{"error": error.message}]
 
-    def reasoning(self) -> str:
-        return ""  # nobody asks how long it is
-
     def answer(self) -> dict[str, Any]:
         return self._piece("".join(self._text), "".join(self._thought), self._calls) | self._end()
 
@@ -143,12 +125,8 @@ class OllamaWriter:
         """Why it ended, what it took; times in nanoseconds."""
         reason = "length" if self._finish is not None and self._finish.reason == "length" else "stop"
         num_input, num_output, _ = self.turn.counts()
-        timings = timings_of(self.turn)
-        queue, prompt, output = (
-            (0, 0, 0)
-            if timings is UNSET
-            else (int(1e6 * ms) for ms in (timings.queue_ms, timings.prompt_ms, timings.predicted_ms))
-        )
+        timings, names = timings_of(self.turn), ("queue_ms", "prompt_ms", "predicted_ms")
+        queue, prompt, output = (int(1e6 * getattr(timings, name, 0)) for name in names)
         return {
             "done": True,
             "done_reason": reason,

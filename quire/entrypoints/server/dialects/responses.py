@@ -5,17 +5,12 @@ and its events hold OpenAI's fields, no less (published schema, tests/server).
 """
 
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from quire.entrypoints.server.dialects.chat import ChatDialect, ChatWriter
-from quire.entrypoints.server.dialects.responses_input import (
-    chat_fields,
-    messages_of,
-    read_items,
-    with_references,
-    without_oldest,
-)
+from quire.entrypoints.server.dialects.chat import ChatWriter
+from quire.entrypoints.server.dialects.responses_input import Item, chat_fields, messages_of, read_items, without_oldest
 from quire.entrypoints.server.dialects.through_chat import read_through_chat
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event
@@ -54,67 +49,65 @@ _ECHOED = {
 Find = Callable[[str], Awaitable[dict[str, Any]]]
 
 
-class ResponsesDialect:
-    """Reads requests for responses."""
+async def read_response(
+    state: ServerState, body: ResponsesRequest, request_id: str, context: list[Item], find: Find, prompt_only: bool
+) -> "tuple[TurnRequest, ResponseWriter]":
+    """Check everything before anything is queued.
 
-    def __init__(self, state: ServerState, prompt_only: bool = False) -> None:
-        self._state, self._chat = state, ChatDialect(state, prompt_only)
+    Args:
+        context: items of the responses before it.
+        find: awaits the item of an id that an input refers to.
+        prompt_only: as for a chat.
 
-    async def read(
-        self, body: ResponsesRequest, request_id: str, stem: str, context: list[dict[str, Any]], find: Find
-    ) -> "tuple[TurnRequest, ResponseWriter]":
-        """Check everything before anything is queued.
+    Raises:
+        InvalidRequestError, OverloadedError: as `Read`.
+    """
+    stem = uuid.uuid4().hex  # of the new response's id, and of its items' ids
+    model = state.admit(body)
+    _check_metadata(body)
+    items = context + [
+        await find(item["id"]) if item["type"] == "item_reference" else item for item in read_items(body.input, stem)
+    ]
+    request, chat = await _read_fitting(state, body, request_id, items, prompt_only)
+    head = {
+        "id": f"resp_{stem}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "model": model,
+        "temperature": request.params.temperature,
+        "top_p": request.params.top_p,
+        **_echo(body),
+    }
+    return request, ResponseWriter(head, items, chat)
 
-        Args:
-            stem: of the new response's id, and of its items' ids.
-            context: items of the responses before it.
-            find: awaits the item of an id that an input refers to.
 
-        Raises:
-            InvalidRequestError, OverloadedError: as `Dialect.read`.
-        """
-        model = self._state.admit(body)
-        _check_metadata(body)
-        items = context + await with_references(read_items(body.input, stem), find)
-        fields = chat_fields(body)
-        request, chat = await self._read_fitting(body, request_id, items, fields)
-        head = {
-            "id": f"resp_{stem}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "queued" if body.background else "in_progress",
-            "model": model,
-            "temperature": request.params.temperature,
-            "top_p": request.params.top_p,
-            **_echo(body),
-        }
-        return request, ResponseWriter(head, items, chat)
+async def _read_fitting(
+    state: ServerState, body: ResponsesRequest, request_id: str, items: list[Item], prompt_only: bool
+) -> tuple[TurnRequest, ChatWriter]:
+    """Read the items; where they are too long and may be cut, without as few of the oldest as need be."""
+    fields = chat_fields(body)
 
-    async def _read_fitting(
-        self, body: ResponsesRequest, request_id: str, items: list[dict[str, Any]], fields: dict[str, Any]
-    ) -> tuple[TurnRequest, ChatWriter]:
-        """Read the items; where they are too long and may be cut, without as few of the oldest as need be."""
+    async def attempt(num_out: int) -> tuple[TurnRequest, ChatWriter]:
+        given = fields | {"messages": messages_of(without_oldest(items, num_out), body.instructions)}
+        return await read_through_chat(state, body, request_id, given, _NAMES, prompt_only)
 
-        async def attempt(num_out: int) -> tuple[TurnRequest, ChatWriter]:
-            messages = messages_of(without_oldest(items, num_out), body.instructions)
-            return await read_through_chat(self._chat, body, request_id, {**fields, "messages": messages}, _NAMES)
-
+    try:
+        return await attempt(0)
+    except InvalidRequestError as error:
+        if not _is_too_long(error) or body.truncation != "auto" or len(items) == 1:
+            raise
+    low, high = 1, len(items) - 1
+    fitting = await attempt(high)
+    while low < high:
+        middle = (low + high) // 2
         try:
-            return await attempt(0)
+            fitting, high = await attempt(middle), middle
         except InvalidRequestError as error:
-            if not _is_too_long(error) or body.truncation != "auto" or len(items) == 1:
+            if not _is_too_long(error):
                 raise
-        low, high = 1, len(items) - 1
-        fitting = await attempt(high)
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                fitting, high = await attempt(middle), middle
-            except InvalidRequestError as error:
-                if not _is_too_long(error):
-                    raise
-                low = middle + 1
-        return fitting
+            low = middle + 1
+    return fitting
 
 
 def _is_too_long(error: InvalidRequestError) -> bool:

@@ -1,8 +1,8 @@
 """What a request to /v1/responses brings, read: its items in the form in which they are kept and listed, and the chat
-messages that they make. `ResponsesDialect` calls it. Pure; a refusal names the item.
+messages that they make. `read_response` calls it. Pure; a refusal names the item.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quire.entrypoints.server.requests_common import field_text, name_results, wrong
@@ -200,8 +200,3 @@ def _format(given: Item) -> Item:
         raise wrong("text.format.type", "text, json_object or json_schema", kind, "text.format")
     names = ("name", "description", "schema", "strict")
     return {"type": kind, kind: {name: given[name] for name in names if given.get(name) is not None}}
-
-
-async def with_references(items: list[Item], find: Callable[[str], Any]) -> list[Item]:
-    """The items, those that refer to an earlier one replaced by it; `find` awaits an item by its id, or raises."""
-    return [await find(item["id"]) if item["type"] == "item_reference" else item for item in items]

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
-from quire.entrypoints.server.dialects.chat import ChatDialect, ChatWriter
+from quire.entrypoints.server.dialects.chat import ChatWriter, read_chat
 from quire.entrypoints.server.errors import describe
 from quire.entrypoints.server.requests_common import GenerationRequest
 from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
 
 # Fields of all requests that these have no form for, and values that ask for nothing.
@@ -33,7 +34,12 @@ _Result = TypeVar("_Result")
 
 
 async def read_through_chat(
-    chat: ChatDialect, body: GenerationRequest, request_id: str, fields: dict[str, Any], names: Mapping[str, str]
+    state: ServerState,
+    body: GenerationRequest,
+    request_id: str,
+    fields: dict[str, Any],
+    names: Mapping[str, str],
+    prompt_only: bool = False,
 ) -> tuple[TurnRequest, ChatWriter]:
     """Read a body as the chat request that has its sampling fields and these.
 
@@ -41,7 +47,7 @@ async def read_through_chat(
         names: chat's fields -> those of the body, for errors.
 
     Raises:
-        InvalidRequestError, OverloadedError: as `Dialect.read`.
+        InvalidRequestError, OverloadedError: as `Read`.
     """
     for name, harmless in _NOT_HERE.items():
         if getattr(body, name) not in (None, harmless):
@@ -50,7 +56,7 @@ async def read_through_chat(
     given |= {name: value for name, value in fields.items() if value is not None}
     with renamed(names):
         request = validated(ChatCompletionRequest, {"model": body.model, "stream": body.stream, **given})
-        turn, writer = await chat.read(request, request_id)
+        turn, writer = await read_chat(state, request, request_id, prompt_only)
     # What the engine refuses later has the engine's names.
     return replace(turn, names={own: names.get(field, field) for own, field in turn.names.items()}), writer
 
