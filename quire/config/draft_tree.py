@@ -8,10 +8,15 @@ tokens.
 import ast
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from quire.errors import ConfigError
 
 MAX_NODES = 64
+_Paths = Annotated[list[Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]], Meta(min_length=1)]
 _EXAMPLE = "'[(0,), (1,), (0, 0)]'"
 
 
@@ -34,15 +39,13 @@ class DraftTree:
         """
         name = "speculative_token_tree"
         try:
-            given = ast.literal_eval(text) if isinstance(text, str) else text
+            given = msgspec.convert(ast.literal_eval(text), _Paths)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            given = None
-        if not isinstance(given, list | tuple) or not given or not all(_is_path(path) for path in given):
             raise ConfigError(
                 f"{name} must be the text of a list of tuples of choices, each 0 or more, as {_EXAMPLE}; "
-                f"got {str(text)[:80]!r}."
-            )
-        paths = sorted((tuple(path) for path in given), key=lambda path: (len(path), path))
+                f"got {text[:80]!r}."
+            ) from None
+        paths = sorted(given, key=lambda path: (len(path), path))
         if len(paths) > MAX_NODES:
             raise ConfigError(f"{name} has {len(paths)} nodes, and {MAX_NODES} are allowed; leave some out.")
         known = set(paths)
@@ -102,9 +105,3 @@ class DraftTree:
     def num_within(self, depth: int) -> int:
         """How many nodes lie no deeper; they are the first ones."""
         return self.ends[max(0, min(depth, self.max_depth))]
-
-
-def _is_path(path: object) -> bool:
-    return (
-        isinstance(path, list | tuple) and len(path) > 0 and all(type(choice) is int and choice >= 0 for choice in path)
-    )

@@ -22,7 +22,6 @@ from quire.protocol.step import Failure, FailureKind, SampleGuide, SequenceOutpu
 from quire.protocol.worker import CheckIntegrity, Invoke, PlaceAdapters, Returned
 from quire.scheduler.outcomes import MANY_GUIDED
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.snapshot import take_snapshot
 
 T = TypeVar("T")
 _IDLE_WAIT = 0.002  # seconds
@@ -109,20 +108,17 @@ class EngineCore:
         self._check_alive()
         if self._asleep:
             raise OverloadedError(f"the engine sleeps (without {', '.join(sorted(self._asleep))}); wake it up first.")
-        with self.interrupts:
-            self.scheduler.add(request, self.clock())
-            if request.adapter is not None:
-                self.places.add(request.request_id, request.adapter)
+        self.scheduler.add(request, self.clock())
+        if request.adapter is not None:
+            self.places.add(request.request_id, request.adapter)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request now; returns the final output of each sequence that was not finished."""
-        with self.interrupts:
-            return self.scheduler.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def finish_sequence(self, request_id: str, sequence_index: int) -> None:
         """End one sequence whose stop string was found upstairs."""
-        with self.interrupts:
-            self.scheduler.finish_sequence(request_id, sequence_index)
+        self.scheduler.finish_sequence(request_id, sequence_index)
 
     def set_limits(self, changes: dict[str, Any]) -> Limits:
         """Change limits, from the next plan on: see `Scheduler.set_limits`."""
@@ -267,7 +263,7 @@ class EngineCore:
 
     def snapshot(self, watched: Iterable[str] = ()) -> EngineSnapshot:
         """The first sequences, those of `watched` requests, and the blocks at this moment."""
-        return take_snapshot(self.scheduler, self.clock(), watched)
+        return self.scheduler.snapshot(self.clock(), watched)
 
     def stop(self) -> None:
         """Stop the executor, and publish no more."""

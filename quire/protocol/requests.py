@@ -44,14 +44,6 @@ class PoolingTask(msgspec.Struct, frozen=True, kw_only=True, tag="pooling"):
     normalize: bool = True  # to length 1
 
 
-class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt positions [start, start + num_tokens) whose embeddings come from an image or a sound."""
-
-    start: int
-    num_tokens: int
-    digest: bytes  # of the content; names it in the prefix cache and in the encoder's
-
-
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     """The adapter (LoRA, or virtual tokens) that a request runs with."""
 
@@ -68,29 +60,23 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """On what terms a request is served; each field is one of `NewRequest`."""
+    """On what terms a request is served."""
 
-    priority: int = 0
-    client: str | None = None
-    ttft_target: float | None = None
-    tpot_target: float | None = None
-    adapter: AdapterRef | None = None
-
-
-class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated request. It crosses to each worker once; sequences refer to it by its id."""
-
-    request_id: str
-    prompt_token_ids: list[int]  # never empty, each in the vocabulary; zeros first for an adapter's virtual tokens
-    task: SamplingTask | PoolingTask
-    media: list[MediaSpan] = []
-    adapter: AdapterRef | None = None
-    cache_salt: str | None = None  # requests share cached prefixes only with the same salt
-    arrival_time: float = 0.0  # seconds, any monotonic origin
     priority: int = 0  # lower runs first under the "priority" policy
     client: str | None = None  # whose request it is, for the "fair" policy
     ttft_target: float | None = None  # seconds from arrival to first token, for "deadline"; None: the engine's
     tpot_target: float | None = None  # seconds between tokens, likewise
+    adapter: AdapterRef | None = None
+
+
+class NewRequest(Terms, frozen=True, kw_only=True):
+    """A validated request, with its terms. It crosses to each worker once; sequences refer to it by its id."""
+
+    request_id: str
+    prompt_token_ids: list[int]  # never empty, each in the vocabulary; zeros first for an adapter's virtual tokens
+    task: SamplingTask | PoolingTask
+    cache_salt: str | None = None  # requests share cached prefixes only with the same salt
+    arrival_time: float = 0.0  # seconds, any monotonic origin
 
     @property
     def num_virtual(self) -> int:

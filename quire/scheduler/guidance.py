@@ -89,7 +89,7 @@ class Guidance:
                 masks.grow(row + num_drafts + 1)
             matcher.fill(masks, sequence.draft_token_ids[:num_drafts] if num_drafts else (), row)
             rows += [(place, position) for position in range(1 + num_drafts)]
-        if self._outcomes.num_guided >= MANY_GUIDED and self._outcomes.drafts_forced:
+        if self._outcomes.num_guided >= MANY_GUIDED and self._outcomes.config.drafts_forced:
             for place in [rows[row][0] for row in masks.single_rows(len(rows))]:
                 if not plan.scheduled[place].num_drafts and (matcher := sequences[place].matcher) is not None:
                     matcher.ahead = matcher.forced()

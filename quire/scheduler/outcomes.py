@@ -12,18 +12,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.kvcache.manager import KVManager
 from quire.metrics.drafts import DraftCounts
 from quire.protocol.requests import NewRequest
-from quire.protocol.step import (
-    Failure,
-    FailureKind,
-    Fork,
-    PromptLogprobs,
-    Sampling,
-    ScheduledSequence,
-    SequenceOutput,
-    SequenceResult,
-    StepPlan,
-    StepResult,
-)
+from quire.protocol.step import Failure, FailureKind, Sampling, ScheduledSequence, SequenceOutput, SequenceResult
 from quire.scheduler.continuation import Branch, Continuation
 from quire.scheduler.planner import Planner
 from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -40,7 +29,7 @@ class Outcomes:
         groups: live requests by id.
         num_guided: live requests with a grammar.
         drafts: what became of drafts.
-        drafts_forced: tokens that a grammar forces are drafts.
+        config: the scheduler's, as it began.
     """
 
     def __init__(self, planner: Planner, kv: KVManager, config: SchedulerConfig) -> None:
@@ -49,15 +38,13 @@ class Outcomes:
         self._orders, self._sequence_ids = count(), count()
         self.drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
         self._planner, self._kv = planner, kv
-        self._max_model_len = config.max_model_len
-        self.drafts_forced = config.drafts_forced
-        self._is_tree = config.draft_tree is not None
+        self.config = config
 
     # Beginnings.
 
     def open(self, request: NewRequest, continuation: Continuation) -> SequenceGroup:
         """A new request, without sequences."""
-        group = SequenceGroup(request, next(self._orders), continuation, self._max_model_len)
+        group = SequenceGroup(request, next(self._orders), continuation, self.config.max_model_len)
         self._planner.enrol(group)
         self.groups[request.request_id] = group
         self.num_guided += group.task.has_grammar
@@ -75,31 +62,34 @@ class Outcomes:
 
     # Results.
 
-    def take(self, plan: StepPlan, sequences: list[Sequence], result: StepResult) -> list[SequenceOutput]:
+    def take(
+        self, sequences: list[Sequence], scheduled: list[ScheduledSequence], results: list[SequenceResult]
+    ) -> list[SequenceOutput]:
         """Take in what a step brought its sequences; results of those that have ended are dropped."""
         # Whole requests fail, so before anything is made of their other sequences' results.
-        outputs = self._take_failures(sequences, result)
+        outputs = self._take_failures(sequences, results)
         decode, num_failed = self._decode, len(outputs)
         served: dict[str, SequenceGroup] = {}
         if self._planner.watches_service:
             served = {s.group.request_id: s.group for s in sequences if s.status is not _FINISHED}
-        for sequence, item, found in zip(sequences, plan.scheduled, result.results, strict=True):
+        for sequence, item, found in zip(sequences, scheduled, results, strict=True):
             if sequence.status is _FINISHED:
                 continue
             sequence.num_in_flight -= 1
             if decode(sequence, item, found, outputs):
                 continue
-            prompt_logprobs = found.prompt_logprobs and self._undelivered(sequence, found.prompt_logprobs)
+            if found.prompt_logprobs is not None:
+                found = structs.replace(found, prompt_logprobs=sequence.group.undelivered(found.prompt_logprobs))
             if item.sampling is _DRAW and item.num_samples == 1:
-                outputs += self._draw(sequence, item, found, prompt_logprobs)
+                outputs += self._draw(sequence, item, found)
                 continue
             self._advance(sequence, item.num_new_tokens)
             if item.sampling is not _NONE:
-                outputs += self._branch(sequence, item.sampling, found, prompt_logprobs)
+                outputs += self._branch(sequence, item.sampling, found)
             else:
                 self._settle(sequence, 0)
-                if prompt_logprobs is not None:
-                    outputs.append(sequence.group.output(sequence.index, [], None, prompt_logprobs))
+                if found.prompt_logprobs is not None:
+                    outputs.append(sequence.group.output(sequence.index, [], None, found.prompt_logprobs))
         if served:
             for output in outputs[num_failed:]:
                 group = served[output.request_id]
@@ -107,9 +97,9 @@ class Outcomes:
                     self._planner.note_served(group, len(output.new_token_ids))
         return outputs
 
-    def _take_failures(self, sequences: list[Sequence], result: StepResult) -> list[SequenceOutput]:
+    def _take_failures(self, sequences: list[Sequence], results: list[SequenceResult]) -> list[SequenceOutput]:
         outputs: list[SequenceOutput] = []
-        found = [(s, one.failure) for s, one in zip(sequences, result.results, strict=True) if one.failure is not None]
+        found = [(s, one.failure) for s, one in zip(sequences, results, strict=True) if one.failure is not None]
         for sequence, failure in found:
             if sequence.matcher is not None and (error := sequence.matcher.error) is not None:
                 failure = Failure(FailureKind.BAD_REQUEST, error, "structured_outputs")
@@ -149,7 +139,7 @@ class Outcomes:
                 forced = sequence.matcher.owe(tokens[0])
             else:
                 sequence.matcher.take(tokens)
-                forced = self.drafts_forced and sequence.matcher.forced()
+                forced = self.config.drafts_forced and sequence.matcher.forced()
             if forced:
                 sequence.draft_token_ids, sequence.forces = forced, True
                 self._settle(sequence, len(forced))
@@ -157,9 +147,7 @@ class Outcomes:
         outputs.append(SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, num_cached))
         return True
 
-    def _draw(
-        self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult, prompt_logprobs: PromptLogprobs | None
-    ) -> list[SequenceOutput]:
+    def _draw(self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult) -> list[SequenceOutput]:
         """A sequence goes on by the tokens drawn for it, or ends with one of them."""
         tokens, logprobs, group = found.token_ids, found.logprobs, sequence.group
         if item.num_drafts and not item.draft_token_ids:
@@ -170,7 +158,7 @@ class Outcomes:
         outputs: list[SequenceOutput] = []
         if sequence.index in group.unfinished:
             tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
-            outputs = [group.output(sequence.index, tokens, logprobs, prompt_logprobs, (reason, stop_reason))]
+            outputs = [group.output(sequence.index, tokens, logprobs, found.prompt_logprobs, (reason, stop_reason))]
         if reason is None:
             drafts = found.draft_token_ids
             if drafts:
@@ -183,11 +171,9 @@ class Outcomes:
             self._drop(sequence)
         return outputs
 
-    def _branch(
-        self, parent: Sequence, sampling: Sampling, found: SequenceResult, prompt_logprobs: PromptLogprobs | None
-    ) -> list[SequenceOutput]:
+    def _branch(self, parent: Sequence, sampling: Sampling, found: SequenceResult) -> list[SequenceOutput]:
         """Several sequences may go on from one, each with an output of its own; of beams, all at once or none yet."""
-        group, outputs = parent.group, []
+        group, prompt_logprobs, outputs = parent.group, found.prompt_logprobs, []
         branches = group.continuation.advance(parent.index, len(parent.output_token_ids), found)
         if branches is None:
             self._planner.sit_out(parent)
@@ -276,12 +262,7 @@ class Outcomes:
             group.unfinished.discard(child.index)
             self._drop(child)
         elif parent.status is _RUNNING and len(planner.running) < planner.max_running:
-            num_shared = parent.num_computed_tokens
-            child.table = self._kv.fork(parent.table, child.sequence_id, child.output_token_ids, num_shared)
-            child.num_computed_tokens = num_shared
-            sequence_index = group.task.first_sequence_index + child.index
-            fork = Fork(child.sequence_id, parent.sequence_id, sequence_index, num_shared, branch.token_id)
-            planner.start_fork(child, fork)
+            planner.start_fork(child, parent, branch.token_id)
         child.settle()
         return child, (reason, stop_reason)
 
@@ -311,8 +292,8 @@ class Outcomes:
         """What a sequence with a grammar is to verify next: tokens that are forced, else allowed drafts. How many."""
         matcher = sequence.matcher
         assert matcher is not None, "a token was drawn without a mask"
-        forced = matcher.forced() if self.drafts_forced else []
-        if self._is_tree:  # a mask is of a chain
+        forced = matcher.forced() if self.config.drafts_forced else []
+        if self.config.draft_tree is not None:  # a mask is of a chain
             proposed = []
         sequence.forces = bool(forced)
         sequence.draft_token_ids = forced or (proposed and proposed[: matcher.num_allowed(proposed)])
@@ -338,15 +319,6 @@ class Outcomes:
             sequence.num_drafts = num_drafts
         elif sequence.status is _PREPARING:
             self._planner.make_ready(sequence)
-
-    def _undelivered(self, sequence: Sequence, part: PromptLogprobs) -> PromptLogprobs | None:
-        """What is new of some prompt logprobs: after a preemption they are computed, and come, once more."""
-        group = sequence.group
-        num_known = group.num_prompt_logprobs - part.start
-        assert num_known >= 0, "prompt logprobs are missing"
-        new = part.entries[num_known:]
-        group.num_prompt_logprobs += len(new)
-        return PromptLogprobs(start=part.start + num_known, entries=new) if new else None
 
     # Ends.
 

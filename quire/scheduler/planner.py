@@ -151,13 +151,16 @@ class Planner:
         policy.on_added(request, not is_new or self.waiting.has(lane), self.waiting.lowest_rank)
         group.key = policy.key(request, group.order)
 
-    def start_fork(self, sequence: Sequence, fork: Fork) -> None:
-        """A waiting sequence has got its parent's blocks: it runs, and the next plan copies the row."""
-        self.waiting.remove(sequence)
-        self._start(sequence)
-        sequence.announced = True
+    def start_fork(self, child: Sequence, parent: Sequence, token_id: int) -> None:
+        """A waiting sequence gets its running parent's blocks, and runs: the next plan copies the row, adds a token."""
+        num_shared = child.num_computed_tokens = parent.num_computed_tokens
+        child.table = self._kv.fork(parent.table, child.sequence_id, child.output_token_ids, num_shared)
+        self.waiting.remove(child)
+        self._start(child)
+        child.announced = True
         self.counts.num_forks_total += 1
-        self._forks[sequence.sequence_id] = fork
+        own_id, index = child.sequence_id, child.group.task.first_sequence_index + child.index
+        self._forks[own_id] = Fork(own_id, parent.sequence_id, index, num_shared, token_id)
 
     def drop(self, sequence: Sequence) -> None:
         """Take out a sequence that has ended."""

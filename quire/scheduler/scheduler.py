@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError
 from quire.kvcache.manager import KVManager
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import NewRequest, SamplingTask
-from quire.protocol.stats import EngineStats, Limits
+from quire.protocol.stats import BlockGroup, EngineSnapshot, EngineStats, Limits, SequenceSnapshot
 from quire.protocol.step import Failure, SampleGuide, SequenceOutput, StepPlan, StepResult
 from quire.scheduler.beams import continuation_of
 from quire.scheduler.continuation import Continuation
@@ -30,6 +30,8 @@ from quire.scheduler.policies.base import Load, Prompt
 from quire.scheduler.reasons import waiting_reasons, why
 from quire.scheduler.sequence import Sequence, SequenceStatus
 from quire.structured.manager import GrammarManager
+
+MAX_SEQUENCES = 200  # in a snapshot, beside those of watched requests
 
 
 class Scheduler:
@@ -198,7 +200,7 @@ class Scheduler:
             self.kv.space.learn(plan.num_tokens, len(plan.scheduled), seconds)
         self._last_update = self.kv.times.now = now
         self.kv.plan_done(result.disk)
-        return self._outcomes.take(plan, sequences, result)
+        return self._outcomes.take(sequences, plan.scheduled, result.results)
 
     def cancel(self) -> None:
         """Forget all plans in flight, whose results will not come, and all that workers know.
@@ -229,16 +231,39 @@ class Scheduler:
             limits=self.limits,
         )
 
-    def first_sequences(self, count: int, watched: Iterable[str] = ()) -> list[Sequence]:
-        """The first so many live sequences (running, waiting in the policy's order, preparing), and these requests'."""
-        planner, groups = self._planner, self._outcomes.groups
-        own = chain.from_iterable(groups[id].sequences.values() for id in watched if id in groups)
-        first = islice(chain(planner.running, planner.waiting, planner.preparing.values()), count)
-        return [*dict.fromkeys(chain(first, (s for s in own if s.status is not SequenceStatus.FINISHED)))]
+    def snapshot(self, now: float, watched: Iterable[str] = ()) -> EngineSnapshot:
+        """The state as a person looks at it: the first sequences, all of the `watched` requests, and the blocks.
 
-    def why_waiting(self, sequence: Sequence) -> str | None:
-        """Why a sequence waits, or None when it does not."""
-        return None if sequence.status is SequenceStatus.RUNNING else why(self._planner, self.kv, sequence)
+        The running come first, then the waiting in the policy's order. Ages count from arrival times, of the same clock
+        as `now`.
+        """
+        planner, groups, stats = self._planner, self._outcomes.groups, self.stats()
+        first = islice(chain(planner.running, planner.waiting, planner.preparing.values()), MAX_SEQUENCES)
+        own = chain.from_iterable(groups[id].sequences.values() for id in watched if id in groups)
+        shown = dict.fromkeys(chain(first, (s for s in own if s.status is not SequenceStatus.FINISHED)))
+        return EngineSnapshot(
+            stats=stats,
+            sequences=[self._look_at(sequence, now) for sequence in shown],
+            num_sequences=stats.num_requests_running + stats.num_requests_waiting,
+            blocks=b"".join(pool.states() for pool in self.kv.pools),
+            block_size=self.kv.block_size,
+            block_groups=list(map(BlockGroup, self.kv.num_blocks, self.kv.windows)),
+        )
+
+    def _look_at(self, sequence: Sequence, now: float) -> SequenceSnapshot:
+        runs = sequence.status is SequenceStatus.RUNNING
+        return SequenceSnapshot(
+            request_id=sequence.group.request_id,
+            index=sequence.index,
+            status="running" if runs else "waiting",
+            num_prompt_tokens=len(sequence.group.request.prompt_token_ids),
+            num_output_tokens=len(sequence.output_token_ids),
+            num_computed_tokens=sequence.num_computed_tokens,
+            num_cached_tokens=sequence.group.num_cached_tokens or 0,
+            num_blocks=sum(map(len, sequence.table.block_ids)) - sum(sequence.table.first_block),
+            why=None if runs else why(self._planner, self.kv, sequence),
+            seconds=now - sequence.group.request.arrival_time,
+        )
 
     def held_rows(self) -> list[int] | None:
         """The sequences whose rows workers hold, ascending; None while plans are in flight."""

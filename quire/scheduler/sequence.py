@@ -76,6 +76,14 @@ class SequenceGroup:
         num_cached = self.num_cached_tokens or 0
         return SequenceOutput(self.request_id, index, new_token_ids, logprobs, num_cached, prompt_logprobs, *end)
 
+    def undelivered(self, part: PromptLogprobs) -> PromptLogprobs | None:
+        """What is new of some prompt logprobs: after a preemption they are computed, and come, once more."""
+        start = self.num_prompt_logprobs
+        assert start >= part.start, "prompt logprobs are missing"
+        new = part.entries[start - part.start :]
+        self.num_prompt_logprobs += len(new)
+        return PromptLogprobs(start, new) if new else None
+
     def needs(self, index: int) -> bool:
         """Whether the sequence of this index must go on."""
         return index in self.unfinished or self.continuation.carries(index, self.unfinished)

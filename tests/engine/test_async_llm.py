@@ -322,7 +322,7 @@ def test_an_engine_that_dies_or_hangs_is_noticed_by_all_who_wait(number: signal.
 
 
 def test_a_snapshot_has_those_with_a_mark_whoever_comes_first(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.scheduler.snapshot.MAX_SEQUENCES", 0)  # an engine on a thread has no first ones then
+    monkeypatch.setattr("quire.scheduler.scheduler.MAX_SEQUENCES", 0)  # an engine on a thread has no first ones then
 
     async def look() -> list[list[str]]:
         params = SamplingParams(max_tokens=490, ignore_eos=True)

@@ -107,8 +107,8 @@ class Driver:
 
     def why(self, request_id: str) -> str | None:
         """Why a request waits; None when nothing of it waits."""
-        group = self.scheduler._outcomes.groups.get(request_id)
-        return next(filter(None, map(self.scheduler.why_waiting, group.sequences.values() if group else ())), None)
+        shown = self.scheduler.snapshot(0.0, [request_id]).sequences
+        return next((sequence.why for sequence in shown if sequence.request_id == request_id and sequence.why), None)
 
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens looked up and found."""
