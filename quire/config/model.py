@@ -327,9 +327,7 @@ def _refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
 
     def theta(source: dict[str, Any]) -> Any:
         places = (source.get("rope_scaling"), source.get("rope_parameters"), source)
-        return next(
-            (place["rope_theta"] for place in places if isinstance(place, dict) and "rope_theta" in place), None
-        )
+        return next((one["rope_theta"] for one in places if isinstance(one, dict) and "rope_theta" in one), None)
 
     if theta(config) is None and theta(stated) is not None:
         raise ConfigError(

@@ -23,18 +23,14 @@ CACHED_METHODS = ("draft_model", *EAGLE_METHODS)  # what drafts has keys and val
 _WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
 
 _DRAFT_TREES = (*HEAD_METHODS, *EAGLE_METHODS)  # methods that can
-# Options that are of use only where another has one of these values.
-_OF_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    **dict.fromkeys(
-        ("model", "revision", "draft_tensor_parallel_size", "quantization", "num_threads"), ("method", _WITH_MODEL)
-    ),
-    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), ("method", ("ngram",))),
-    **dict.fromkeys(
-        ("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests"), ("method", ("suffix",))
-    ),
-    "speculative_token_tree": ("method", _DRAFT_TREES),
-    **dict.fromkeys(("posterior_threshold", "posterior_alpha"), ("acceptance", ("typical",))),
-}
+# An option, some of its values, and other options that are of use only where it has one of them.
+_OF_OTHERS = (
+    ("method", _WITH_MODEL, ("model", "revision", "draft_tensor_parallel_size", "quantization", "num_threads")),
+    ("method", ("ngram",), ("prompt_lookup_min", "prompt_lookup_max")),
+    ("method", ("suffix",), ("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests")),
+    ("method", _DRAFT_TREES, ("speculative_token_tree",)),
+    ("acceptance", ("typical",), ("posterior_threshold", "posterior_alpha")),
+)
 # Under the acceptance 'typical' what is drafted makes a difference, and so has to follow from the request alone.
 # Option -> what answers would depend on.
 _NOT_TYPICAL = {
@@ -172,8 +168,9 @@ class SpeculativeConfig:
             method = "ngram" if model in _LOOKUPS else "medusa"
             given = {**given, "method": method, "model": None if method == "ngram" else model}
         config = read_options(cls, given, OPTION)
-        for name, (other, values) in _OF_OTHERS.items():
-            if given.get(name) is not None and (value := getattr(config, other)) not in values:
+        for other, values, names in _OF_OTHERS:
+            name = next((name for name in names if given.get(name) is not None), None)
+            if name is not None and (value := getattr(config, other)) not in values:
                 for_them = f"{other}{'s' if len(values) > 1 else ''} {', '.join(map(repr, values))}"
                 raise ConfigError(f"{OPTION}: {name} is for the {for_them}, not {value!r}; leave it out.")
         for name, cause in _NOT_TYPICAL.items():

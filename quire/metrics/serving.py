@@ -79,14 +79,12 @@ class ServingMetrics:
             self.histograms.append(Histogram(f"vllm:{name}", help, bounds, finer))
             return self.histograms[-1]
 
-        seconds = _REQUEST_SECONDS
+        seconds, tokens = _REQUEST_SECONDS, _TOKEN_SECONDS
         # The finer bounds, 10% apart, are for the history's percentiles.
         fine = geometric(1e-4, 80.0, per_decade=24)
         self._first_token = add("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS, fine)
-        self._inter_token = add("inter_token_latency_seconds", "Between a sequence's tokens.", _TOKEN_SECONDS, fine)
-        self._per_token = add(
-            "request_time_per_output_token_seconds", "Mean between a sequence's tokens.", _TOKEN_SECONDS
-        )
+        self._inter_token = add("inter_token_latency_seconds", "Between a sequence's tokens.", tokens, fine)
+        self._per_token = add("request_time_per_output_token_seconds", "Mean between a sequence's tokens.", tokens)
         self._latency = add("e2e_request_latency_seconds", "Arrival to end.", seconds)
         self._queue = add("request_queue_time_seconds", "Arrival to the first step.", seconds, fine)
         self._prefill = add("request_prefill_time_seconds", "First step to first token.", seconds)

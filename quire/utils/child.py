@@ -60,9 +60,8 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-    return (
-        f"{name}; out of memory, perhaps: 'quire plan' says what it takes" if name in ("SIGKILL", "SIGABRT") else name
-    )
+    hint = "; out of memory, perhaps: 'quire plan' says what it takes" if name in ("SIGKILL", "SIGABRT") else ""
+    return name + hint
 
 
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
