@@ -130,9 +130,8 @@ def load_sentencepiece(file: Path, config: TokenizerConfig) -> tuple[SentencePie
         first: Any = SentencePieceProcessor(model_proto=bare if settings.get("add_prefix_space") is False else proto)
         later: Any = SentencePieceProcessor(model_proto=proto if settings.get("legacy") else bare)
     except Exception as error:
-        raise ModelLoadError(
-            f"tokenizer.model is no SentencePiece model ({type(error).__name__}); download the file again."
-        ) from None
+        message = f"tokenizer.model is no SentencePiece model ({type(error).__name__}); download the file again."
+        raise ModelLoadError(message) from None
     ids = {"bos_token": first.bos_id(), "eos_token": first.eos_id(), "unk_token": first.unk_id()}
     own = {name: AddedToken(first.id_to_piece(i), special=True) for name, i in ids.items() if i >= 0}
     config = dataclasses.replace(config, named_tokens=own | config.named_tokens)

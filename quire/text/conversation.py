@@ -79,15 +79,13 @@ def select_template(
     if own and isinstance(own, dict) and (chat_template is None or chat_template in own):
         name = chat_template or ("tool_use" if tools is not None and "tool_use" in own else "default")
         if name not in own:
-            raise InvalidRequestError(
-                f"the model has no default chat template; pass chat_template as one of {sorted(own)}.", "chat_template"
-            )
+            reason = f"the model has no default chat template; pass chat_template as one of {sorted(own)}."
+            raise InvalidRequestError(reason, "chat_template")
         return own[name]
     text = own if chat_template is None else chat_template
     if not isinstance(text, str) or (chat_template is None and not text):
-        raise InvalidRequestError(
-            "the model has no chat template; pass one as chat_template, or use a plain prompt.", "chat_template"
-        )
+        reason = "the model has no chat template; pass one as chat_template, or use a plain prompt."
+        raise InvalidRequestError(reason, "chat_template")
     return text
 
 

@@ -49,9 +49,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ModelLoadError(
-            f"{path.name} of the tokenizer can't be read ({reason}); download the file again."
-        ) from None
+        message = f"{path.name} of the tokenizer can't be read ({reason}); download the file again."
+        raise ModelLoadError(message) from None
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
@@ -67,9 +66,8 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ModelLoadError):
             raise
-        raise ModelLoadError(
-            f"tokenizer_config.json, or a file beside it, has an entry of unknown form ({error}); download it again."
-        ) from None
+        message = f"tokenizer_config.json, or a file beside it, has an entry of unknown form ({error})"
+        raise ModelLoadError(f"{message}; download it again.") from None
 
 
 def _read_tokenizer_config(directory: Path) -> TokenizerConfig:

@@ -289,11 +289,8 @@ def _is_apart(text: str, cut: int) -> bool:
 
 def clean_up_spaces(text: str) -> str:
     """Drop the spaces before English punctuation and contractions (`clean_up_tokenization_spaces`)."""
-    for old in (" .", " ?", " !", " ,"):
-        text = text.replace(old, old[1:])
-    text = text.replace(" ' ", "'")
-    for old in (" n't", " 'm", " 's", " 've", " 're"):
-        text = text.replace(old, old[1:])
+    for old in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(old, old.strip())
     return text
 
 

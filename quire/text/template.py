@@ -19,6 +19,7 @@ from quire.text.conversation import to_plain
 from quire.text.sandbox import Sandbox
 
 MAX_TEMPLATE_CHARS = 1 << 20
+_CONTINUE, _VARIABLES = "continue_final_message", "chat_template_kwargs"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = ("image", "audio", "video", "file")
@@ -70,10 +71,7 @@ class ChatTemplate:
             MemoryError, RecursionError: the template needs more than there is.
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other; set one of them.",
-                "continue_final_message",
-            )
+            raise _refusal(_CONTINUE, "and add_generation_prompt exclude each other; set one of them.")
         text = self._text
         template = _compile(text)
         conversation = _read_messages(messages, template, content_format)
@@ -102,9 +100,8 @@ def _sandbox() -> Sandbox:
 @lru_cache(maxsize=8)
 def _compile(text: str) -> jinja2.Template:
     if len(text) > MAX_TEMPLATE_CHARS:
-        raise InvalidRequestError(
-            f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}.", "chat_template"
-        )
+        message = f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}."
+        raise InvalidRequestError(message, "chat_template")
     try:
         return _sandbox().from_string(text)
     except jinja2.TemplateSyntaxError as error:
@@ -147,6 +144,10 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
 # --- messages
 
 
+def _refusal(param: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} {reason}", param)
+
+
 def _bad_messages(reason: str) -> InvalidRequestError:
     return InvalidRequestError(reason, "messages")
 
@@ -154,17 +155,14 @@ def _bad_messages(reason: str) -> InvalidRequestError:
 def _read_variables(values: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in values or {}:
         if not isinstance(name, str) or name in RESERVED_NAMES:
-            raise InvalidRequestError(
-                f"chat_template_kwargs can't set {name!r}; pass it as an argument of its own, if there is one.",
-                "chat_template_kwargs",
-            )
-    return to_plain(values or {}, "chat_template_kwargs")
+            raise _refusal(_VARIABLES, f"can't set {name!r}; pass it as an argument of its own, if there is one.")
+    return to_plain(values or {}, _VARIABLES)
 
 
 def _read_objects(values: Sequence[Any] | None, name: str) -> list[Any] | None:
     plain = to_plain(values, name)
     if plain is not None and not (isinstance(plain, list) and all(isinstance(v, dict) for v in plain)):
-        raise InvalidRequestError(f"{name} must be a list of dicts (JSON schemas, for tools).", name)
+        raise _refusal(name, "must be a list of dicts (JSON schemas, for tools).")
     return plain
 
 
@@ -241,10 +239,7 @@ def _mark_final_message(conversation: list[dict[str, Any]], mark: str, template:
     message = conversation[-1]
     content = message.get("content")
     if content is None or "content" not in template:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message with content, and a template that writes it.",
-            "continue_final_message",
-        )
+        raise _refusal(_CONTINUE, "needs a last message with content, and a template that writes it.")
     if isinstance(content, str):
         message["content"] = content + mark
         return content
@@ -253,17 +248,14 @@ def _mark_final_message(conversation: list[dict[str, Any]], mark: str, template:
             text = part["text"]
             part["text"] = text + mark
             return text
-    raise InvalidRequestError("continue_final_message found no text in the last message.", "continue_final_message")
+    raise _refusal(_CONTINUE, "found no text in the last message.")
 
 
 def _cut_at_mark(prompt: str, mark: str, final: str) -> str:
     bare = mark.strip()
     if bare not in prompt or final.strip() not in prompt:
-        raise InvalidRequestError(
-            "continue_final_message can't be done: this chat template does not write the last message's content as it "
-            "is. Leave continue_final_message False.",
-            "continue_final_message",
-        )
+        reason = "this chat template does not write the last message's content as it is"
+        raise _refusal(_CONTINUE, f"can't be done: {reason}. Leave continue_final_message False.")
     place = prompt.rindex(bare)
     # A template that trims its messages took the mark's own space away, and so takes the content's.
     return prompt[:place] if prompt.startswith(mark, place) else prompt[:place].rstrip()

@@ -63,9 +63,8 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             if not isinstance(text, str):
                 raise InvalidRequestError(f"the text to encode is a {type(text).__name__}, not a string.") from None
-            raise InvalidRequestError(
-                "the text holds a lone surrogate (U+D800 to U+DFFF), which no text can; drop it.", "prompt"
-            ) from None
+            message = "the text holds a lone surrogate (U+D800 to U+DFFF), which no text can; drop it."
+            raise InvalidRequestError(message, "prompt") from None
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids that the vocabulary lacks (a padded embedding's) have no text.
@@ -167,10 +166,8 @@ class Tokenizer:
             InvalidRequestError: this tokenizer has no such file.
         """
         if not isinstance(self._backend, FastBackend):
-            raise InvalidRequestError(
-                "structured outputs need a tokenizer.json, and this model has none; add one, or leave them out.",
-                "structured_outputs",
-            )
+            message = "structured outputs need a tokenizer.json, and this model has none; add one, or leave them out."
+            raise InvalidRequestError(message, "structured_outputs")
         special = {content: i for i, (content, is_special) in self._backend.added_tokens.items() if is_special}
         return self._backend.to_json(), special
 

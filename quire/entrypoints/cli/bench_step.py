@@ -143,9 +143,8 @@ def _native_model(llm: "LLM") -> "CompiledModel":
     executor = llm.llm_engine.executor
     model = executor.worker.runner.model if isinstance(executor, InProcessExecutor) else None
     if not isinstance(model, CompiledModel):
-        raise ConfigError(
-            "quire bench step times compiled kernels in this process: leave out other devices, ranks and kernels=torch."
-        )
+        remedy = "leave out other devices, ranks and kernels=torch"
+        raise ConfigError(f"quire bench step times compiled kernels in this process: {remedy}.")
     return model
 
 

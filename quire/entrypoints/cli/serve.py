@@ -65,9 +65,8 @@ def _catalog(models: list[str], args: ServerArgs, engine_args: EngineArgs) -> Ca
     catalog = read_catalog(models, args, engine_args)
     for model in catalog.models:
         if sum(model.room) > catalog.limits.memory and (why := make_plan(model.args).refusal):
-            raise ConfigError(
-                f"the model {model.name!r} can never be loaded here: {why} 'quire plan' says what would fit."
-            )
+            why += " 'quire plan' says what would fit."
+            raise ConfigError(f"the model {model.name!r} can never be loaded here: {why}")
     return catalog
 
 

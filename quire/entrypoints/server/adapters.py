@@ -85,9 +85,8 @@ async def load_adapter(body: LoadRequest, state: State) -> PlainTextResponse:
     """Load an adapter, while others' requests go on; from then on its name is a model's."""
     path = _allowed(body.lora_path, state)
     if body.lora_name in state.adapters or body.lora_name in state.model_names:
-        raise InvalidRequestError(
-            f"the name {body.lora_name!r} is taken; unload it first, or give another.", "lora_name"
-        )
+        message = f"the name {body.lora_name!r} is taken; unload it first, or give another."
+        raise InvalidRequestError(message, "lora_name")
     request = await asyncio.to_thread(_request, body.lora_name, str(path))
     await state.llm.add_lora(request)
     if state.adapters.setdefault(body.lora_name, request) is not request:

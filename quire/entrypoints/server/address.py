@@ -53,9 +53,8 @@ def _bind_port(args: ServerArgs) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise QuireError(
-            f"can't listen on {host} port {args.port}: {error.strerror}. Stop what uses it, or choose another --port."
-        ) from None
+        reason = f"{error.strerror}. Stop what uses it, or choose another --port."
+        raise QuireError(f"can't listen on {host} port {args.port}: {reason}") from None
     return listener
 
 

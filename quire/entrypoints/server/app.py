@@ -93,14 +93,11 @@ def imported(path: str) -> Any:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if _is_no_route(error) and (meant := _meant_path(request)):
+    # The framework says that there is no such route, and no handler.
+    is_no_route = isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found"
+    if is_no_route and (meant := _meant_path(request)):
         error = HTTPException(404, f"there is no such route; did you mean {meant}? /docs lists those there are.")
     return error_response(error, request.scope)
-
-
-def _is_no_route(error: Exception) -> bool:
-    """Whether the framework has said so, and no handler."""
-    return isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found"
 
 
 def _meant_path(request: Request) -> str | None:

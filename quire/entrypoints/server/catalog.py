@@ -97,9 +97,8 @@ def _refuse(args: ServerArgs, engine_args: EngineArgs) -> None:
     if (size := engine_args.data_parallel_size) > 1:
         raise ConfigError(f"data_parallel_size={size} is for one model: each of several has one engine; leave it out.")
     if args.lora_modules or args.prompt_adapters or args.allowed_adapter_dir is not None:
-        raise ConfigError(
-            "lora_modules, prompt_adapters, allowed_adapter_dir: they are for one model alone; leave them out."
-        )
+        options = "lora_modules, prompt_adapters, allowed_adapter_dir"
+        raise ConfigError(f"{options}: they are for one model alone; leave them out.")
     if args.engine == "thread":
         raise ConfigError("engine='thread' is for one model: each of several has a process of its own; leave it out.")
     if engine_args.kv_events_config is not None:

@@ -1,11 +1,10 @@
 """One client's connection: uvicorn's HTTP/1.1 protocol, with deadlines for what a client sends.
 
-uvicorn itself waits for ever for headers and bodies that never end. `launch` gives the class to uvicorn; nobody else
-knows it.
+uvicorn itself waits for ever for headers and bodies that never end. `launch` gives the class, with the options, to
+uvicorn; nobody else knows it.
 """
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import h11
@@ -15,11 +14,6 @@ from quire.entrypoints.server.errors import ErrorInfo, error_body
 from quire.entrypoints.server.options import ServerArgs
 
 
-def connection_class(args: ServerArgs) -> Any:
-    """What uvicorn calls for each new connection."""
-    return partial(Connection, timeouts={"headers": args.timeout_headers, "body": args.timeout_body})
-
-
 class Connection(H11Protocol):
     """Is closed when a request's headers or its body take too long, from their first byte to their last.
 
@@ -27,9 +21,9 @@ class Connection(H11Protocol):
     uvicorn's keep-alive timeout that counts.
     """
 
-    def __init__(self, *args: Any, timeouts: dict[str, float], **kwargs: Any) -> None:
+    def __init__(self, options: ServerArgs, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._timeouts = timeouts
+        self._timeouts = {"headers": options.timeout_headers, "body": options.timeout_body}
         self._awaited: str | None = None  # "headers" or "body": what has begun to come
         self._deadline: asyncio.TimerHandle | None = None
 

@@ -117,10 +117,7 @@ async def tokenizer_info(state: State) -> TokenizerInfo:
         tokenizer_class="fast" if tokenizer.is_fast else "sentencepiece",
         vocab_size=len(tokenizer.get_vocab()),
         model_max_length=state.llm.config.model.max_model_len,
-        bos_token=named.get("bos_token"),
-        eos_token=named.get("eos_token"),
-        unk_token=named.get("unk_token"),
-        pad_token=named.get("pad_token"),
+        **{name: named.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
         additional_special_tokens=[t for t in tokenizer.all_special_tokens if t not in named.values()],
         chat_template=tokenizer.chat_template,
     )

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from quire.entrypoints.server.adapters import load_modules, read_modules
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app, imported
 from quire.entrypoints.server.catalog import Catalog
-from quire.entrypoints.server.connection import connection_class
+from quire.entrypoints.server.connection import Connection
 from quire.entrypoints.server.fleet import Fleet
 from quire.entrypoints.server.log_line import ThroughputLine
 from quire.entrypoints.server.options import ServerArgs
@@ -145,7 +146,7 @@ class Server(uvicorn.Server):
         self._app = build_app(state)
         config = uvicorn.Config(
             self._app,
-            http=connection_class(args),
+            http=partial(Connection, args),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

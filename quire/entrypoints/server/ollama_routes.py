@@ -39,14 +39,9 @@ class OllamaRoute(JsonRoute):
     takes_any_type = True
 
     def prepare(self, body: dict[str, Any], names: Sequence[str]) -> None:
-        body["model"] = _own_name(body.get("model", body.get("name")), names)
-
-
-def _own_name(given: Any, names: Sequence[str]) -> Any:
-    """The served name that a client means by one with a tag."""
-    if isinstance(given, str) and given not in names and (plain := given.removesuffix(_LATEST)) in names:
-        return plain
-    return given
+        body["model"] = given = body.get("model", body.get("name"))
+        if isinstance(given, str) and given not in names and (plain := given.removesuffix(_LATEST)) in names:
+            body["model"] = plain
 
 
 router = APIRouter(route_class=OllamaRoute, tags=["ollama"], prefix="/api")

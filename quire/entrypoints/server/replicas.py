@@ -174,9 +174,8 @@ class ReplicasClient:
         """
         up = [replica.rank for replica in self._replicas if replica.state == "up"]
         if rank not in up or len(up) == 1:
-            raise InvalidRequestError(
-                f"engine {rank} can't restart: it and another have to be up, and {up} are.", "rank"
-            )
+            message = f"engine {rank} can't restart: it and another have to be up, and {up} are."
+            raise InvalidRequestError(message, "rank")
         replica = self._replicas[rank]
         replica.state = "draining"
         self._router.is_open[rank] = False

@@ -34,8 +34,8 @@ class ResponseStore(Protocol):
         """What is kept, if it is this owner's."""
         ...
 
-    async def delete(self, key: str, owner: str) -> bool:
-        """Forget it; False where there is nothing of this owner's."""
+    async def delete(self, key: str, owner: str) -> None:
+        """Forget it, if it is this owner's."""
         ...
 
 
@@ -69,22 +69,17 @@ class MemoryStore:
             self._drop(next(iter(self._entries)))
 
     async def get(self, key: str, owner: str) -> bytes | None:
-        if key not in self._entries:
-            return None
-        kept_for, end, data = self._entries[key]
+        kept_for, end, data = self._entries.get(key, (None, 0.0, None))
         if time.monotonic() > end:
             self._drop(key)
-            return None
-        if kept_for != owner:
-            return None
-        self._entries.move_to_end(key)
-        return data
+        elif kept_for == owner:
+            self._entries.move_to_end(key)
+            return data
+        return None
 
-    async def delete(self, key: str, owner: str) -> bool:
-        found = await self.get(key, owner) is not None
-        if found:
+    async def delete(self, key: str, owner: str) -> None:
+        if await self.get(key, owner) is not None:
             self._drop(key)
-        return found
 
     def _drop(self, key: str) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
@@ -113,16 +108,12 @@ class SqliteStore:
 
     async def get(self, key: str, owner: str) -> bytes | None:
         oldest = time.time() - self._seconds
-        rows = await asyncio.to_thread(
-            self._run, "SELECT data FROM responses WHERE id = ? AND owner = ? AND created > ?", key, owner, oldest
-        )
+        query = "SELECT data FROM responses WHERE id = ? AND owner = ? AND created > ?"
+        rows = await asyncio.to_thread(self._run, query, key, owner, oldest)
         return rows[0][0] if rows else None
 
-    async def delete(self, key: str, owner: str) -> bool:
-        rows = await asyncio.to_thread(
-            self._run, "DELETE FROM responses WHERE id = ? AND owner = ? RETURNING id", key, owner
-        )
-        return bool(rows)
+    async def delete(self, key: str, owner: str) -> None:
+        await asyncio.to_thread(self._run, "DELETE FROM responses WHERE id = ? AND owner = ?", key, owner)
 
     def _put(self, key: str, owner: str, data: bytes) -> None:
         now = time.time()

@@ -46,9 +46,8 @@ def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams]
     if not given:
         return None
     if len(given) > 1:
-        raise InvalidRequestError(
-            f"{' and '.join(given)} constrain the output both; give one of them only.", list(given)[-1]
-        )
+        message = f"{' and '.join(given)} constrain the output both; give one of them only."
+        raise InvalidRequestError(message, list(given)[-1])
     ((name, fields),) = given.items()
     if body.guided_whitespace_pattern is not None:
         fields = {"whitespace_pattern": body.guided_whitespace_pattern, **fields}

@@ -65,9 +65,7 @@ def _function(tool: Any, where: str) -> Function:
         raise InvalidRequestError(f"{where}.function must be an object with name and parameters.", "tools")
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(
-            f"{where}.function.name must be 1 to 128 letters, digits, or any of '_.:/-'; it is {quote(name)}.", "tools"
-        )
+        raise wrong(f"{where}.function.name", "1 to 128 letters, digits, or any of '_.:/-'", name, "tools")
     schema = {} if given.get("parameters") is None else given["parameters"]
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidRequestError(f"{where}: the parameters of {name!r} must be a JSON schema of an object.", "tools")

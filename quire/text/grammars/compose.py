@@ -57,10 +57,8 @@ def format_of(params: StructuredOutputsParams) -> dict[str, Any]:
         case _:
             tag = _parsed(text)
             if not isinstance(tag, dict) or "format" not in tag:
-                raise InvalidRequestError(
-                    "structured_outputs.structural_tag must have a format where free text comes before it.",
-                    "structured_outputs",
-                )
+                reason = "structured_outputs.structural_tag must have a format where free text comes before it."
+                raise InvalidRequestError(reason, "structured_outputs")
             return tag["format"]
 
 
@@ -68,6 +66,5 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"structured_outputs can't be used: it is no JSON: {error}.", "structured_outputs"
-        ) from None
+        message = f"structured_outputs can't be used: it is no JSON: {error}."
+        raise InvalidRequestError(message, "structured_outputs") from None

@@ -221,9 +221,8 @@ class _Values:
         if not ref.startswith("#"):
             if (found := self._named.get(ref)) is not None:
                 return found
-            raise InvalidRequestError(
-                f"$ref {ref!r} is not within the JSON schema; references elsewhere are not followed."
-            )
+            reason = "is not within the JSON schema; references elsewhere are not followed"
+            raise InvalidRequestError(f"$ref {ref!r} {reason}.")
         if ref != "#" and not ref.startswith("#/"):
             return self._named.get(ref)
         target: Any = self._root

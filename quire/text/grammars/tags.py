@@ -94,9 +94,8 @@ class FormatWriter:
                 written = self._separated(format)
             case _:
                 known = "const_string, any_text, regex, grammar, json_schema, sequence, or, tag, triggered_tags"
-                raise InvalidRequestError(
-                    f"a structural tag has a format of type {kind!r}; there are {known} and tags_with_separator."
-                )
+                known += " and tags_with_separator"
+                raise InvalidRequestError(f"a structural tag has a format of type {kind!r}; there are {known}.")
         self._depth -= 1
         return written
 
@@ -124,9 +123,8 @@ class FormatWriter:
                 return self._lark.until(_of(format, "value", str))
             case "tag" if _of(format, "begin", str):
                 return f"{self._lark.until(format['begin'])} {self._tag(format, format['begin'])}"
-        raise InvalidRequestError(
-            "in a structural tag, any_text is followed by a const_string or a tag with a begin, or ends it."
-        )
+        rule = "any_text is followed by a const_string or a tag with a begin, or ends it"
+        raise InvalidRequestError(f"in a structural tag, {rule}.")
 
     def _tag(self, tag: Any, written: str) -> str:
         """A tag of whose begin a part is written already."""

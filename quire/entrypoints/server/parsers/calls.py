@@ -23,15 +23,13 @@ def json_calls(read: Reader, known: bool = False) -> Script[None]:
     Raises:
         WrongCallError: it is none.
     """
-    yield from read.space()
-    if (yield from read.one_of("[")) is None:
+    if (yield from read.one_of("[", spaced=True)) is None:
         yield from _json_call(read, known)
         return
     yield from read.space()
     while True:
         yield from _json_call(read, known)
-        yield from read.space()
-        if (yield from read.one_of(",")) is None:
+        if (yield from read.one_of(",", spaced=True)) is None:
             yield from read.literal("]")
             return
         yield from read.space()
@@ -56,8 +54,7 @@ def marked_json(*marks: str, close: str) -> Callable[[Reader], Script[None]]:
 
     def call(read: Reader, _: str) -> Script[None]:
         yield from json_calls(read)
-        yield from read.space()
-        yield from read.one_of(close)
+        yield from read.one_of(close, spaced=True)
 
     return marked(call, *marks)
 
@@ -67,8 +64,7 @@ def whole_or_marked(mark: str, calls: Callable[[Reader], Script[None]]) -> Calla
 
     def script(read: Reader) -> Script[None]:
         with read.attempt(None):
-            yield from read.space()
-            yield from read.one_of(mark)
+            yield from read.one_of(mark, spaced=True)
             yield from calls(read)
         yield from marked(lambda read, _: calls(read), mark)(read)
 
@@ -82,8 +78,7 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
     while True:
         yield from read.space()
         key = yield from read.json_value()
-        yield from read.space()
-        yield from read.literal(":")
+        yield from read.literal(":", spaced=True)
         yield from read.space()
         if key == "function" and not inner and (yield from read.peek(1)) == "{":
             yield from _json_call(read, known, inner=True)
@@ -100,8 +95,7 @@ def _json_call(read: Reader, known: bool, inner: bool = False) -> Script[None]:
             yield from read.json(held.append)
         else:
             yield from read.json_value()
-        yield from read.space()
-        if (yield from read.one_of(",")) is None:
+        if (yield from read.one_of(",", spaced=True)) is None:
             break
     yield from read.literal("}")
     if not begun:

@@ -17,11 +17,9 @@ def _call(read: Reader, _: str) -> Script[None]:
         yield from read.literal(f"{_FENCE}json")
     read.start(name.strip())
     yield from read.arguments()
-    yield from read.space()
     if fenced:
-        yield from read.literal(_FENCE)
-        yield from read.space()
-    yield from read.literal(_END)
+        yield from read.literal(_FENCE, spaced=True)
+    yield from read.literal(_END, spaced=True)
 
 
 def _frame(template: str) -> Frame:

@@ -24,10 +24,8 @@ def _call(read: Reader, mark: str) -> Script[None]:
 
 def _key(read: Reader) -> Script[str | None]:
     """An object's next key; None at its end."""
-    yield from read.space()
-    yield from read.one_of(",")
-    yield from read.space()
-    if (yield from read.one_of("}")):
+    yield from read.one_of(",", spaced=True)
+    if (yield from read.one_of("}", spaced=True)):
         return None
     if quote := (yield from read.one_of(*_QUOTES)):
         key, _ = yield from read.until(quote, most=MAX_NAME)
@@ -40,8 +38,7 @@ def _key(read: Reader) -> Script[str | None]:
 def _value(read: Reader, depth: int) -> Script[Any]:
     if depth > _MAX_DEPTH:
         raise WrongCallError
-    yield from read.space()
-    if quote := (yield from read.one_of(*_QUOTES)):
+    if quote := (yield from read.one_of(*_QUOTES, spaced=True)):
         return (yield from read.until(quote))[0]
     if (yield from read.peek(1)) == '"':
         return (yield from read.json_value())
@@ -53,10 +50,8 @@ def _value(read: Reader, depth: int) -> Script[Any]:
     if (yield from read.one_of("[")):
         items: list[Any] = []
         while True:
-            yield from read.space()
-            yield from read.one_of(",")
-            yield from read.space()
-            if (yield from read.one_of("]")):
+            yield from read.one_of(",", spaced=True)
+            if (yield from read.one_of("]", spaced=True)):
                 return items
             items.append((yield from _value(read, depth + 1)))
     return (yield from _bare(read))

@@ -13,11 +13,9 @@ def _call(read: Reader, _: str) -> Script[None]:
     writer = ArgumentWriter(read, name.strip())
     while mark == _KEY:
         key, _ = yield from read.until(_END_KEY, most=MAX_NAME)
-        yield from read.space()
-        yield from read.literal(_VALUE)
+        yield from read.literal(_VALUE, spaced=True)
         yield from writer.argument(key.strip(), _END_VALUE)
-        yield from read.space()
-        mark = yield from read.one_of(_KEY)
+        mark = yield from read.one_of(_KEY, spaced=True)
     writer.close()
     yield from read.one_of(CLOSE)
 

@@ -37,8 +37,7 @@ PHI4 = Form(
 def _separated(read: Reader) -> Script[None]:
     while True:
         yield from json_calls(read, known=True)
-        yield from read.space()
-        if (yield from read.one_of(";")) is None:
+        if (yield from read.one_of(";", spaced=True)) is None:
             return
 
 

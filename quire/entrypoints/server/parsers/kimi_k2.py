@@ -13,8 +13,7 @@ def _call(read: Reader, _: str) -> Script[None]:
     id = text.strip()
     read.start(id.removeprefix("functions.").partition(":")[0], id)
     yield from read.arguments()
-    yield from read.space()
-    yield from read.literal(_END)
+    yield from read.literal(_END, spaced=True)
 
 
 FORM = Form(

@@ -18,8 +18,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _calls(read: Reader) -> Script[None]:
-    yield from read.space()
-    yield from read.literal("[")
+    yield from read.literal("[", spaced=True)
     while True:
         yield from read.space()
         name, _ = yield from read.until("(", most=MAX_NAME)
@@ -27,12 +26,10 @@ def _calls(read: Reader) -> Script[None]:
             raise WrongCallError
         first = yield from _argument(read)
         yield from _rest(read, ArgumentWriter(read, name.strip()), first)
-        yield from read.space()
-        if (yield from read.one_of(",")) is None:
+        if (yield from read.one_of(",", spaced=True)) is None:
             break
     yield from read.literal("]")
-    yield from read.space()
-    yield from read.one_of(_END)
+    yield from read.one_of(_END, spaced=True)
 
 
 _Argument = tuple[str, Any, str]  # its name, its value, and what ends it
@@ -49,8 +46,7 @@ def _rest(read: Reader, writer: ArgumentWriter, argument: _Argument | None) -> S
 
 def _argument(read: Reader) -> Script[_Argument | None]:
     """One argument; None where there is no more."""
-    yield from read.space()
-    if (yield from read.one_of(")")):
+    if (yield from read.one_of(")", spaced=True)):
         return None
     key, _ = yield from read.until("=", most=MAX_NAME)
     text, last = yield from _expression(read)

@@ -11,20 +11,16 @@ _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
 
 def _call(read: Reader, mark: str) -> Script[None]:
     if mark == OPEN:
-        yield from read.space()
-        yield from read.literal(_FUNCTION)
+        yield from read.literal(_FUNCTION, spaced=True)
     name, _ = yield from read.until(">", most=MAX_NAME)
     writer = ArgumentWriter(read, name.strip())
-    yield from read.space()
-    while (yield from read.one_of(_PARAMETER)):
+    while (yield from read.one_of(_PARAMETER, spaced=True)):
         key, _ = yield from read.until(">", most=MAX_NAME)
         yield from read.one_of("\n")
         yield from writer.argument(key, _END_PARAMETER, hold="\n")
-        yield from read.space()
     writer.close()
     yield from read.literal(_END_FUNCTION)
-    yield from read.space()
-    yield from read.one_of(CLOSE)
+    yield from read.one_of(CLOSE, spaced=True)
 
 
 FORM = Form(

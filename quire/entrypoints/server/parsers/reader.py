@@ -107,10 +107,6 @@ class Reader:
         """Have these, in place of those that were held back, come before the next text."""
         self._spaces = spaces
 
-    def rest(self) -> Script[None]:
-        """Hand on all that follows."""
-        yield from self.text()
-
     def _say(self, text: str) -> None:
         shown = text.rstrip()
         if shown:
@@ -138,8 +134,13 @@ class Reader:
                 return
             yield
 
-    def one_of(self, *choices: str) -> Script[str | None]:
-        """Take the one that comes next, the longest that fits; None (and nothing taken) where none does."""
+    def one_of(self, *choices: str, spaced: bool = False) -> Script[str | None]:
+        """Take the one that comes next, the longest that fits; None (and it is not taken) where none does.
+
+        `spaced`: white space that comes first is skipped, whatever follows it.
+        """
+        if spaced:
+            yield from self.space()
         for choice in sorted(choices, key=len, reverse=True):
             while True:
                 have = self._text[self._at : self._at + len(choice)]
@@ -151,13 +152,13 @@ class Reader:
                 yield
         return None
 
-    def literal(self, wanted: str) -> Script[None]:
-        """Take what has to come next.
+    def literal(self, wanted: str, spaced: bool = False) -> Script[None]:
+        """Take what has to come next. `spaced`: as in `one_of`.
 
         Raises:
             WrongCallError: it does not.
         """
-        if (yield from self.one_of(wanted)) is None:
+        if (yield from self.one_of(wanted, spaced=spaced)) is None:
             raise WrongCallError
 
     def until(self, *marks: str, most: int = 1 << 20) -> Script[tuple[str, str]]:
@@ -334,7 +335,7 @@ class ScriptParser:
 
 def _to_the_end(script: Callable[[Reader], Script[None]], reader: Reader) -> Script[None]:
     yield from script(reader)
-    yield from reader.rest()
+    yield from reader.text()
 
 
 @lru_cache(maxsize=256)

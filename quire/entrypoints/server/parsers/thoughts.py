@@ -51,8 +51,7 @@ class ThoughtForm(Struct, frozen=True):
             thinks = inside
             if begun is not False:
                 with read.attempt(None):
-                    yield from read.space()
-                    thinks = (yield from read.one_of(*self.opens)) is not None or inside
+                    thinks = (yield from read.one_of(*self.opens, spaced=True)) is not None or inside
                     if not thinks:
                         raise WrongCallError
             if thinks:
