@@ -227,11 +227,10 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             if not self.allowed_token_ids:
                 raise broken("allowed_token_ids", [], "a non-empty list of token ids, or None for all tokens")
         if self.logits_processors is not None:
-            processors = items("logits_processors", self.logits_processors, "callables")
+            self.logits_processors = processors = items("logits_processors", self.logits_processors, "callables")
             for processor in processors:
                 if not callable(processor):
                     raise broken("logits_processors", processor, "a list of callables")
-            self.logits_processors = processors
 
     def _check_structure(self) -> None:
         if self.structured_outputs is not None and self.guided_decoding is not None:

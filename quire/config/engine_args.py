@@ -27,6 +27,8 @@ from quire.utils.suggest import nearest
 logger = logging.getLogger(__name__)
 
 _SWAP_SPACE_FOR_DISK = 1.0  # GiB, where nothing else is said
+_Method = Literal["int8", "int4", "w8a8", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"]
+_Kernels = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "portable", "torch"]
 MAX_LORA_RANK = 256
 _OF_MODEL = ("dtype", "max_model_len", "revision", "seed", "hf_overrides", "load_format", "download_dir")  # its options
 
@@ -52,16 +54,11 @@ class EngineArgs:
     """Accepted and without effect: code shipped with a model is never run."""
     dtype: str = option("auto")
     """Weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
-    quantization: (
-        Literal["int8", "int4", "w8a8", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"]
-        | None
-    ) = option(None, short="-q")
+    quantization: _Method | None = option(None, short="-q")
     """Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row), or
     'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts). A quantized
     checkpoint's own is recognized; naming it asserts that it is so."""
-    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "portable", "torch"] = (
-        option("auto")
-    )
+    kernels: _Kernels = option("auto")
     """CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, neon_bf16, neon_dot, portable, or torch: none of
     the compiled ones."""
     weight_cache: bool = option(True)

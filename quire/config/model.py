@@ -24,8 +24,6 @@ from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupport
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
 _DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 _INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
 _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
@@ -88,7 +86,7 @@ class ModelConfig:
                 float32 checkpoint runs in half the memory with "bfloat16" or "half".
             max_model_len: tokens of prompt + output; at most, and by default, what the position encoding supports.
             hf_overrides: keys of config.json to replace before it is read.
-            load_format: one of LOAD_FORMATS; "dummy" needs (and downloads) no weights.
+            load_format: as `EngineArgs.load_format`; "dummy" needs (and downloads) no weights.
 
         Types and ranges of all these are checked already, where `EngineArgs` is made.
 

@@ -348,8 +348,7 @@ class AsyncLLM:
         del self._streams[internal], self._external[internal]
         self._queued.discard(internal)
         self._aborted_early.discard(internal)
-        if internal in self._outputs:
-            self._outputs.discard(internal)
+        if self._outputs.discard(internal):
             self.metrics.on_finished(internal, ["abort"], 0, time.monotonic())
             if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
@@ -406,8 +405,7 @@ class AsyncLLM:
                 stream.put(output)
 
     def _refuse(self, event: Refused) -> None:
-        if event.request_id in self._outputs:
-            self._outputs.discard(event.request_id)
+        if self._outputs.discard(event.request_id):
             self.metrics.on_finished(event.request_id, ["error"], 0, time.monotonic())
         if (stream := self._streams.get(event.request_id)) is not None:
             stream.fail(event.fault.error())

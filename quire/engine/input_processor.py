@@ -67,7 +67,14 @@ class InputProcessor:
         params = params.clone()  # the engine's copy: a caller may change or reuse theirs
         limit = self._model.max_model_len
         params.verify_against_model(self._model.vocab_size, limit, self._config.args.max_logprobs)
-        self._check_speculation(params)
+        speculative = self._config.speculative
+        refuses_logprobs = speculative is not None and speculative.disable_logprobs and params.speculative
+        if refuses_logprobs and params.logprobs is not None:
+            raise InvalidRequestError(
+                f"logprobs={params.logprobs} is refused, as this engine's speculative_config has disable_logprobs; "
+                "leave it out, or set speculative=False.",
+                "logprobs",
+            )
         if params.logits_processors and not self._calls_functions:
             message = "logits_processors are Python functions, which only a model in this process can call"
             remedy = 'AsyncOptions(engine="thread") and distributed_executor_backend="uni"'
@@ -146,16 +153,6 @@ class InputProcessor:
             **msgspec.structs.asdict(terms),
         )
         return ProcessedInput(request, task, prompt.text, params)
-
-    def _check_speculation(self, params: SamplingParams) -> None:
-        speculative = self._config.speculative
-        refuses = speculative is not None and speculative.disable_logprobs and params.speculative
-        if refuses and params.logprobs is not None:
-            raise InvalidRequestError(
-                f"logprobs={params.logprobs} is refused, as this engine's speculative_config has disable_logprobs; "
-                "leave it out, or set speculative=False.",
-                "logprobs",
-            )
 
     def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):

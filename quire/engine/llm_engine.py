@@ -57,9 +57,8 @@ class LLMEngine:
             ModelLoadError: the model's or the tokenizer's files.
         """
         if (size := engine_args.data_parallel_size) > 1 and start is None:
-            raise ConfigError(
-                f"data_parallel_size={size} needs start=quire.entrypoints.replicated_core.ReplicatedCore."
-            )
+            needed = "start=quire.entrypoints.replicated_core.ReplicatedCore"
+            raise ConfigError(f"data_parallel_size={size} needs {needed}.")
         config = engine_args.resolve()
         check_architecture(config.model)  # the first thing to say of a model that can't run
         tokenizer = config_tokenizer(config)

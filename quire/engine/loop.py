@@ -42,10 +42,9 @@ class CoreLoop:
 
     def run(self) -> bool:
         """Serve until stopped; False when the engine died."""
-        debug = self.core.debug
         while self._running:
             idle = not self.core.has_unfinished()
-            if idle and debug:
+            if idle and self.core.debug:
                 self.core.check_integrity()
             for command in self._receive(idle):
                 self._carry_out(command)

@@ -21,8 +21,6 @@ from quire.utils.logs import quoted
 logger = logging.getLogger("quire")
 
 LogprobDict = dict[int, Logprob]
-# Parameters that a detokenizer keeps to.
-_OF_TEXT = ("stop", "include_stop_str_in_output", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 class ProcessedOutputs(NamedTuple):
@@ -68,9 +66,8 @@ class _RequestRecord:
     def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
         self.request = request = processed.request
         self.prompt_token_ids = request.prompt_token_ids[request.num_virtual :]  # as the user knows it
-        self.num_sequences = processed.task.num_sequences
         self.prompt, self.params, self.tokenizer = processed.prompt, processed.params, tokenizer
-        params, places = processed.params, range(self.num_sequences)
+        params, places = processed.params, range(processed.task.num_sequences)
         self.sequences = [_SequenceRecord(self._detokenizer() if params.detokenize else None) for _ in places]
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:
@@ -83,8 +80,7 @@ class _RequestRecord:
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
-        options = {name: getattr(self.params, name) for name in _OF_TEXT}
-        return IncrementalDetokenizer(self.tokenizer, self.prompt_token_ids, **options)
+        return IncrementalDetokenizer(self.tokenizer, self.prompt_token_ids, self.params)
 
     @property
     def finished(self) -> bool:
@@ -138,7 +134,7 @@ class _RequestRecord:
     def output(self, now: float) -> RequestOutput | None:
         """The output to hand out after a step, or None when there is nothing to say yet."""
         kind, params, finished = self.params.output_kind, self.params, self.finished
-        ranked = self.num_sequences > params.n
+        ranked = len(self.sequences) > params.n
         if (kind == RequestOutputKind.FINAL_ONLY or ranked) and not finished:
             return None
         delta = kind == RequestOutputKind.DELTA
@@ -210,8 +206,7 @@ class OutputProcessor:
 
     def add(self, processed: ProcessedInput) -> None:
         """Open a record."""
-        record = _RequestRecord(processed, self._tokenizer, self._args)
-        self._records[processed.request.request_id] = record
+        self._records[processed.request.request_id] = _RequestRecord(processed, self._tokenizer, self._args)
 
     def note_scheduled(self, request_ids: list[str], now: float) -> None:
         """Note when requests were first part of a step; later times, after a preemption, do not count."""
@@ -220,9 +215,9 @@ class OutputProcessor:
             if record is not None and record.metrics is not None and record.metrics.first_scheduled_time is None:
                 record.metrics.first_scheduled_time = now
 
-    def discard(self, request_id: str) -> None:
-        """Close a record without an output."""
-        self._records.pop(request_id, None)
+    def discard(self, request_id: str) -> bool:
+        """Close a record without an output; whether there was one."""
+        return self._records.pop(request_id, None) is not None
 
     def process(self, news: list[SequenceOutput], now: float) -> ProcessedOutputs:
         """Turn a step's news into outputs, at most one per request, in the order of the batch.

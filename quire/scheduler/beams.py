@@ -44,8 +44,7 @@ class Hypothesis(NamedTuple):
 
     score: float  # length penalty included
     node: Node
-    finish_reason: str
-    stop_reason: int | None
+    end: tuple[str, int | None]  # finish_reason and stop_reason
 
 
 class _Candidate(NamedTuple):
@@ -100,8 +99,7 @@ class Beams(Continuation):
 
     def endings(self) -> list[Ending]:
         """The best hypotheses."""
-        found = [(hypothesis, hypothesis.node.entries()) for hypothesis in self._hypotheses]
-        return [Ending([entry.token_ids[0] for entry in e], e, h.finish_reason, h.stop_reason) for h, e in found]
+        return [Ending(each.node.entries(), each.end) for each in self._hypotheses]
 
     def carries(self, index: int, unfinished: set[int]) -> bool:
         """Any output may come of any beam."""
@@ -135,7 +133,7 @@ class Beams(Continuation):
         node, token_id = self._node(candidate), candidate.token_id
         score = node.score / node.length**self._task.params.length_penalty
         stop_reason = token_id if stops and token_id != self._task.eos_token_id else None
-        return Hypothesis(score, node, "stop" if stops else "length", stop_reason)
+        return Hypothesis(score, node, ("stop" if stops else "length", stop_reason))
 
     def _is_over(self, running: list[_Candidate], length: int) -> bool:
         """Whether nothing better can come, or nothing more at all."""

@@ -6,6 +6,7 @@ and logprobs, and nothing of queues, blocks or plans.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.protocol.requests import SamplingTask
 from quire.protocol.step import Sampling, SequenceResult, TokenLogprobs
@@ -21,14 +22,11 @@ class Branch:
     parent: int = -1  # whose tokens it shares; -1: the sequence that `advance` was asked about
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(NamedTuple):
     """A whole output, told at once when its request ends."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]  # one per token
-    finish_reason: str
-    stop_reason: int | None
+    logprobs: list[TokenLogprobs]  # one per token, which comes first in it
+    end: tuple[str, int | None]  # finish_reason and stop_reason
 
 
 class Continuation:

@@ -238,11 +238,11 @@ class Outcomes:
         """A request is over: its outputs, whole; an error in place of those that there are not."""
         outputs: list[SequenceOutput] = []
         endings = group.continuation.endings()
-        for index, ending in enumerate(endings):
+        for index, (logprobs, end) in enumerate(endings):
             if index in group.unfinished:
                 group.unfinished.remove(index)
-                end = ending.finish_reason, ending.stop_reason
-                outputs.append(group.output(index, ending.token_ids, ending.logprobs, None, end))
+                tokens = [entry.token_ids[0] for entry in logprobs]
+                outputs.append(group.output(index, tokens, logprobs, None, end))
         message = (
             f"n = {group.task.num_sequences} outputs were asked for, and the beam search found {len(endings)}, as the "
             "request's parameters leave too few tokens to choose from; lower n, or allow more tokens."

@@ -7,6 +7,7 @@ once. It knows nothing of requests, logprobs or token-level stops.
 
 from collections.abc import Sequence
 
+from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 
@@ -17,22 +18,12 @@ class IncrementalDetokenizer:
     text wins among those that one token completes; of two at one place, the one listed first.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-    ) -> None:
-        spaces = skip_special_tokens or spaces_between_special_tokens
-        self._stream = tokenizer.new_stream(prompt_token_ids, skip_special_tokens, spaces)
-        self._stop = list(stop)
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        skips = params.skip_special_tokens
+        self._stream = tokenizer.new_stream(prompt_token_ids, skips, skips or params.spaces_between_special_tokens)
+        self._stop = list(params.stop)
         self._overlap = max(map(len, self._stop), default=1) - 1  # characters of a stop string that may be old
-        self._include_stop, self._min_tokens = include_stop_str_in_output, min_tokens
+        self._include_stop, self._min_tokens = params.include_stop_str_in_output, params.min_tokens
         self._pieces: list[str] = []  # the text, in parts; those before _num_sent_pieces have been handed out
         self._num_sent_pieces = 0
         self._num_sent = 0  # characters

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from quire.sampling_params import SamplingParams
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.streams import clean_up_spaces
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -55,7 +56,7 @@ def compare_decode(ours: Tokenizer, theirs: Any, ids: list[int]) -> None:
     for skip in (True, False):
         text = theirs.decode(ids, skip_special_tokens=skip)
         assert ours.decode(ids, skip_special_tokens=skip) == text
-        detokenizer = IncrementalDetokenizer(ours, [], skip_special_tokens=skip)
+        detokenizer = IncrementalDetokenizer(ours, [], SamplingParams(skip_special_tokens=skip))
         pieces = []
         for token_id in ids:
             detokenizer.update([token_id])
@@ -226,7 +227,7 @@ def test_real_tokenizers_continue_prompts(name: str, data: st.DataObject, shared
     cut = data.draw(st.integers(0, len(ids)))
     before, whole = ours.decode(ids[:cut]), ours.decode(ids)
     if whole.startswith(before):
-        detokenizer = IncrementalDetokenizer(ours, ids[:cut])
+        detokenizer = IncrementalDetokenizer(ours, ids[:cut], SamplingParams())
         detokenizer.update(ids[cut:])
         assert detokenizer.get_next_output_text(True, True) == whole[len(before) :]
 

@@ -45,10 +45,8 @@ class ThreadClient:
         loop = asyncio.get_running_loop()
 
         def deliver(event: Event) -> None:
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(on_event, event)
-            except RuntimeError:  # the loop is closed: nobody listens any more
-                logger.debug("an event of the engine came after the event loop's end")
 
         self._deliver = deliver
 

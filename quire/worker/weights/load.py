@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from quire.config.model import LOAD_FORMATS, ModelConfig
-from quire.errors import ConfigError, ModelLoadError
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
 from quire.models.causal_lm import CausalLM
 from quire.models.dummy import DummySource
 from quire.models.gguf import GGUFSource
@@ -45,7 +45,6 @@ def load_model_weights(
     Raises:
         ModelLoadError: no weights, a truncated or lying file, a tensor missing, twice, or of the wrong shape; the
             message names the file and the tensor.
-        ConfigError: unknown load_format.
     """
     if load_format == "none":
         return LoadReport(0, 0, 0.0)
@@ -68,10 +67,8 @@ def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> Tenso
     """What `load_format` reads the weights of `config.path` from.
 
     Raises:
-        ModelLoadError: see `load_model_weights`. ConfigError: unknown load_format.
+        ModelLoadError: see `load_model_weights`.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
     if load_format == "dummy":
         return DummySource(model.checkpoint_shapes(), model.dtype, config.seed)
     source = None if config.path.is_file() else SafetensorsSource(config.path, config.model)

@@ -4,11 +4,13 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.sampling_params import SamplingParams
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,7 +45,7 @@ def groups(ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
 def test_increments_add_up_to_decode(name: str, skip: bool, data: st.DataObject) -> None:
     ids = data.draw(token_ids(name))
     cuts = data.draw(st.lists(st.integers(0, 40), max_size=8))
-    detokenizer = IncrementalDetokenizer(tokenizer(name), [], skip_special_tokens=skip)
+    detokenizer = detokenizer_of(tokenizer(name), [], skip_special_tokens=skip)
     pieces = []
     for group in groups(ids, cuts):
         assert detokenizer.update(group) == (None, len(group))
@@ -64,7 +66,7 @@ def test_output_continues_prompt(name: str, data: st.DataObject) -> None:
     prompt = used.encode(data.draw(st.text("ab é日😀<\n", max_size=12)), data.draw(st.booleans()))
     output = used.encode(data.draw(st.text("ab é日😀.\n", max_size=12)), False)
     skip = data.draw(st.booleans())
-    detokenizer = IncrementalDetokenizer(used, prompt, skip_special_tokens=skip)
+    detokenizer = detokenizer_of(used, prompt, skip_special_tokens=skip)
     detokenizer.update(output)
     whole = used.decode(prompt + output, skip_special_tokens=skip)
     before = used.decode(prompt, skip_special_tokens=skip)
@@ -76,13 +78,13 @@ def test_leading_space_after_a_prompt() -> None:
     """Llama's decoder drops the first space of a text, but not of what follows a prompt."""
     used = tokenizer("sp_bpe")
     prompt, output = used.encode("The water"), used.encode("is warm", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(used, prompt)
+    detokenizer = detokenizer_of(used, prompt)
     detokenizer.update(output)
     assert detokenizer.get_next_output_text(True, True) == " is warm"
-    alone = IncrementalDetokenizer(used, [1])  # nothing is left of <s> in the text
+    alone = detokenizer_of(used, [1])  # nothing is left of <s> in the text
     alone.update(output)
     assert alone.get_next_output_text(True, True) == "is warm"
-    shown = IncrementalDetokenizer(used, [1], skip_special_tokens=False)
+    shown = detokenizer_of(used, [1], skip_special_tokens=False)
     shown.update(output)
     assert shown.get_next_output_text(True, True) == " is warm"
 
@@ -94,11 +96,11 @@ def test_character_cut_between_prompt_and_output(name: str) -> None:
     ids = used.encode("a😀b", add_special_tokens=False)
     assert len(ids) >= 6, "the emoji is four byte tokens"
     for cut in (2, 3, 4) if name == "sp_bpe" else (2, 3):
-        detokenizer = IncrementalDetokenizer(used, ids[:cut])
+        detokenizer = detokenizer_of(used, ids[:cut])
         assert used.decode(ids[:cut]).endswith("\ufffd")
         detokenizer.update(ids[cut:])
         assert detokenizer.get_next_output_text(True, True) == "😀b"
-        broken = IncrementalDetokenizer(used, ids[:cut])
+        broken = detokenizer_of(used, ids[:cut])
         broken.update(used.encode("b", add_special_tokens=False)[-1:])
         assert broken.get_next_output_text(True, True).lstrip() == "b"
 
@@ -108,7 +110,7 @@ def test_incomplete_character(name: str) -> None:
     """Held back while it may be completed; U+FFFD when generation ends."""
     used = tokenizer(name)
     ids = used.encode("x😀", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(used, [])
+    detokenizer = detokenizer_of(used, [])
     seen = ""
     for token_id in ids[:-1]:
         detokenizer.update([token_id])
@@ -121,16 +123,20 @@ def test_special_tokens_are_shown_on_demand() -> None:
     used = tokenizer("byte_bpe")
     ids = [*used.encode("a", False), *used.encode("<|im_end|><think>", False)]
     for skip, text in ((True, "a<think>"), (False, "a<|im_end|><think>")):
-        detokenizer = IncrementalDetokenizer(used, [], skip_special_tokens=skip)
+        detokenizer = detokenizer_of(used, [], skip_special_tokens=skip)
         detokenizer.update(ids)
         assert detokenizer.get_next_output_text(True, True) == text
+
+
+def detokenizer_of(used: Tokenizer, prompt: Sequence[int], **options: Any) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(used, prompt, SamplingParams(**options))
 
 
 def run(
     name: str, ids: Sequence[int], parts: list[list[int]], stop: list[str], include: bool, min_tokens: int
 ) -> tuple[str | None, int, str]:
     """(stop found, tokens used, text) of a streamed run; checks that what was streamed is never taken back."""
-    detokenizer = IncrementalDetokenizer(
+    detokenizer = detokenizer_of(
         tokenizer(name), [], stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens
     )
     seen, used, found = "", 0, None
@@ -189,7 +195,7 @@ def update_all(
     stop: list[str], text: str, name: str = "byte_bpe", **options: bool | int
 ) -> tuple[str | None, str, int]:
     ids = tokenizer(name).encode(text, add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(tokenizer(name), [], stop=stop, **options)  # type: ignore[arg-type]
+    detokenizer = detokenizer_of(tokenizer(name), [], stop=stop, **options)
     found, used = detokenizer.update(ids)
     return found, detokenizer.get_next_output_text(True, True), len(ids) - used
 
@@ -227,10 +233,10 @@ def test_newline_of_byte_fallback_stops_at_its_own_token() -> None:
     ids = used.encode("a\nb", add_special_tokens=False)
     newline = used.convert_tokens_to_ids("<0x0A>")
     place = ids.index(newline)
-    detokenizer = IncrementalDetokenizer(used, [], stop=["\n"])
+    detokenizer = detokenizer_of(used, [], stop=["\n"])
     assert detokenizer.update(ids) == ("\n", place + 1)
     assert detokenizer.get_next_output_text(True, True) == "a"
-    free = IncrementalDetokenizer(used, [])
+    free = detokenizer_of(used, [])
     free.update(ids[: place + 1])
     assert free.get_next_output_text(False, True) == "a"
     assert free.get_next_output_text(True, True) == "\n"
@@ -242,14 +248,14 @@ def test_nothing_follows_a_stop_string() -> None:
     ends = [i for i in range(256, len(used)) if used.decode([i]).endswith("\ufffd") and used.decode([i])[0] != "\ufffd"]
     assert ends, "a token of a whole character and a part of another"
     whole = used.decode(ends[:1])
-    detokenizer = IncrementalDetokenizer(used, [], stop=[whole[0]], include_stop_str_in_output=True)
+    detokenizer = detokenizer_of(used, [], stop=[whole[0]], include_stop_str_in_output=True)
     assert detokenizer.update(ends[:1]) == (whole[0], 1)
     assert detokenizer.get_next_output_text(True, True) == whole[0]
 
 
 def test_only_a_possible_stop_string_is_held_back() -> None:
     used = tokenizer("byte_bpe")
-    detokenizer = IncrementalDetokenizer(used, [], stop=["END OF ALL", "x\n"])
+    detokenizer = detokenizer_of(used, [], stop=["END OF ALL", "x\n"])
     for text, shown in (("the ", "the "), ("EN", ""), ("D", ""), (" x", "END "), ("y", "xy")):
         detokenizer.update(used.encode(text, add_special_tokens=False))
         assert detokenizer.get_next_output_text(False, True) == shown
@@ -259,7 +265,7 @@ def test_end_token_is_left_out_of_the_text() -> None:
     used = tokenizer("byte_bpe")
     ids = used.encode("a b", add_special_tokens=False)
     for include, text in ((False, "a"), (True, "a b")):
-        detokenizer = IncrementalDetokenizer(used, [], include_stop_str_in_output=include)
+        detokenizer = detokenizer_of(used, [], include_stop_str_in_output=include)
         assert detokenizer.update(ids, True) == (None, len(ids))
         assert detokenizer.get_next_output_text(True, True) == text
         assert detokenizer.num_tokens == len(ids)
@@ -280,7 +286,7 @@ def test_cost_per_token_does_not_grow(name: str, pattern: str) -> None:
     ids = (ids * 20_000)[:20_000]
     times = []
     for count in (4_000, 20_000):
-        detokenizer = IncrementalDetokenizer(used, [], stop=["never", "\n\n"])
+        detokenizer = detokenizer_of(used, [], stop=["never", "\n\n"])
         start = time.process_time()
         for token_id in ids[:count]:
             detokenizer.update([token_id])
