@@ -20,7 +20,8 @@ from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
 from quire.lora.slots import LoraSlots
 from quire.models.builder import Builder
-from quire.models.weights import CheckpointFormat, WeightSlot, weight_slots
+from quire.models.weights import CheckpointFormat, weight_slots
+from quire.quantization.base import CheckpointSlot
 
 
 class RunnableModel(Protocol):
@@ -126,11 +127,8 @@ class CausalLM(nn.Module):
         return {name: slot.form.shape for name, slot in weight_slots(self, self.form).items()}
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy a checkpoint's tensors into the parameters, in place; may be called for each shard in turn.
-
-        Returns:
-            Names of the parameters that are complete so far.
 
         Raises:
             ModelLoadError: a tensor that this architecture has no place for, or one of the wrong shape or type.
@@ -152,11 +150,9 @@ class CausalLM(nn.Module):
             if not slot.filled:
                 slot.load(tensor)
             self.missing_weights.discard(canonical)
-        incomplete = {slots[name].module for name in self.missing_weights}
-        return {name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in incomplete}
 
 
-def _check(name: str, tensor: Tensor, slot: WeightSlot) -> None:
+def _check(name: str, tensor: Tensor, slot: CheckpointSlot) -> None:
     """Refuse a tensor that is not like its slot."""
     if tuple(tensor.shape) != slot.form.shape:
         raise ModelLoadError(

@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
-from quire.models.weights import CheckpointFormat, TensorSpec, WeightSlot
+from quire.models.weights import CheckpointFormat, TensorSpec
+from quire.quantization.base import CheckpointSlot
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 _IGNORED = ("rope_freqs.weight",)  # the configuration has it
@@ -208,7 +209,7 @@ class GGUFSource:
     """
 
     def __init__(
-        self, config: ModelConfig, form: CheckpointFormat, dtype: torch.dtype, slots: Mapping[str, WeightSlot]
+        self, config: ModelConfig, form: CheckpointFormat, dtype: torch.dtype, slots: Mapping[str, CheckpointSlot]
     ) -> None:
         """`slots`: what the model asks for; blocks stay so where it takes them. `dtype`: of what is dequantized."""
         file = read_gguf(config.path)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from quire.config.families import check_drafting_method
 from quire.errors import ModelLoadError
-from quire.models.weights import CheckpointFormat, TensorSource, WeightSlot, weight_slots
+from quire.models.weights import CheckpointFormat, TensorSource, weight_slots
+from quire.quantization.base import CheckpointSlot
 
 _FORM = CheckpointFormat(prefix="")
 
@@ -93,7 +94,7 @@ def fill(heads: nn.Module, checkpoint: HeadCheckpoint, names: Mapping[str, str |
     Raises:
         ModelLoadError: a tensor that `names` doesn't know, of another shape or type, or that is missing.
     """
-    left: dict[str, WeightSlot] = dict(weight_slots(heads, _FORM))
+    left: dict[str, CheckpointSlot] = dict(weight_slots(heads, _FORM))
     source = checkpoint.source
     assert source is not None, "there are no tensors"
     for spec in source.specs:

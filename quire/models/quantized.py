@@ -18,7 +18,8 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.models import packings
 from quire.models.packings import Numbers
-from quire.models.weights import CheckpointFormat, TensorSource, TensorSpec, WeightSlot
+from quire.models.weights import CheckpointFormat, TensorSource, TensorSpec
+from quire.quantization.base import CheckpointSlot
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class QuantizedSource:
         self,
         source: TensorSource,
         matrices: Mapping[str, QuantizedMatrix],
-        slots: Mapping[str, WeightSlot],
+        slots: Mapping[str, CheckpointSlot],
         form: CheckpointFormat,
         dtype: torch.dtype,
     ) -> None:

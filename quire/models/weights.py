@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from quire.quantization.base import TensorForm
+from quire.quantization.base import CheckpointSlot
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,9 @@ class CheckpointFormat:
         return name if name.startswith((self.prefix, "lm_head.")) else self.prefix + name
 
 
-@dataclass(frozen=True)
-class WeightSlot:
-    """The place of one checkpoint tensor in the model.
-
-    Attributes:
-        module: path of the module that takes it.
-        form: what it must be like in the checkpoint.
-        load: copies it into the module's parameters.
-        filled: it is there already.
-    """
-
-    module: str
-    form: TensorForm
-    load: Callable[[Tensor], object]
-    filled: bool = False
-
-
-def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, WeightSlot]:
+def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, CheckpointSlot]:
     """Every tensor that the model needs: checkpoint name -> its place. Shared modules are listed once."""
-    slots: dict[str, WeightSlot] = {}
+    slots: dict[str, CheckpointSlot] = {}
     for path, module in model.named_modules():
         places = getattr(module, "checkpoint_slots", None)
         if places is None:
@@ -102,9 +85,8 @@ def weight_slots(model: nn.Module, form: CheckpointFormat) -> dict[str, WeightSl
             name = form.checkpoint_name(slot.name)
             if name.endswith(form.transposed):
                 turned = replace(slot.form, shape=slot.form.shape[::-1])
-                slots[name] = WeightSlot(path, turned, partial(_load_turned, slot.load), slot.filled)
-            else:
-                slots[name] = WeightSlot(path, slot.form, slot.load, slot.filled)
+                slot = replace(slot, form=turned, load=partial(_load_turned, slot.load))
+            slots[name] = slot
     return slots
 
 

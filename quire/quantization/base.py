@@ -48,6 +48,7 @@ class CheckpointSlot:
 
     Attributes:
         name: of the tensor, as the modules' names have it.
+        form: what it must be like in the checkpoint.
         load: copies it into the module's parameters.
         filled: it is there already.
     """

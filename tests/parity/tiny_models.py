@@ -269,8 +269,7 @@ def build_ours(
     backend = select_backend("native" if native else "reference")
     formats = select_formats(quantization, DTYPES[config.dtype], zeros if native else None)
     model = build_model(config, backend, formats, Sharding(group, reduces=reduces))
-    loaded = model.load_weights(checkpoint(directory))
-    assert loaded == {name for name, _ in model.named_parameters()}
+    model.load_weights(checkpoint(directory))
     assert not model.missing_weights
     target = None if group is None or not native else Target(default_target().level, group.rank + 1)
     return Ours(model, CompiledModel(model, target, tapped) if native else model, backend)

@@ -51,11 +51,8 @@ def load_model_weights(
     start = time.perf_counter()
     source = open_source(model, config, load_format)
     total = sum(spec.num_bytes for spec in source.specs)
-    loaded = _stream(model, source, progress and source.num_files > 0)
-    missing = [name for name, _ in model.named_parameters() if name not in loaded]
-    if missing:
-        # A merged parameter lacks only some of its tensors; the model knows which, by their names in the checkpoint.
-        missing = sorted(model.missing_weights or missing)
+    _stream(model, source, progress and source.num_files > 0)
+    if missing := sorted(model.missing_weights):
         raise ModelLoadError(
             f"The checkpoint of {config.model!r} lacks {len(missing)} of the model's tensors: {first_names(missing)}. "
             f"It is incomplete, or not of the architecture {config.architecture} that its config.json names."
@@ -81,7 +78,7 @@ def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> Tenso
     return QuantizedSource(source, find_matrices(source, stated), slots, model.form, model.dtype)
 
 
-def _stream(model: CausalLM, source: TensorSource, progress: bool) -> set[str]:
+def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
     """Hand every tensor to the model; a misfit is reported with the tensor and the file that the model was given."""
     current, current_file = "no tensor", ""
     filled = model.filled_weights
@@ -97,7 +94,7 @@ def _stream(model: CausalLM, source: TensorSource, progress: bool) -> set[str]:
 
     try:
         with torch.no_grad(), _bar(total, progress and total > 0) as bar:
-            return model.load_weights(tensors())
+            model.load_weights(tensors())
     except ModelLoadError as error:
         if current_file in str(error):
             raise

@@ -95,7 +95,7 @@ def test_a_whole_checkpoint_fills_every_parameter_in_place(make) -> None:
     weights = tensors(LLAMA)
     assert model.missing_weights == set(weights)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    assert model.load_weights((weights | extra).items()) == set(before)
+    model.load_weights((weights | extra).items())
     assert model.missing_weights == set()
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
     parameters = dict(model.named_parameters())
@@ -111,9 +111,9 @@ def test_shard_by_shard_without_prefix_and_cast(make) -> None:
     model = make(LLAMA, dtype="bfloat16")
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors(LLAMA).items()}
     shards = [dict(list(weights.items())[i::3]) for i in range(3)]
-    sizes = [len(model.load_weights(shard.items())) for shard in shards]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[2] == len(list(model.parameters()))
+    for place, shard in enumerate(shards):
+        model.load_weights(shard.items())
+        assert len(model.missing_weights) == sum(map(len, shards[place + 1 :]))
     assert model.dtype == torch.bfloat16
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
     assert torch.equal(model.state_dict()["model.norm.weight"], weights["norm.weight"].bfloat16())
@@ -123,10 +123,8 @@ def test_missing_tensors_are_named_as_the_checkpoint_names_them(make) -> None:
     model, weights = make(LLAMA), tensors(LLAMA)
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
         del weights[name]
-    loaded = model.load_weights(weights.items())
+    model.load_weights(weights.items())
     assert model.missing_weights == {"model.layers.1.self_attn.k_proj.weight", "model.norm.weight"}
-    absent = {"model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"}
-    assert {name for name, _ in model.named_parameters()} - loaded == absent
 
 
 def test_matrices_that_are_there_already_need_no_loading(make) -> None:
@@ -136,7 +134,7 @@ def test_matrices_that_are_there_already_need_no_loading(make) -> None:
     model = make(LLAMA, method=Packed(None, torch.float32, zeros, filled=True))
     assert model.filled_weights == weights.keys() - vectors.keys()
     assert model.missing_weights == set(vectors)
-    assert model.load_weights(vectors.items()) == {name for name, _ in model.named_parameters()}
+    model.load_weights(vectors.items())
     assert not model.missing_weights
     fresh = make(LLAMA, method=Packed(None, torch.float32, zeros))
     assert fresh.filled_weights == set()
