@@ -319,13 +319,9 @@ class EngineArgs:
         """The configuration of the model, or the head, that drafts, held against that of the model it drafts for."""
         if speculative.method in EAGLE_METHODS:
             return self._eagle_head(speculative, model)
-        draft = ModelConfig.from_pretrained(
-            speculative.model or "",
-            dtype=model.dtype,
-            revision=speculative.revision,
-            load_format=self.load_format,
-            download_dir=self.download_dir,
-        )
+        files: Any = {"load_format": self.load_format, "download_dir": self.download_dir}
+        name, revision = speculative.model or "", speculative.revision
+        draft = ModelConfig.from_pretrained(name, dtype=model.dtype, revision=revision, **files)
         check_draft_model(draft, model)
         return draft
 
@@ -373,8 +369,6 @@ class EngineConfig:
 
     def with_max_model_len(self, max_model_len: int) -> "EngineConfig":
         """The same configuration for a shorter context (what the KV cache turned out to hold)."""
-        return dataclasses.replace(
-            self,
-            model=dataclasses.replace(self.model, max_model_len=max_model_len),
-            scheduler=dataclasses.replace(self.scheduler, max_model_len=max_model_len),
-        )
+        model = dataclasses.replace(self.model, max_model_len=max_model_len)
+        scheduler = dataclasses.replace(self.scheduler, max_model_len=max_model_len)
+        return dataclasses.replace(self, model=model, scheduler=scheduler)

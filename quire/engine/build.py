@@ -42,13 +42,9 @@ def worker_config(config: EngineConfig) -> WorkerConfig:
 
 def cache_request(config: EngineConfig, max_in_flight: int) -> CacheRequest:
     """What an engine's options ask of the KV cache."""
-    return _options(
-        CacheRequest,
-        config,
-        is_max_model_len_asked=config.args.max_model_len is not None,
-        max_in_flight=max_in_flight,
-        swap_bytes=config.swap_bytes,
-    )
+    asked = config.args.max_model_len is not None
+    facts = {"is_max_model_len_asked": asked, "max_in_flight": max_in_flight, "swap_bytes": config.swap_bytes}
+    return _options(CacheRequest, config, **facts)
 
 
 def _options(kind: type[T], config: EngineConfig, **facts: Any) -> T:
@@ -78,22 +74,14 @@ def build_core(
         executor = select_executor(worker_config(config), config.args)
     loaded = executor.start(progress=show_progress)
     layout, stored = _initialize_cache(config, executor)
-    if layout.max_model_len < config.model.max_model_len:
-        logger.warning(
-            "max_model_len lowered from %d to %d tokens: that is what the KV cache holds",
-            config.model.max_model_len,
-            layout.max_model_len,
-        )
-        config = config.with_max_model_len(layout.max_model_len)
-    logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, layout.max_model_len)
+    if (limit := layout.max_model_len) < (asked := config.model.max_model_len):
+        logger.warning("max_model_len lowered from %d to %d tokens: that is what the KV cache holds", asked, limit)
+        config = config.with_max_model_len(limit)
+    logger.info("model: %s, %s; context %d tokens", config.model.model, config.model.dtype, limit)
     logger.info("%s", _describe(loaded))
-    logger.info(
-        "KV cache: %s blocks of %d tokens, %d tokens in all; engine ready in %.2f s",
-        " + ".join(map(str, layout.num_blocks)),
-        layout.block_size,
-        max(layout.num_blocks, default=0) * layout.block_size,
-        time.perf_counter() - start,
-    )
+    blocks, size = " + ".join(map(str, layout.num_blocks)), layout.block_size
+    held = f"{blocks} blocks of {size} tokens, {max(layout.num_blocks, default=0) * size} tokens in all"
+    logger.info("KV cache: %s; engine ready in %.2f s", held, time.perf_counter() - start)
     publisher: KVEventSink | None = None
     if config.kv_events.is_on:
         from quire.engine.kv_events import KVEventPublisher  # ZeroMQ comes in here: few engines need it

@@ -144,14 +144,8 @@ class InputProcessor:
             bad_words_token_ids=self._bad_words(params.bad_words),
             has_grammar=params.structured_outputs is not None,
         )
-        request = NewRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            task=task,
-            arrival_time=arrival_time,
-            cache_salt=prompt.cache_salt,
-            **msgspec.structs.asdict(terms),
-        )
+        facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival_time, "cache_salt": prompt.cache_salt}
+        request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, **facts)
         return ProcessedInput(request, task, prompt.text, params)
 
     def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:

@@ -47,17 +47,11 @@ class _SequenceRecord:
         start = self.num_sent if delta else 0
         self.num_sent = len(self.token_ids)
         finished = self.finish_reason is not None
-        scored = params.logprobs is not None or params.use_beam_search
         text = self.detokenizer.get_next_output_text(finished, delta) if self.detokenizer else ""
-        return CompletionOutput(
-            index=index,
-            text=text,
-            token_ids=self.token_ids[start:],
-            cumulative_logprob=self.cumulative_logprob if scored else None,
-            logprobs=self.logprobs[start:] if params.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+        logprobs = self.logprobs[start:] if params.logprobs is not None else None
+        total = self.cumulative_logprob if params.logprobs is not None or params.use_beam_search else None
+        tokens, end = self.token_ids[start:], (self.finish_reason, self.stop_reason)
+        return CompletionOutput(index, text, tokens, total, logprobs, *end)
 
 
 class _RequestRecord:

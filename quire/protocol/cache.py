@@ -68,8 +68,6 @@ def group_layers(layers: list[LayerCache], windows_of_all: Iterable[int | None] 
 def least(reports: list[CacheReport]) -> CacheReport:
     """What all workers have at least, where each keeps its own part of every block: the largest one is counted."""
     available = min(report.available_bytes - report.activation_bytes for report in reports)
-    return msgspec.structs.replace(
-        reports[0],
-        available_bytes=available + reports[0].activation_bytes,
-        block_bytes=[max(sizes) for sizes in zip(*(report.block_bytes for report in reports), strict=True)],
-    )
+    available += reports[0].activation_bytes
+    largest = [max(sizes) for sizes in zip(*(report.block_bytes for report in reports), strict=True)]
+    return msgspec.structs.replace(reports[0], available_bytes=available, block_bytes=largest)

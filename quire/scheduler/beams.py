@@ -70,7 +70,8 @@ class Beams(Continuation):
         self._min_tokens = 0 if task.has_grammar else task.params.min_tokens  # as its group's
         self._beams = [(0, _PROMPT)]  # (index, its tokens), the best first
         self._hypotheses: list[Hypothesis] = []  # the best first, at most `width`
-        self._found: dict[int, SequenceResult] = {}  # of the beams that sit out
+        # Of the beams that sit out: their candidates, and the likeliest tokens of all, where asked for.
+        self._found: dict[int, tuple[TokenLogprobs, list[TokenLogprobs]]] = {}
 
     def sampling(self, index: int) -> tuple[Sampling, int]:
         """So many candidates that enough of them go on, whichever stop."""
@@ -79,7 +80,7 @@ class Beams(Continuation):
     def advance(self, index: int, num_output_tokens: int, result: SequenceResult) -> list[Branch] | None:
         """The beams' next tokens, once the candidates of all of them are known."""
         assert result.candidates is not None, "a beam's candidates were not ranked"
-        self._found[index] = result
+        self._found[index] = result.candidates, result.logprobs or []
         if len(self._found) < len(self._beams):
             return None
         task, length = self._task, num_output_tokens + 1
@@ -111,19 +112,16 @@ class Beams(Continuation):
         """Those of all beams, the best first."""
         ranked: list[list[_Candidate]] = []
         for rank, (index, node) in enumerate(self._beams):
-            found = self._found[index].candidates
-            assert found is not None
+            found, _ = self._found[index]
             tokens = enumerate(zip(found.logprobs, found.token_ids, strict=True))
             ranked.append([_Candidate(node.score + logprob, rank, i, token) for i, (logprob, token) in tokens])
         return merge(*ranked, key=lambda candidate: (-candidate.score, candidate.rank, candidate.place))
 
     def _node(self, candidate: _Candidate) -> Node:
         index, parent = self._beams[candidate.rank]
-        result, place = self._found[index], candidate.place
-        found = result.candidates
-        assert found is not None
+        (found, tops), place = self._found[index], candidate.place
         entry = TokenLogprobs([candidate.token_id], [found.logprobs[place]], [found.ranks[place]])
-        for top in result.logprobs or ():  # the likeliest of all, where asked for
+        for top in tops:
             entry.token_ids.extend(top.token_ids[1:])
             entry.logprobs.extend(top.logprobs[1:])
             entry.ranks.extend(top.ranks[1:])

@@ -17,14 +17,8 @@ _LIMITS = (*_COUNTS, "policy", *POLICY_OPTIONS)
 
 def limits_of(config: SchedulerConfig, most: SchedulerConfig) -> Limits:
     """The limits of a scheduler that began with those of `most`."""
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        policy=config.policy,
-        policy_options=config.policy_options.of(config.policy),
-        most_num_seqs=most.max_num_seqs,
-        most_num_batched_tokens=most.max_num_batched_tokens,
-    )
+    options, reserved = config.policy_options.of(config.policy), (most.max_num_seqs, most.max_num_batched_tokens)
+    return Limits(config.max_num_seqs, config.max_num_batched_tokens, config.policy, options, *reserved)
 
 
 def changed(config: SchedulerConfig, most: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:

@@ -44,13 +44,9 @@ def why(planner: Planner, kv: KVManager, sequence: Sequence) -> str:
     is_first = not waits or planner.waiting.first is sequence
     if reason == "blocks" and not is_first:
         reason = "order"
-    text = REASONS[reason].format(
-        num_running=len(planner.running),
-        max_running=planner.max_running,
-        budget=planner.budget(),
-        num_blocks=-(-sequence.num_tokens // kv.block_size),
-        num_free=min(kv.num_free_blocks),
-    )
+    steps = {"num_running": len(planner.running), "max_running": planner.max_running, "budget": planner.budget()}
+    blocks = {"num_blocks": -(-sequence.num_tokens // kv.block_size), "num_free": min(kv.num_free_blocks)}
+    text = REASONS[reason].format(**steps, **blocks)
     if is_first or reason == "next_step":
         return f"{reason}: {text}"
     before = _who_comes_first(planner, sequence)

@@ -4,6 +4,7 @@ The scheduler asks for a request's grammar and goes on without waiting; who awai
 are there while there is something to compile. It knows no requests, plans or results.
 """
 
+import contextlib
 import logging
 import queue
 from collections import OrderedDict
@@ -63,12 +64,10 @@ class GrammarManager:
     def take(self, timeout: float = 0.0) -> list[tuple[bytes, Grammar | str]]:
         """What has been compiled since the last call, or why it could not be; waits for the first so many seconds."""
         made: list[tuple[bytes, Grammar | str, bool]] = []
-        try:
+        with contextlib.suppress(queue.Empty):
             made.append(self._made.get(timeout > 0, timeout or None))
             while True:
                 made.append(self._made.get_nowait())
-        except queue.Empty:
-            pass
         for key, found, lasts in made:
             self._compiling.discard(key)
             if lasts:

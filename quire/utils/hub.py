@@ -8,6 +8,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quire.config.gguf import gguf_of_hub, local_gguf
 from quire.errors import ModelLoadError
@@ -106,16 +107,10 @@ def _download(name: str, revision: str | None, cache_dir: str | Path | None, all
     # Read at each call: huggingface_hub itself looks at the environment only when first imported.
     offline = any(os.environ.get(key, "").upper() in _TRUE for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                cache_dir=cache_dir,
-                allow_patterns=list(allow_patterns),
-                ignore_patterns=list(_IGNORE_PATTERNS),
-                local_files_only=offline or not _hub_answers(name, revision),
-            )
-        )
+        is_local = offline or not _hub_answers(name, revision)
+        patterns: Any = {"allow_patterns": [*allow_patterns], "ignore_patterns": [*_IGNORE_PATTERNS]}
+        where: Any = {"revision": revision, "cache_dir": cache_dir, "local_files_only": is_local}
+        return Path(snapshot_download(name, **where, **patterns))
     except Exception as error:  # the hub's client lets its transport's and the disk's errors through
         raise ModelLoadError(f"Model {name!r}{_why(error, name, revision, offline)}") from error
 
