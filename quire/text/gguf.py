@@ -167,9 +167,7 @@ def _sentencepiece(vocabulary: _Vocabulary, unknown: str | None) -> tokenizers.T
     model = models.BPE(vocab=vocabulary.ids, merges=[merge[-2:] for merge in sorted(merges)], **options)
     fast = tokenizers.Tokenizer(model)
     has_first_space = bool(vocabulary.get("add_space_prefix", True))
-    if has_first_space:
-        fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
-    else:
-        fast.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
+    steps = [*([normalizers.Prepend("▁")] if has_first_space else ()), normalizers.Replace(" ", "▁")]
+    fast.normalizer = normalizers.Sequence(steps)  # type: ignore[assignment]
     fast.decoder = sentencepiece_decoder(has_first_space)
     return fast

@@ -27,7 +27,7 @@ from quire.entrypoints.server import (
     response_routes,
     turn_routes,
 )
-from quire.entrypoints.server.errors import ANTHROPIC, error_response, is_ollama
+from quire.entrypoints.server.errors import ANTHROPIC, STATUSES, error_response, is_ollama
 from quire.entrypoints.server.fleet import Fleet, Leases
 from quire.entrypoints.server.middleware import PUBLIC_PATHS, ApiKeys, BaseURLs, Frame, RequestLimits, route_path
 from quire.entrypoints.server.responses_service import ResponsesService
@@ -124,18 +124,6 @@ class _App(FastAPI):
         return super().openapi()
 
 
-_REASONS = {
-    400: "The request is not valid.",
-    401: "No API key, or a wrong one.",
-    403: "The server has no API key, and so nobody who may do this.",
-    404: "There is no such model, or nothing of this id.",
-    413: "The body is too large.",
-    415: "The body is not sent as JSON.",
-    431: "Too many headers.",
-    500: "The engine failed.",
-    503: "Too many requests are queued; Retry-After says when to try again.",
-    529: "The same, as Anthropic says it.",
-}
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
@@ -181,7 +169,7 @@ def _describe_errors(schema: dict[str, Any]) -> None:
         if operation.get("tags") == ["admin"]:
             statuses.append(403)
         for status in statuses:
-            responses.setdefault(str(status), {"description": _REASONS[status], "content": content})
+            responses.setdefault(str(status), {"description": STATUSES[status][2], "content": content})
 
 
 def _describe_keys(schema: dict[str, Any]) -> None:
@@ -189,4 +177,4 @@ def _describe_keys(schema: dict[str, Any]) -> None:
     for path, operation in _operations(schema):
         if path not in PUBLIC_PATHS:
             operation["security"] = [{"APIKey": []}]
-            operation["responses"]["401"] = {"description": _REASONS[401], "content": _error_content(path)}
+            operation["responses"]["401"] = {"description": STATUSES[401][2], "content": _error_content(path)}

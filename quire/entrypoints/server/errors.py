@@ -29,6 +29,21 @@ from quire.errors import (
 ANTHROPIC = "/v1/messages"  # what Anthropic's routes begin with
 _LONGEST_MESSAGE = 1000  # characters; a message may quote what the client sent
 _LONGEST_QUOTE = 80
+# What the framework's errors have for a code, what all have for Anthropic's type, and how the routes describe them.
+STATUSES = {
+    400: ("", "", "The request is not valid."),
+    401: ("invalid_api_key", "authentication_error", "No API key, or a wrong one."),
+    403: ("api_key_required", "permission_error", "The server has no API key, and so nobody who may do this."),
+    404: ("not_found", "not_found_error", "There is no such model, or nothing of this id."),
+    405: ("method_not_allowed", "", ""),
+    409: ("conflict", "", ""),
+    413: ("body_too_large", "request_too_large", "The body is too large."),
+    415: ("unsupported_media_type", "", "The body is not sent as JSON."),
+    431: ("", "", "Too many headers."),
+    500: ("", "", "The engine failed."),
+    503: ("unavailable", "", "Too many requests are queued; Retry-After says when to try again."),
+    529: ("", "", "The same, as Anthropic says it."),
+}
 
 
 class ModelNotFoundError(InvalidRequestError):
@@ -117,17 +132,9 @@ def is_ollama(path: str) -> bool:
 
 def anthropic_error(info: ErrorInfo) -> dict[str, Any]:
     """An error in Anthropic's form."""
-    other = "api_error" if info.status >= 500 else "invalid_request_error"
-    kind = "overloaded_error" if info.code == "overloaded" else _ANTHROPIC_TYPES.get(info.status, other)
+    kind = "api_error" if info.status >= 500 else "invalid_request_error"
+    kind = "overloaded_error" if info.code == "overloaded" else STATUSES.get(info.status, ("", kind))[1] or kind
     return {"type": "error", "error": {"type": kind, "message": info.message}}
-
-
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-}
 
 
 def _refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorInfo:
@@ -146,22 +153,14 @@ def _http(error: HTTPException) -> ErrorInfo:
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     kind = "authentication_error" if error.status_code == 401 else kind
     headers = dict(error.headers or {})
-    return ErrorInfo(error.status_code, _cut(message), kind, code=_CODES.get(error.status_code), headers=headers)
+    return ErrorInfo(
+        error.status_code, _cut(message), kind, code=STATUSES.get(error.status_code, ("",))[0] or None, headers=headers
+    )
 
 
 _PLAIN_TEXTS = {
     404: "there is no such route; /docs lists those there are.",
     405: "this route does not take this method; the Allow header names those it takes.",
-}
-_CODES = {
-    401: "invalid_api_key",
-    403: "api_key_required",
-    404: "not_found",
-    405: "method_not_allowed",
-    409: "conflict",
-    413: "body_too_large",
-    415: "unsupported_media_type",
-    503: "unavailable",
 }
 
 

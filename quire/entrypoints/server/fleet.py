@@ -101,7 +101,9 @@ class Fleet:
         name, limit = self.check_model(name), self.args.max_num_queued_reqs
         if limit is not None and len(self._policy.waiting) >= limit:
             raise OverloadedError(f"{limit} requests wait for models already; try again later.")
-        if self._policy.state(name) == "unloaded" and not any(ticket.model == name for ticket in self._policy.waiting):
+        if self._policy.models[name].state == "unloaded" and not any(
+            ticket.model == name for ticket in self._policy.waiting
+        ):
             await self._look_at(name)
             self._check_going_on()
         ticket, orders = self._policy.ask(name, time.monotonic())
@@ -155,7 +157,7 @@ class Fleet:
             model.error = str(error)
             logger.error("%s can't be loaded: %s", name, error)
             raise RequestFailedError(f"the model {name!r} can't be loaded: {error}") from None
-        self._policy.resize(name, sum(room))
+        self._policy.models[name].size = sum(room)
 
     def _carry_out(self, orders: Orders) -> None:
         for work, names in ((self._load, orders.load), (self._unload, orders.unload)):
@@ -205,7 +207,7 @@ class Fleet:
     async def _mourn(self, name: str, llm: AsyncLLM) -> None:
         """When a model's engine dies, make the next request start it again."""
         await llm.wait_dead()
-        if self._policy.state(name) != "ready":
+        if self._policy.models[name].state != "ready":
             return  # it is being unloaded
         orders = self._policy.died(name, time.monotonic())
         orders.unload.append(name)
@@ -251,10 +253,10 @@ class Fleet:
             created=self.created,
             root=listed.args.model,
             max_model_len=listed.max_model_len if model.llm is None else model.llm.config.model.max_model_len,
-            state=self._policy.state(name),
+            state=self._policy.models[name].state,
             size=listed.num_bytes,
             memory=0 if model.client is None else _resident_bytes(model.client.pid),
-            num_requests=self._policy.num_users(name) + num_waiting,
+            num_requests=self._policy.models[name].num_users + num_waiting,
             error=model.error,
         )
 

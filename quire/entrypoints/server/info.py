@@ -11,21 +11,9 @@ from fastapi import APIRouter, Response
 from starlette.responses import PlainTextResponse
 
 import quire
+from quire.entrypoints.server import info_requests as forms
 from quire.entrypoints.server.body import JsonRoute
-from quire.entrypoints.server.info_requests import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    Load,
-    ManagedModelCard,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-    Version,
-    is_chat,
-)
-from quire.entrypoints.server.prometheus import render_all
+from quire.entrypoints.server.prometheus import render
 from quire.entrypoints.server.prompts import conversation_text
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sse import JsonParts
@@ -40,23 +28,23 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.get("/v1/models", tags=["models"])
-async def list_models(state: State) -> ModelList:
+async def list_models(state: State) -> forms.ModelList:
     """The names that the model goes by, or the models with their state."""
-    return ModelList(data=[state.card(name) for name in state.names])
+    return forms.ModelList(data=[state.card(name) for name in state.names])
 
 
 @router.get("/v1/models/{model:path}", tags=["models"])
-async def get_model(model: str, state: State) -> ManagedModelCard | ModelCard:
+async def get_model(model: str, state: State) -> forms.ManagedModelCard | forms.ModelCard:
     """One of them."""
     return state.card(state.check_model(model))
 
 
-@router.post("/tokenize", tags=["tokenizer"], response_model=TokenizeResponse)
-async def tokenize(body: TokenizeRequest, state: State) -> Response:
+@router.post("/tokenize", tags=["tokenizer"], response_model=forms.TokenizeResponse)
+async def tokenize(body: forms.TokenizeRequest, state: State) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     state.admit(body)
     tokenizer = _tokenizer(state)
-    of_chat = is_chat(body)
+    of_chat = forms.is_chat(body)
     text = await _render(body, state) if of_chat else body.prompt
     special = not of_chat if body.add_special_tokens is None else body.add_special_tokens
     ids = await state.llm.encode(text, special)
@@ -84,7 +72,7 @@ async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) 
     return parts
 
 
-async def _render(body: TokenizeRequest, state: ServerState) -> str:
+async def _render(body: forms.TokenizeRequest, state: ServerState) -> str:
     return await conversation_text(
         state,
         [message.model_dump(exclude_unset=True) for message in body.messages],
@@ -97,7 +85,7 @@ async def _render(body: TokenizeRequest, state: ServerState) -> str:
 
 
 @router.post("/detokenize", tags=["tokenizer"])
-async def detokenize(body: DetokenizeRequest, state: State, response: Response) -> DetokenizeResponse:
+async def detokenize(body: forms.DetokenizeRequest, state: State, response: Response) -> forms.DetokenizeResponse:
     """The text of token ids, special tokens included."""
     state.admit(body)
     warn_client(response, body)
@@ -105,15 +93,15 @@ async def detokenize(body: DetokenizeRequest, state: State, response: Response) 
     if (largest := max(body.tokens, default=0)) >= size:
         raise InvalidRequestError(f"token id {largest} is out of the vocabulary, 0 to {size - 1}.", "tokens")
     text = await asyncio.to_thread(_tokenizer(state).decode, body.tokens, skip_special_tokens=False)
-    return DetokenizeResponse(prompt=text, content=text)
+    return forms.DetokenizeResponse(prompt=text, content=text)
 
 
 @router.get("/tokenizer_info", tags=["tokenizer"])
-async def tokenizer_info(state: State) -> TokenizerInfo:
+async def tokenizer_info(state: State) -> forms.TokenizerInfo:
     """Special tokens, sizes and chat template."""
     tokenizer = _tokenizer(state)
     named = tokenizer.special_tokens_map
-    return TokenizerInfo(
+    return forms.TokenizerInfo(
         tokenizer_class="fast" if tokenizer.is_fast else "sentencepiece",
         vocab_size=len(tokenizer.get_vocab()),
         model_max_length=state.llm.config.model.max_model_len,
@@ -141,19 +129,19 @@ async def health(state: State) -> Response:
 
 
 @router.get("/version", tags=["server"])
-async def version() -> Version:
+async def version() -> forms.Version:
     """The version of Quire."""
-    return Version(version=quire.__version__)
+    return forms.Version(version=quire.__version__)
 
 
 @router.get("/load", tags=["server"])
-async def load(state: State) -> Load:
+async def load(state: State) -> forms.Load:
     """How busy the server is; what asks for its state is not counted."""
-    return Load(server_load=state.num_in_flight)
+    return forms.Load(server_load=state.num_in_flight)
 
 
 @router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(state: State) -> Response:
     """Counters, gauges and histograms in Prometheus' text form."""
-    body, media_type = render_all(state.figures(), time.monotonic())
+    body, media_type = render(state.figures(), time.monotonic())
     return Response(body, media_type=media_type)

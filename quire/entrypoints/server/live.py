@@ -68,11 +68,10 @@ class LiveFeed:
             try:
                 self._tell(await self._snapshot())
             except EngineDeadError as error:
-                self._tell(_event("ended", {"message": str(error)}), last=True)
+                self.close(str(error))
             except Exception:  # a viewer must not wait for ever
                 logger.exception("the live view's snapshot failed")
-                message = "the live view failed; the server's log says why."
-                self._tell(_event("ended", {"message": message}), last=True)
+                self.close("the live view failed; the server's log says why.")
             await asyncio.sleep(_INTERVAL)
 
     def _tell(self, event: bytes, last: bool = False) -> None:

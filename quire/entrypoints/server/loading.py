@@ -44,7 +44,9 @@ class Orders:
 
 
 @dataclass
-class _Model:
+class Model:
+    """Where a model is; `fleet` may set its size, once it has become known."""
+
     size: int
     state: State = "unloaded"
     num_users: int = 0  # requests that were granted it, and jobs that outlive them
@@ -60,19 +62,7 @@ class LoadPolicy:
         """`sizes`: what each model takes while it is loaded."""
         self.limits = limits
         self.waiting: list[Ticket] = []  # in order of arrival
-        self._models = {name: _Model(size) for name, size in sizes.items()}
-
-    def state(self, name: str) -> State:
-        """Where a model is."""
-        return self._models[name].state
-
-    def resize(self, name: str, size: int) -> None:
-        """What a model takes has become known."""
-        self._models[name].size = size
-
-    def num_users(self, name: str) -> int:
-        """The requests that a model has."""
-        return self._models[name].num_users
+        self.models = {name: Model(size) for name, size in sizes.items()}
 
     # Events.
 
@@ -84,7 +74,7 @@ class LoadPolicy:
 
     def leave(self, ticket: Ticket, now: float) -> Orders:
         """A request has ended, or waits no longer. A second time, or after the model's death, it counts for nothing."""
-        model = self._models[ticket.model]
+        model = self.models[ticket.model]
         if ticket in self.waiting:
             self.waiting.remove(ticket)
         elif ticket.verdict == "granted" and ticket.birth == model.birth:
@@ -94,19 +84,19 @@ class LoadPolicy:
 
     def share(self, name: str) -> Ticket:
         """A ticket for work that outlives the request which began it, and which still has the model."""
-        model = self._models[name]
+        model = self.models[name]
         model.num_users += 1
         return Ticket(name, 0.0, "granted", model.birth)
 
     def loaded(self, name: str, now: float) -> Orders:
         """A model is ready."""
-        model = self._models[name]
+        model = self.models[name]
         model.state, model.left, model.begun = "ready", now, now
         return self.advance(now)
 
     def failed(self, name: str, now: float) -> Orders:
         """A model does not load: all who wait for it have failed, and the next one tries again."""
-        self._models[name].state = "unloaded"
+        self.models[name].state = "unloaded"
         failed = [ticket for ticket in self.waiting if ticket.model == name]
         self.waiting = [ticket for ticket in self.waiting if ticket.model != name]
         for ticket in failed:
@@ -117,14 +107,14 @@ class LoadPolicy:
 
     def died(self, name: str, now: float) -> Orders:
         """A model's engine is dead: it is being unloaded, whoever has it."""
-        model = self._models[name]
+        model = self.models[name]
         model.state, model.num_users = "unloading", 0
         model.birth += 1
         return self.advance(now)
 
     def unloaded(self, name: str, now: float) -> Orders:
         """A model's memory is free."""
-        self._models[name].state = "unloaded"
+        self.models[name].state = "unloaded"
         return self.advance(now)
 
     def advance(self, now: float) -> Orders:
@@ -133,7 +123,7 @@ class LoadPolicy:
         head: Ticket | None = None  # the first one that waits for room: it comes before all that need some
         held: str | None = None
         for ticket in list(self.waiting):
-            model = self._models[ticket.model]
+            model = self.models[ticket.model]
             if model.state == "ready" and ticket.model != held:
                 model.num_users += 1
                 model.begun, ticket.birth = now, model.birth
@@ -144,7 +134,7 @@ class LoadPolicy:
                 head = ticket
                 held = self._held() if now - ticket.since >= PATIENCE else None
         if self.limits.keep_alive >= 0:
-            for name, model in self._models.items():
+            for name, model in self.models.items():
                 if self._is_idle(name) and now - model.left >= self.limits.keep_alive:
                     self._unload(name, orders)
         return orders
@@ -154,34 +144,34 @@ class LoadPolicy:
     def _try(self, name: str, orders: Orders) -> bool:
         """Load a model if there is room, or else make some; False: it has to wait, and all after it."""
         while not self._fits(name, ("loading", "ready")):
-            idle = [other for other in self._models if self._is_idle(other)]
+            idle = [other for other in self.models if self._is_idle(other)]
             if not idle:
                 return False
-            self._unload(min(idle, key=lambda other: self._models[other].left), orders)
+            self._unload(min(idle, key=lambda other: self.models[other].left), orders)
         if not self._fits(name, ("loading", "ready", "unloading")):
             return False  # until those are gone
-        model = self._models[name]
+        model = self.models[name]
         model.state = "loading"
         model.birth += 1
         orders.load.append(name)
         return True
 
     def _fits(self, name: str, states: tuple[State, ...]) -> bool:
-        there = [model.size for model in self._models.values() if model.state in states]
-        memory = sum(there) + self._models[name].size
+        there = [model.size for model in self.models.values() if model.state in states]
+        memory = sum(there) + self.models[name].size
         return len(there) < self.limits.max_loaded and (memory <= self.limits.memory or not there)
 
     def _held(self) -> str | None:
         """The model to which newcomers are not let in: it is to make room, and would have work for ever."""
-        ready = [name for name, model in self._models.items() if model.state == "ready"]
-        return min(ready, key=lambda name: self._models[name].begun, default=None)
+        ready = [name for name, model in self.models.items() if model.state == "ready"]
+        return min(ready, key=lambda name: self.models[name].begun, default=None)
 
     def _is_idle(self, name: str) -> bool:
-        model = self._models[name]
+        model = self.models[name]
         return model.state == "ready" and not model.num_users
 
     def _unload(self, name: str, orders: Orders) -> None:
-        self._models[name].state = "unloading"
+        self.models[name].state = "unloading"
         orders.unload.append(name)
 
     def _decide(self, ticket: Ticket, verdict: Literal["granted", "refused"], orders: Orders) -> None:

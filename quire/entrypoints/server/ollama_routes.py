@@ -15,14 +15,12 @@ from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.sse import respond
+from quire.entrypoints.server.sse import content_types, respond
 from quire.entrypoints.server.state import ServerState, State, get_state
 from quire.errors import NotYetSupportedError
 
 _STREAM = "application/x-ndjson"
-_CONTENT_TYPES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, or a stream of it.", "content": {_STREAM: {}}}
-}
+_CONTENT_TYPES = content_types(_STREAM)
 _LATEST = ":latest"  # the tag of a name without one
 _ELSEWHERE = {
     "pull": "use 'quire pull MODEL' where the server is",

@@ -32,6 +32,7 @@ from quire.text.grammars.compose import after
 from quire.text.tokenizer import Tokenizer
 
 _Script = Callable[[Reader], Script[None]]
+_BUDGET = "thinking_token_budget"
 
 
 class NoFormatError(InvalidRequestError):
@@ -69,11 +70,8 @@ def plan_parsing(
     template = template_of(state, chat_template, offer and offer.functions)
     thoughts = _thoughts(state, template)
     if thinking_budget is not None and thoughts is None:
-        raise InvalidRequestError(
-            "thinking_token_budget needs a model whose thoughts are told apart; leave it out, or start the server with "
-            "--reasoning-parser.",
-            "thinking_token_budget",
-        )
+        remedy = "leave it out, or start the server with --reasoning-parser"
+        raise InvalidRequestError(f"{_BUDGET} needs a model whose thoughts are told apart; {remedy}.", _BUDGET)
     if offer is not None and (offer.choice == "none" or not offer.functions):
         offer = None
     form = None if offer is None else _form(state, template, offer)
@@ -84,18 +82,15 @@ def plan_parsing(
     marks = (thoughts.marks if thoughts else ()) + (form.marks if form else ())
     tokens, hidden = _tokens(tokenizer, marks)
     if thinking_budget is not None and thoughts and not any(thoughts.closes[0].startswith(mark) for mark in tokens):
-        raise InvalidRequestError(
-            f"thinking_token_budget needs a model for which {thoughts.closes[0]!r}, the end of a thought, begins with "
-            "a token of its own; leave it out.",
-            "thinking_token_budget",
-        )
+        end = f"{thoughts.closes[0]!r}, the end of a thought, begins with a token of its own"
+        raise InvalidRequestError(f"{_BUDGET} needs a model for which {end}; leave it out.", _BUDGET)
     thought = _thought(thoughts, prompt, thinking_budget, state.llm.config.model.eos_token_ids)
     asked = Answer(params.structured_outputs, offer, form and form.frame_for(template), thought)
     changes, names = dict[str, Any](), dict[str, str]()
     if (constraint := _constraint(asked, tokens)) is not None:
         changes["structured_outputs"] = constraint
         if params.structured_outputs is None:
-            names["structured_outputs"] = "tools" if offer else "thinking_token_budget"
+            names["structured_outputs"] = "tools" if offer else _BUDGET
     if hidden:
         changes["skip_special_tokens"] = False
     script = None if thoughts is None else thoughts.script(prompt)
@@ -127,20 +122,17 @@ def _form(state: ServerState, template: str, offer: Offer) -> Form:
         NoFormatError: none is known, and the model may choose.
     """
     if offer.choice == "auto" and not state.args.enable_auto_tool_choice:
-        raise NoFormatError(
-            "tools: this server does not let the model choose whether it calls a tool (--no-enable-auto-tool-choice). "
-            "Set tool_choice to 'none' or 'required', or name a function.",
-            "tool_choice",
-        )
+        reason = "does not let the model choose whether it calls a tool (--no-enable-auto-tool-choice)"
+        remedy = "Set tool_choice to 'none' or 'required', or name a function."
+        raise NoFormatError(f"tools: this server {reason}. {remedy}", "tool_choice")
     form = _known_form(state, template)
     if form is not None:
         return form
     if offer.choice == "auto":
-        raise NoFormatError(
-            "tools: this model's chat template shows no format of tool calls that is known here. Set tool_choice to "
-            "'required' or name a function, and a grammar holds the call; or start the server with --tool-call-parser.",
-            "tools",
-        )
+        remedy = "Set tool_choice to 'required' or name a function, and a grammar holds the call; or start the server "
+        remedy += "with --tool-call-parser."
+        reason = "this model's chat template shows no format of tool calls that is known here"
+        raise NoFormatError(f"tools: {reason}. {remedy}", "tools")
     return JSON_CALLS if offer.named is None else json_arguments(offer.named)
 
 
@@ -197,11 +189,10 @@ def _constraint(asked: Answer, tokens: dict[str, int]) -> StructuredOutputsParam
             raise InvalidRequestError(f"tools: {message}", "tools") from None
     assert content is not None, "any text can be part of a grammar"
     if offer is not None or budget is not None or thought is None:
-        other = "tools" if offer is not None else "thinking_token_budget"
+        other = "tools" if offer is not None else _BUDGET
+        remedy = "leave one of them out, or give the constraint as a JSON schema"
         raise InvalidRequestError(
-            f"{other} and a constraint of the kind {content.kind!r} can't go together; leave one of them out, or give "
-            "the constraint as a JSON schema.",
-            other,
+            f"{other} and a constraint of the kind {content.kind!r} can't go together; {remedy}.", other
         )
     return after(content, thought.closing, thought.opening, thought.answer, thought.optional)
 

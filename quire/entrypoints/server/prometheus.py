@@ -11,6 +11,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from quire.metrics.histogram import Histogram
 from quire.metrics.residency import residency_histograms
@@ -23,17 +24,12 @@ _LABELS = ("model_name", "engine")
 _Figure = tuple[str, str, float | tuple[str, Mapping[str, float]]]
 
 
-def render(metrics: ServingMetrics, stats: Sequence[EngineStats], model_name: str, now: float) -> tuple[bytes, str]:
+def render(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
     """The body of an answer, and its content type.
 
     Each engine's figures have its number as their label "engine", the server's own an empty one, which is none, where
-    there are several.
+    there are several. Those of several models have each its name.
     """
-    return render_all([Figures(metrics, stats, model_name)], now)
-
-
-def render_all(sources: "Sequence[Figures]", now: float) -> tuple[bytes, str]:
-    """The same of several models, each under its name."""
     for source in sources:
         source.metrics.advance(now)
     registry = CollectorRegistry(auto_describe=False)
@@ -65,9 +61,10 @@ class Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         engines = [(str(rank), stats) for rank, stats in enumerate(self.stats)]
         server = "0" if len(engines) == 1 else ""
-        gauges, counters = ([(server, figures)] for figures in (self._server_gauges(), self._server_counters()))
+        stall = "Longest time that the event loop was held up.", self.metrics.event_loop_max_stall
+        gauges = [(server, iter([("quire:event_loop_max_stall_seconds", *stall)]))]
         gauges += [(engine, self._gauges(stats)) for engine, stats in engines]
-        counters += [(engine, self._counters(stats)) for engine, stats in engines]
+        counters = [(server, self._server_counters()), *((engine, self._counters(stats)) for engine, stats in engines)]
         for kind, sources in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             families: dict[str, Any] = {}
             for engine, figures in sources:
@@ -82,16 +79,11 @@ class Figures(Collector):
         histograms += [(engine, histogram) for engine, stats in engines for histogram in _residency(stats)]
         named: dict[str, HistogramMetricFamily] = {}
         for engine, histogram in histograms:
-            family = named.setdefault(
-                histogram.name, HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
-            )
-            buckets = [(_le(bound), count) for bound, count in histogram.cumulative()]
+            name, made = histogram.name, HistogramMetricFamily(histogram.name, histogram.help, labels=_LABELS)
+            family = named.setdefault(name, made)
+            buckets = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
             family.add_metric((self.model_name, engine), buckets, histogram.total)
         yield from named.values()
-
-    def _server_gauges(self) -> Iterator[_Figure]:
-        stall = self.metrics.event_loop_max_stall
-        yield "quire:event_loop_max_stall_seconds", "Longest time that the event loop was held up.", stall
 
     def _gauges(self, stats: EngineStats) -> Iterator[_Figure]:
         yield "vllm:num_requests_running", "Sequences that are being computed.", stats.num_requests_running
@@ -145,8 +137,3 @@ def _residency(stats: EngineStats) -> list[Histogram]:
     for histogram, counted in zip(histograms, stats.kv_block_residency, strict=False):
         histogram.counts, histogram.total = counted.counts, counted.total
     return histograms
-
-
-def _le(bound: float) -> str:
-    """As the Prometheus client writes a bound."""
-    return "+Inf" if bound == float("inf") else str(float(bound))

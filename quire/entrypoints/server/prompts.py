@@ -17,11 +17,8 @@ def template_of(state: ServerState, chat_template: str | None, tools: Any) -> st
         InvalidRequestError: the request may not bring one, there is none, or no tokenizer.
     """
     if chat_template is not None and not state.args.trust_request_chat_template:
-        raise InvalidRequestError(
-            "this server takes no chat_template from requests; leave it out. Its operator can allow them with "
-            "--trust-request-chat-template.",
-            "chat_template",
-        )
+        remedy = "leave it out. Its operator can allow them with --trust-request-chat-template."
+        raise InvalidRequestError(f"this server takes no chat_template from requests; {remedy}", "chat_template")
     if state.llm.tokenizer is None:
         raise InvalidRequestError("chat needs a tokenizer, but this server runs without one.", "messages")
     wanted = state.args.chat_template if chat_template is None else chat_template

@@ -25,10 +25,14 @@ logger = logging.getLogger("quire")
 
 _EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-# What a route may answer with besides errors, for the OpenAPI description.
-CONTENT_TYPES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, or a stream of it.", "content": {_EVENTS: {}}}
-}
+
+
+def content_types(media_type: str) -> dict[int | str, dict[str, Any]]:
+    """What a route may answer with besides errors, for the OpenAPI description; `media_type`: of a stream."""
+    return {200: {"description": "The answer, or a stream of it.", "content": {media_type: {}}}}
+
+
+CONTENT_TYPES = content_types(_EVENTS)
 _Body = TypeVar("_Body", bound=AnyRequest, contravariant=True)
 _Result = TypeVar("_Result")
 

@@ -55,9 +55,8 @@ def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams]
         return name, StructuredOutputsParams(**fields)
     except InvalidRequestError as error:
         own = r"^structured_outputs(?=\.)" if name == "structured_outputs" else r"^structured_outputs(\.\w+)?"
-        message = re.sub(own, name, str(error)).replace(
-            "StructuredOutputsParams has no argument", f"{name} has no field"
-        )
+        message = re.sub(own, name, str(error))
+        message = message.replace("StructuredOutputsParams has no argument", f"{name} has no field")
         raise InvalidRequestError(message, name) from None
 
 

@@ -109,10 +109,7 @@ def braced_call(begin: str, end: str, quote: str) -> WriteCall:
 
 
 def _listed_call(
-    name: tuple[str, str],
-    argument: tuple[str, str, str],
-    end: str,
-    value: Callable[[Lark, dict[str, Any], bool], str],
+    name: tuple[str, str], argument: tuple[str, str, str], end: str, value: Callable[[Lark, dict[str, Any], bool], str]
 ) -> WriteCall:
     """Arguments one after another.
 

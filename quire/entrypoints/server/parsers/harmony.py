@@ -37,14 +37,7 @@ def script(read: Reader) -> Script[None]:
 
 
 _MARKS = (START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS)
-THOUGHTS = ThoughtForm(  # for grammars: `script` reads them
-    (f"{CHANNEL}analysis{MESSAGE}",),
-    (f"<|end|>{START}assistant",),
-    answer=f"{CHANNEL}final{MESSAGE}",
-    parts=_MARKS,
-)
-FORM = Form(
-    script,
-    Frame(CHANNEL, named_call(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", ""), single=True),
-    marks=_MARKS,
-)
+_OPEN, _CLOSE, _ANSWER = f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant", f"{CHANNEL}final{MESSAGE}"
+THOUGHTS = ThoughtForm((_OPEN,), (_CLOSE,), answer=_ANSWER, parts=_MARKS)  # for grammars: `script` reads them
+_WRITTEN = named_call(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
+FORM = Form(script, Frame(CHANNEL, _WRITTEN, single=True), marks=_MARKS)

@@ -13,25 +13,19 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _GRANITE, _PHI, _END_PHI = "<|tool_call|>", "functools", "<|/tool_call|>"
 _LLAMA = "<|python_tag|>"
 
-HERMES = Form(
-    marked_json(OPEN, close=CLOSE),
-    Frame(OPEN, json_call(f"{OPEN}\n", f"\n{CLOSE}"), between="\n"),
-    marks=(OPEN, CLOSE),
-)
+_HERMES = Frame(OPEN, json_call(f"{OPEN}\n", f"\n{CLOSE}"), between="\n")
+HERMES = Form(marked_json(OPEN, close=CLOSE), _HERMES, marks=(OPEN, CLOSE))
 
 
 def _granite_frame(template: str) -> Frame:
     if OPEN in template:
-        return HERMES.frame_for(template)
+        return _HERMES
     return Frame(_GRANITE, json_call(), before=f"{_GRANITE}[", between=", ", after="]")
 
 
 GRANITE = Form(marked_json(_GRANITE, OPEN, close=CLOSE), _granite_frame, marks=(_GRANITE, OPEN, CLOSE))
-PHI4 = Form(
-    marked_json(_PHI, _GRANITE, close=_END_PHI),
-    Frame(f"{_PHI}[", json_call(), before=f"{_PHI}[", between=", ", after="]"),
-    marks=(_GRANITE, _END_PHI),
-)
+_PHI4 = Frame(f"{_PHI}[", json_call(), before=f"{_PHI}[", between=", ", after="]")
+PHI4 = Form(marked_json(_PHI, _GRANITE, close=_END_PHI), _PHI4, marks=(_GRANITE, _END_PHI))
 
 
 def _separated(read: Reader) -> Script[None]:
@@ -41,6 +35,5 @@ def _separated(read: Reader) -> Script[None]:
             return
 
 
-LLAMA3 = Form(
-    whole_or_marked(_LLAMA, _separated), Frame("", json_call(arguments="parameters"), between="; "), marks=(_LLAMA,)
-)
+_LLAMA3 = Frame("", json_call(arguments="parameters"), between="; ")
+LLAMA3 = Form(whole_or_marked(_LLAMA, _separated), _LLAMA3, marks=(_LLAMA,))

@@ -16,13 +16,9 @@ def _call(read: Reader, _: str) -> Script[None]:
     yield from read.literal(_END, spaced=True)
 
 
+_WRITTEN = named_call(f"{_BEGIN}functions.", "", _END, between_regex=":[0-9]{1,3}", then=_ARGUMENTS)
 FORM = Form(
     marked(_call, _BEGIN, around=(_SECTION, _SECTION_END)),
-    Frame(
-        _SECTION,
-        named_call(f"{_BEGIN}functions.", "", _END, between_regex=":[0-9]{1,3}", then=_ARGUMENTS),
-        before=_SECTION,
-        after=_SECTION_END,
-    ),
+    Frame(_SECTION, _WRITTEN, before=_SECTION, after=_SECTION_END),
     marks=(_SECTION, _SECTION_END, _BEGIN, _ARGUMENTS, _END),
 )

@@ -103,8 +103,5 @@ def _plain(node: ast.expr) -> Any:
     raise ValueError("no literal")
 
 
-FORM = Form(
-    whole_or_marked(_START, _calls),
-    Frame("", keyword_call(), before="[", between=", ", after="]"),
-    marks=(_START, _END),
-)
+_FRAME = Frame("", keyword_call(), before="[", between=", ", after="]")
+FORM = Form(whole_or_marked(_START, _calls), _FRAME, marks=(_START, _END))

@@ -23,14 +23,6 @@ def _call(read: Reader, mark: str) -> Script[None]:
     yield from read.one_of(CLOSE, spaced=True)
 
 
-FORM = Form(
-    marked(_call, OPEN, _FUNCTION),
-    Frame(
-        OPEN,
-        tagged_call(
-            (f"{OPEN}\n{_FUNCTION}", ">\n"), (_PARAMETER, ">\n", f"\n{_END_PARAMETER}\n"), f"{_END_FUNCTION}\n{CLOSE}"
-        ),
-        between="\n",
-    ),
-    marks=(OPEN, CLOSE),
-)
+_TAGS = (_PARAMETER, ">\n", f"\n{_END_PARAMETER}\n")
+_WRITTEN = tagged_call((f"{OPEN}\n{_FUNCTION}", ">\n"), _TAGS, f"{_END_FUNCTION}\n{CLOSE}")
+FORM = Form(marked(_call, OPEN, _FUNCTION), Frame(OPEN, _WRITTEN, between="\n"), marks=(OPEN, CLOSE))

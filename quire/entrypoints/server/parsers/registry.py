@@ -49,11 +49,7 @@ TOOL_FORMS: dict[str, Form] = {
     "gpt-oss": harmony.FORM,
 }
 HARMONY = "openai_gptoss"
-THOUGHT_FORMS: dict[str, ThoughtForm] = {
-    **thoughts.FORMS,
-    HARMONY: harmony.THOUGHTS,
-    "gpt-oss": harmony.THOUGHTS,
-}
+THOUGHT_FORMS: dict[str, ThoughtForm] = {**thoughts.FORMS, HARMONY: harmony.THOUGHTS, "gpt-oss": harmony.THOUGHTS}
 TOOL_NAMES = ("auto", "none", "generic", *TOOL_FORMS)
 THOUGHT_NAMES = ("auto", *THOUGHT_FORMS)
 

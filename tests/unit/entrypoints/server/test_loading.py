@@ -40,13 +40,13 @@ def test_the_one_unused_for_longest_makes_room_and_never_one_with_work() -> None
     policy.leave(a, 3)
     again, _ = policy.ask("b", 4)
     c, orders = policy.ask("c", 5)
-    assert (orders.unload, orders.load, policy.state("a")) == (["a"], [], "unloading")
+    assert (orders.unload, orders.load, policy.models["a"].state) == (["a"], [], "unloading")
     assert policy.unloaded("a", 6).load == ["c"]
     assert policy.loaded("c", 7).decided == [c]
     _, orders = policy.ask("a", 8)
     assert orders == Orders()  # both have work
     policy.leave(again, 9)
-    assert policy.state("b") == "unloading"
+    assert policy.models["b"].state == "unloading"
 
 
 def test_memory_makes_room_too() -> None:
@@ -63,7 +63,7 @@ def test_memory_makes_room_too() -> None:
 def test_what_has_become_known_of_a_size_counts_from_then_on() -> None:
     policy = policy_of(max_loaded=4)
     policy.leave(load(policy, "a", 0), 1)
-    policy.resize("big", 6)
+    policy.models["big"].size = 6
     _, orders = policy.ask("big", 2)
     assert (orders.unload, orders.load) == ([], ["big"])
 
@@ -137,14 +137,14 @@ def test_death_and_birth_again_while_the_first_requests_still_end() -> None:
     policy = policy_of()
     old = load(policy, "a", 0)
     job = policy.share("a")
-    assert policy.num_users("a") == 2
+    assert policy.models["a"].num_users == 2
     policy.died("a", 1)
     policy.ask("a", 1)
     assert policy.unloaded("a", 2).load == ["a"]
     policy.loaded("a", 3)
     policy.leave(old, 4)
     policy.leave(job, 4)
-    assert policy.num_users("a") == 1
+    assert policy.models["a"].num_users == 1
 
 
 def test_who_leaves_while_waiting_is_forgotten() -> None:
@@ -154,7 +154,7 @@ def test_who_leaves_while_waiting_is_forgotten() -> None:
     policy.leave(b, 2)
     assert policy.waiting == []
     policy.leave(b, 2)
-    assert policy.num_users("b") == 0
+    assert policy.models["b"].num_users == 0
 
 
 EVENTS = st.lists(
@@ -173,15 +173,15 @@ def test_any_sequence_of_events(events: list[tuple[str, int]], keep_alive: float
 
     def take(orders: Orders) -> None:
         for name in orders.unload:
-            assert policy.num_users(name) == 0
+            assert policy.models[name].num_users == 0
         todo.extend([("load", name) for name in orders.load] + [("unload", name) for name in orders.unload])
-        there = [name for name in SIZES if policy.state(name) != "unloaded"]
+        there = [name for name in SIZES if policy.models[name].state != "unloaded"]
         assert len(there) <= max_loaded
         assert sum(SIZES[name] for name in there) <= 10
-        assert sorted(name for _, name in todo) == sorted(n for n in SIZES if policy.state(n).endswith("ing"))
+        assert sorted(name for _, name in todo) == sorted(n for n in SIZES if policy.models[n].state.endswith("ing"))
         for name in SIZES:
             granted = [t for t in tickets if t.model == name and t.verdict == "granted" and t.birth >= 0]
-            assert policy.state(name) != "ready" or policy.num_users(name) <= len(granted)
+            assert policy.models[name].state != "ready" or policy.models[name].num_users <= len(granted)
         assert all(ticket in tickets and ticket.verdict == "waiting" for ticket in policy.waiting)
 
     def finish() -> None:
@@ -200,7 +200,7 @@ def test_any_sequence_of_events(events: list[tuple[str, int]], keep_alive: float
             finish()
         elif kind == "fail" and todo and todo[0][0] == "load":
             take(policy.failed(todo.popleft()[1], now))
-        elif kind == "die" and (ready := [name for name in SIZES if policy.state(name) == "ready"]):
+        elif kind == "die" and (ready := [name for name in SIZES if policy.models[name].state == "ready"]):
             todo.append(("unload", name := ready[number % len(ready)]))
             take(policy.died(name, now))
         else:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.entrypoints.server.prometheus import render
+from quire.entrypoints.server.prometheus import Figures, render
 from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import Counts, EngineStats, Limits, SpeculationStats, TierStats
 
@@ -35,7 +35,7 @@ def families() -> dict[str, Metric]:
     metrics.on_finished("a", ["length"], 32, 0.6)
     metrics.event_loop_max_stall = 0.125
     stats = EngineStats(2, 3, 0.5, 7, 60, 32, {"blocks": 1, "order": 2})
-    body, content_type = render(metrics, [stats], LABELS["model_name"], now=200.0)
+    body, content_type = render([Figures(metrics, [stats], LABELS["model_name"])], now=200.0)
     assert content_type.startswith("text/plain; version=0.0.4")
     return {family.name: family for family in text_string_to_metric_families(body.decode())}
 
@@ -67,7 +67,7 @@ def test_gauges_and_counters(families: dict[str, Metric]) -> None:
 def test_blocks_and_the_tiers_below_them() -> None:
     tiers = TierStats(0.25, 2, 30, 20, 3_000, 2_000, 11, 7, disk_hits_total=5, disk_damaged_files_total=1)
     stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, num_forks_total=4, kv_blocks_shared=3, kv_blocks_pinned=6, tiers=tiers)
-    body, _ = render(ServingMetrics(100), [stats], LABELS["model_name"], now=200.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=200.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert value(families, "quire:kv_blocks_shared") == 3
     assert value(families, "quire:kv_blocks_pinned") == 6
@@ -87,7 +87,7 @@ def test_residency_of_kv_blocks() -> None:
     counts[9] = 2
     residency = [Counts(counts, 1.5), Counts(counts, 1.25), Counts(counts, 1.0)]
     stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, prefix_cache_evictions_total=5, kv_block_residency=residency)
-    body, _ = render(ServingMetrics(100), [stats], LABELS["model_name"], now=200.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=200.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     name = "vllm:kv_block_lifetime_seconds"
     assert value(families, name, f"{name}_sum") == 1.5
@@ -132,7 +132,7 @@ def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
 def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> None:
     assert not [name for name in families if "spec_decode" in name]
     stats = EngineStats(2, 3, 0.5, 7, 60, 32, {}, speculation=SpeculationStats(5, 18, 9, [4, 3, 2]))
-    body, _ = render(ServingMetrics(100), [stats], LABELS["model_name"], now=1.0)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=1.0)
     found = {family.name: family for family in text_string_to_metric_families(body.decode())}
     for name, expected in {"num_drafts": 5, "num_draft_tokens": 18, "num_accepted_tokens": 9}.items():
         family = f"vllm:spec_decode_{name}"
@@ -143,9 +143,8 @@ def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> 
 
 def test_limits_and_the_policy() -> None:
     limits = Limits(3, 512, "fair", {"fair_input_weight": 1.0}, 8, 2048)
-    body, _ = render(
-        ServingMetrics(100), [EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=limits)], LABELS["model_name"], 0.0
-    )
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=limits)
+    body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], 0.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert value(families, "quire:max_num_seqs") == 3
     assert value(families, "quire:max_num_batched_tokens") == 512
@@ -154,7 +153,7 @@ def test_limits_and_the_policy() -> None:
 
 def test_several_engines_have_a_label_each_and_the_server_none() -> None:
     stats = [EngineStats(number, 0, 0.5, 0, 10 * number, 0, {"blocks": number}) for number in (1, 2)]
-    body, _ = render(ServingMetrics(100), stats, "m", 0.0)
+    body, _ = render([Figures(ServingMetrics(100), stats, "m")], 0.0)
     text = body.decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), "one family of each name"
