@@ -96,10 +96,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.lookup_min > self.lookup_max:
-            raise ConfigError(
-                f"prompt_lookup_min={self.lookup_min} is above prompt_lookup_max={self.lookup_max}; swap them."
-            )
+        least, most = self.lookup_min, self.lookup_max
+        if least > most:
+            raise ConfigError(f"prompt_lookup_min={least} is above prompt_lookup_max={most}; swap them.")
         if self.acceptance == "typical" and self.method in EAGLE_METHODS:
             raise ConfigError(
                 f"the acceptance 'typical' is refused with the method {self.method!r}, whose drafts depend on what is "

@@ -43,8 +43,8 @@ class Monitor:
         if self.dead is not None:
             raise type(self.dead)(str(self.dead))
 
-    def attach(self) -> None:
-        """Join the running event loop, once.
+    def attach(self) -> "asyncio.Future[EngineDeadError]":
+        """Join the running event loop, once; returns what the engine's end will be told by.
 
         Raises:
             EngineDeadError: the engine is dead.
@@ -55,14 +55,13 @@ class Monitor:
             self._death = loop.create_future()
             self._client.attach(self._on_event)
             self._watcher = loop.create_task(self._watch())
+        return self._death
 
     async def wait_dead(self) -> EngineDeadError:
         """Wait for the engine's end, and return its reason."""
         if self.dead is not None:
             return self.dead
-        self.attach()
-        assert self._death is not None
-        return await asyncio.shield(self._death)
+        return await asyncio.shield(self.attach())
 
     def die(self, reason: str) -> None:
         """The engine is dead by itself; a second reason counts for nothing."""

@@ -152,18 +152,13 @@ class LLM:
             raise InvalidRequestError(f"messages is {what}; pass a list of at least one message.", "messages")
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
+        template: Any = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        turns: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         texts: list[PromptType] = []
         for place, conversation in enumerate(conversations):
             try:
-                asked = Conversation(
-                    messages=conversation,
-                    chat_template=chat_template,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    chat_template_kwargs=chat_template_kwargs,
-                    content_format=chat_template_content_format,
-                )
+                form = chat_template_content_format
+                asked = Conversation(messages=conversation, content_format=form, **template, **turns)
                 texts.append(tokenizer.render(asked))
             except InvalidRequestError as error:
                 raise _of_prompt(error, place, len(conversations), "messages") from None
@@ -394,9 +389,8 @@ class LLM:
                     num_input += len(output.prompt_token_ids or ())
                     num_output += _num_tokens(output)
                     elapsed = max(bar.format_dict["elapsed"], 1e-6)
-                    bar.set_postfix_str(
-                        f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s", False
-                    )
+                    speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
+                    bar.set_postfix_str(speeds, False)
                     bar.update()
         except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
             self._drop(list(waiting))

@@ -127,9 +127,8 @@ class Builder:
         self, name: str, in_features: Sequence[int], outputs: int | Mapping[str, int], *, bias: bool = False
     ) -> JoinedLinear:
         """A linear layer on inputs of several sizes side by side; see `linear`."""
-        return JoinedLinear(
-            [self.linear(f"{name}.{i}", size, outputs, bias=bias and not i) for i, size in enumerate(in_features)]
-        )
+        sizes = enumerate(in_features)
+        return JoinedLinear([self.linear(f"{name}.{i}", size, outputs, bias=bias and not i) for i, size in sizes])
 
     def embedding(self, name: str, num_rows: int, size: int) -> VocabEmbedding:
         """A table of vectors by token id."""

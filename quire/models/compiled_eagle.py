@@ -31,9 +31,8 @@ class CompiledEagle:
         if fused is not inputs[0]:
             self._fuse = builder.finish(fused)
         builder = ProgramBuilder(head.dtype, target)
-        hidden: Any = head(
-            recorded(builder.ids), recorded(builder.input(self._width)), Step(recorded(builder.positions))
-        )
+        ids, before, step = builder.ids, builder.input(self._width), Step(recorded(builder.positions))
+        hidden: Any = head(recorded(ids), recorded(before), step)
         self._body = builder.finish(hidden)
         builder = ProgramBuilder(head.dtype, target)
         logits: Any = head.compute_logits(recorded(builder.input(hidden.width)))

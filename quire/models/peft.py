@@ -35,9 +35,8 @@ _REFUSED = {
     "alora_invocation_tokens": "that it begins at some token only (aLoRA)",
 }
 _NOTHING = (None, False, "none", [], {}, "")
-_NAME = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?"
-)  # of a tensor: its module, which factor
+# Of a tensor: its module, which factor.
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
 
 
 class AdapterError(InvalidRequestError):
@@ -91,9 +90,8 @@ def read_adapter(path: str, name: str, max_rank: int = MAX_RANK, max_virtual: in
     text, config = _read_config(folder, name)
     weights = folder / WEIGHTS
     if not weights.is_file():
-        pickles = [
-            file.name for file in sorted(folder.glob("adapter_model.*")) if file.suffix in (".bin", ".pt", ".pth")
-        ]
+        others = sorted(folder.glob("adapter_model.*"))
+        pickles = [file.name for file in others if file.suffix in (".bin", ".pt", ".pth")]
         why = f"{pickles[0]} is a pickle, which could run anything" if pickles else f"{WEIGHTS} is missing"
         raise AdapterError(name, f"{why}; save it again with safe_serialization=True.")
     try:
@@ -134,21 +132,18 @@ def _read_config(folder: Path, name: str) -> tuple[bytes, dict[str, Any]]:
     except ValueError as error:
         raise AdapterError(name, f"{CONFIG} is no JSON ({error}).") from None
     if (kind := config.get("peft_type") if isinstance(config, dict) else None) not in _KINDS:
-        raise AdapterError(
-            name, f"{CONFIG} says peft_type {repr(kind)[:80]}; what can be served is {', '.join(_KINDS)}."
-        )
+        said = f"{CONFIG} says peft_type {repr(kind)[:80]}"
+        raise AdapterError(name, f"{said}; what can be served is {', '.join(_KINDS)}.")
     for key, what in _REFUSED.items():
         if config.get(key) not in _NOTHING:
-            raise AdapterError(
-                name, f"{CONFIG} asks by {key}={config[key]!r:.80} for {what}; merge it, or train without."
-            )
+            asked = f"{CONFIG} asks by {key}={config[key]!r:.80} for {what}"
+            raise AdapterError(name, f"{asked}; merge it, or train without.")
     for key, kind, least in (("r", int, 1), ("lora_alpha", int | float, 0)):
         patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}
         for value in [config.get(key, 8), *(patterns.values() if isinstance(patterns, dict) else [patterns])]:
             if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < math.inf:
-                raise AdapterError(
-                    name, f"{CONFIG} has {key}={repr(value)[:80]}, which must be a number from {least} on."
-                )
+                wrong = f"{CONFIG} has {key}={repr(value)[:80]}"
+                raise AdapterError(name, f"{wrong}, which must be a number from {least} on.")
     return text, config
 
 
@@ -169,8 +164,7 @@ def _check_module(files: AdapterFiles, module: str, max_rank: int) -> None:
         raise AdapterError(files.name, f"{WEIGHTS} has but one factor for {module!r}; fetch it again.")
     (tensor, a), (_, b) = factors["A"], factors["B"]
     if not a[0] == b[1] == rank:
-        raise AdapterError(
-            files.name, f"{tensor!r} {list(a)} and its B {list(b)} are not of rank {rank}, as {CONFIG} says they are."
-        )
+        both = f"{tensor!r} {list(a)} and its B {list(b)}"
+        raise AdapterError(files.name, f"{both} are not of rank {rank}, as {CONFIG} says they are.")
     if rank > max_rank:
         raise AdapterError(files.name, f"{module!r} has rank {rank}, over max_lora_rank={max_rank} (256 at most).")

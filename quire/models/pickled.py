@@ -39,9 +39,8 @@ class PickledSource:
         ):
             raise ModelLoadError(f"{path} is no map from names to tensors: save a state_dict().")
         self._tensors = found
-        self.specs = [
-            TensorSpec(name, str(one.dtype), tuple(one.shape), one.nbytes, path.name) for name, one in found.items()
-        ]
+        facts = [(name, str(one.dtype), tuple(one.shape), one.nbytes) for name, one in found.items()]
+        self.specs = [TensorSpec(*each, path.name) for each in facts]
 
     def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Each tensor but those named in `skip`."""

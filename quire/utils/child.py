@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 _NICENESS = 10
@@ -40,19 +40,15 @@ def start_child(
     # -P: the working directory is no place to import from.
     command = [sys.executable, "-P", "-m", module, *arguments]
     pipe = subprocess.PIPE
-    environment = _environment(os.environ, keys)
+    kept = {k: v for k, v in os.environ.items() if keys or k in _HARMLESS or k.startswith(_HARMLESS_PREFIXES)}
+    # This copy of Quire is the first among what it may import.
+    environment = kept | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))}
     # A terminal's Ctrl-C goes to the child as well, and would end it with a traceback while it still imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe if answers else None, env=environment, pass_fds=shares)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _environment(given: Mapping[str, str], keys: bool) -> dict[str, str]:
-    """What the child gets of an environment, with this copy of Quire first among what it may import."""
-    kept = {k: v for k, v in given.items() if keys or k in _HARMLESS or k.startswith(_HARMLESS_PREFIXES)}
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, given.get("PYTHONPATH"))))}
 
 
 def how_it_ended(code: int) -> str:

@@ -6,6 +6,7 @@ the answer is the system's own estimate. Must not know what the memory is for.
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _UNLIMITED = 2**60  # control groups v1 write a number near 2**63 for "no limit"
@@ -23,12 +24,10 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
 
 def _entry(path: Path, name: str) -> int | None:
     """The number behind a name in a file of such lines; None where there is none."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         for line in path.read_text().splitlines():
             if line.split()[:1] == [name]:
                 return int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
     return None
 
 

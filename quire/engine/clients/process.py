@@ -86,9 +86,8 @@ class ProcessClient:
                     raise EngineDeadError(f"the engine's process ended while loading ({how_it_ended(code)}).")
                 num_stopped = num_stopped + 1 if code is None and is_stopped(self._process) else 0
                 if num_stopped > 5 * SILENCE_SECONDS:
-                    raise EngineDeadError(
-                        "the engine's process was stopped while loading (SIGSTOP), and did not go on."
-                    )
+                    what = "the engine's process was stopped while loading (SIGSTOP)"
+                    raise EngineDeadError(f"{what}, and did not go on.")
             event = self._decode(self._events.recv())
         if isinstance(event, Failed):
             raise event.fault.error()
