@@ -10,6 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from quire.entrypoints.cli.files import write_figures, write_text
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _Spents = list["Spent"]
 _READ_BYTES = 1 << 28  # that no cache holds
-_MULTIPLY_ROUNDS = 1 << 22
+_MULTIPLY_ROUNDS = 1 << 20
 _COLOURS = {"memory": "#3a7bd5", "multiplication": "#3aa76d", "neither": "#9a9a9a"}
 
 
@@ -156,15 +157,17 @@ def _measure_limits(model: "CompiledModel") -> Limits:
     target, bare_loop = model.target, loaded_library().quire_bare_loop
     memory = torch.zeros(_READ_BYTES, dtype=torch.uint8)
     prefault(memory, target.num_threads)
-    read = multiply = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        bare_loop(target.kernels, target.num_threads, memory.data_ptr(), _READ_BYTES)
-        read = max(read, _READ_BYTES / (time.perf_counter() - start))
-        start = time.perf_counter()
-        operations = bare_loop(target.kernels, target.num_threads, None, _MULTIPLY_ROUNDS)
-        multiply = max(multiply, operations / (time.perf_counter() - start))
-    return Limits(read, multiply)
+    calls = ((memory.data_ptr(), _READ_BYTES), (None, _MULTIPLY_ROUNDS))
+    rates: list[list[float]] = [[], []]
+    for _ in range(15):  # a third of a second: the clock of a first moment does not last
+        for (data, size), found in zip(calls, rates, strict=True):
+            done, start, spent = 0.0, time.perf_counter(), 0.0
+            while spent < 0.02:
+                operations = bare_loop(target.kernels, target.num_threads, data, size)
+                done += operations if data is None else size
+                spent = time.perf_counter() - start
+            found.append(done / spent)
+    return Limits(*map(median, rates))
 
 
 def _better(one: Limits, other: Limits) -> Limits:
