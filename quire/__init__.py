@@ -14,7 +14,11 @@ _NAMES = {
     "quire.entrypoints.as_vllm": ("EngineArgs", "LLMEngine", "AsyncLLM", "AsyncLLMEngine"),
     "quire.sampling_params": ("SamplingParams", "BeamSearchParams", "SamplingType", "RequestOutputKind"),
     "quire.structured_outputs": ("StructuredOutputsParams", "GuidedDecodingParams"),
-    "quire.outputs": ("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence"),
+    "quire.outputs": (
+        *("RequestOutput", "CompletionOutput", "Logprob", "BeamSearchOutput", "BeamSearchSequence", "EmbeddingOutput"),
+        *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"),
+    ),
+    "quire.pooling_params": ("PoolingParams",),
     "quire.lora.request": ("LoRARequest", "PromptAdapterRequest"),
     "quire.inputs": ("TextPrompt", "TokensPrompt", "PromptType"),
 }

@@ -38,12 +38,14 @@ class PreparedPrompt:
         text: where there is one: as it was given, however the tokens are cut.
         params: the engine's own copy; they suit the model.
         cache_salt: cached prefixes are shared only with requests of the same salt.
+        pools: one vector is wanted, and no tokens.
     """
 
     token_ids: list[int]
     text: str | None
     params: SamplingParams
     cache_salt: str | None = None
+    pools: bool = False
 
 
 def bad_prompt(message: str) -> InvalidRequestError:

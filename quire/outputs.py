@@ -69,9 +69,45 @@ class RequestOutput:
     num_cached_tokens: int | None = None  # prompt tokens taken from the prefix cache
     lora_request: Any = None
     error: InvalidRequestError | None = None  # what of its parameters ended it, with finish_reason "error"
+    pooled: list[float] | None = None  # of a request for a vector: the last token's hidden state, after the final norm
 
     def __repr__(self) -> str:
         return _short_repr(self)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A text as a vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The same, as `LLM.encode` gives it."""
+
+    data: Any  # a tensor, float32 [H]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """What a request for a vector gives back."""
+
+    request_id: str
+    outputs: Any  # PoolingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """The same; `outputs` is an EmbeddingOutput."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from quire.engine.adapters import AdapterBook
 from quire.engine.terms import NO_TERMS, check_terms
 from quire.errors import InvalidRequestError, broken
 from quire.inputs import PreparedPrompt, PromptType, bad_prompt, prompt_too_long
-from quire.protocol.requests import NewRequest, SamplingTask, Terms
+from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask, Terms
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 from quire.utils.values import number
@@ -135,7 +135,7 @@ class InputProcessor:
         if ranked and params.logprobs is None:
             drawn = copy.copy(params)
             drawn.logprobs = 0
-        task = SamplingTask(
+        task = (PoolingTask if prompt.pools else SamplingTask)(
             params=drawn,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=stop_token_ids,

@@ -68,6 +68,7 @@ class _RequestRecord:
             self.prompt_logprobs = [None for _ in self.prompt_token_ids]
         self.metrics = None if args.disable_log_stats else RequestMetrics(arrival_time=request.arrival_time)
         self.num_cached_tokens = 0
+        self.pooled: list[float] | None = None
         self.failed = False
         self.error: InvalidRequestError | None = None
         self._interval = args.stream_interval
@@ -103,7 +104,7 @@ class _RequestRecord:
             sequence.finish_reason, sequence.stop_reason = "stop", stop_string
             # The scheduler has ended it already when it ran out of room on the very same token.
             return news.finish_reason is None
-        sequence.finish_reason, sequence.stop_reason = news.finish_reason, news.stop_reason
+        sequence.finish_reason, sequence.stop_reason, self.pooled = news.finish_reason, news.stop_reason, news.pooled
         if news.failure is not None:
             sequence.stop_reason = news.failure.message
             self._log_failure(news.failure)
@@ -151,6 +152,7 @@ class _RequestRecord:
             num_cached_tokens=self.num_cached_tokens,
             lora_request=adapter and LoRARequest(adapter.name, adapter.adapter_id, adapter.path),
             error=self.error,
+            pooled=self.pooled,
         )
 
     def _is_due(self, sequence: _SequenceRecord) -> bool:

@@ -6,24 +6,34 @@ requests and drives an `LLMEngine` to the end; it holds no scheduling or model c
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, tensor
 from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import LLMEngine, Metrics
 from quire.entrypoints.vllm_names import lacking
-from quire.errors import InvalidRequestError, NotYetSupportedError
+from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError
 from quire.executor.inprocess import InProcessExecutor
 from quire.inputs import PromptType
 from quire.lora.request import LoRARequest, PromptAdapterRequest
-from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from quire.pooling_params import PoolingParams
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.requests import AdapterRef, Terms
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -218,6 +228,57 @@ class LLM:
             sequences.append(found)
         return BeamSearchOutput(sequences)
 
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt: the last token's hidden state after the final norm, of length 1 by default.
+
+        Args:
+            prompts, lora_request: as for `generate`.
+            pooling_params: how long, and whether of length 1; one for all, or one each.
+
+        Returns:
+            In the order of the prompts; `outputs.embedding` is a list of as many floats as the model's hidden size.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter breaks a rule; nothing has been computed then.
+            RequestFailedError: the engine could not compute one of them.
+        """
+        many = _as_list(prompts)
+        each = _one_each(
+            PoolingParams() if pooling_params is None else pooling_params, len(many), "pooling params", "pooling_params"
+        )
+        terms = [Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(many))]
+        asked = [one.sampling_params(self.model_config.hidden_size) for one in each]
+        outputs = self._run(self._add_all(many, asked, terms, pools=True), use_tqdm)
+        if any(output.pooled is None for output in outputs):
+            raise RequestFailedError("the engine failed to compute a vector; the log says why.")
+        return [
+            EmbeddingRequestOutput(
+                o.request_id, EmbeddingOutput(one.vector(o)), o.prompt_token_ids, o.num_cached_tokens or 0
+            )
+            for o, one in zip(outputs, each, strict=True)
+        ]
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """As `embed`, with tensors (float32 [H]) as `outputs.data`; NotYetSupportedError for another `pooling_task`."""
+        PoolingParams(task=pooling_task)
+        return [
+            PoolingRequestOutput(one.request_id, PoolingOutput(tensor(one.outputs.embedding)), one.prompt_token_ids)
+            for one in self.embed(prompts, use_tqdm, pooling_params, lora_request)
+        ]
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
         return self.llm_engine.reset_prefix_cache()
@@ -345,12 +406,13 @@ class LLM:
         params: list[SamplingParams],
         terms: list[Terms],
         add_special_tokens: bool = True,
+        pools: bool = False,
     ) -> list[str]:
         """Queue all requests, or none: every prompt is checked before the first step."""
         processed = []
         for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
             try:
-                prepared = self.llm_engine.prepare(prompt, one, add_special_tokens)
+                prepared = replace(self.llm_engine.prepare(prompt, one, add_special_tokens), pools=pools)
                 prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
                 request_id = str(next(self._request_ids))
                 processed.append(self.llm_engine.process_input(request_id, prepared, terms=served))

@@ -38,10 +38,8 @@ class SamplingTask(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
         return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
 
 
-class PoolingTask(msgspec.Struct, frozen=True, kw_only=True, tag="pooling"):
-    """One vector for the whole prompt: the request ends when its prompt is computed."""
-
-    normalize: bool = True  # to length 1
+class PoolingTask(SamplingTask, frozen=True, kw_only=True, tag="pooling"):
+    """One vector for the whole prompt: the request ends when its prompt is computed, with a token of no meaning."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):

@@ -139,7 +139,7 @@ class SequenceResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     draft_token_ids: list[int] = []  # for the next step; the row has them. A last -1: the token after them is drawn
     candidates: TokenLogprobs | None = None  # RANK: the best tokens after processing, best first
-    pooled: list[float] | None = None  # of a PoolingTask whose prompt is computed
+    pooled: list[float] | None = None  # of a PoolingTask whose prompt is computed: its last token's hidden state [H]
     prompt_logprobs: PromptLogprobs | None = None  # this step's part, where asked for
     failure: Failure | None = None  # then all else is to be ignored
 
@@ -187,3 +187,4 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | None = None  # the token id that ended it, unless it is the model's first end-of-sequence id
     failure: Failure | None = None
+    pooled: list[float] | None = None  # as in SequenceResult

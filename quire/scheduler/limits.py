@@ -19,11 +19,9 @@ def check_request_fits(request: NewRequest, config: SchedulerConfig, kv: KVManag
 
     Raises:
         InvalidRequestError: the prompt is empty, leaves no room for an output token, or prompt and output together
-            (of all beams at once) don't fit in all KV blocks; or it asks for something else than tokens.
+            (of all beams at once) don't fit in all KV blocks.
     """
     task = request.task
-    if not isinstance(task, SamplingTask):
-        raise InvalidRequestError("only sampling requests are served yet; pooling is not.", "task")
     num_prompt, limit = len(request.prompt_token_ids), config.max_model_len
     if not num_prompt:
         raise InvalidRequestError("the prompt is empty; it must have at least 1 token.", "prompt")

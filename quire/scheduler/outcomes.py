@@ -159,6 +159,8 @@ class Outcomes:
         if sequence.index in group.unfinished:
             tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
             outputs = [group.output(sequence.index, tokens, logprobs, found.prompt_logprobs, (reason, stop_reason))]
+            if found.pooled is not None:
+                outputs = [structs.replace(outputs[0], pooled=found.pooled)]
         if reason is None:
             drafts = found.draft_token_ids
             if drafts:

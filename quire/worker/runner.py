@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.attention.step import AdapterBatch, Taps
 from quire.distributed.links import AnyLink
 from quire.models.causal_lm import RunnableModel
-from quire.protocol.requests import SamplingTask
+from quire.protocol.requests import PoolingTask, SamplingTask
 from quire.protocol.step import (
     Failure,
     FailureKind,
@@ -233,7 +233,7 @@ class ModelRunner:
     def _give_state(self, row: Row) -> None:
         """A sampling state; where that can't be made, a plain one in its place, and a failure when it is sampled."""
         task = row.request.task
-        if not isinstance(task, SamplingTask) or self.after is not None:
+        if isinstance(task, PoolingTask) or self.after is not None:
             return
         try:
             row.state = self._make_state(row, task, task.params)
@@ -274,7 +274,10 @@ class ModelRunner:
             if row.failure is not None:
                 results[place] = SequenceResult(failure=row.failure)
                 continue
-            assert row.state is not None, "a sequence that does not sample was scheduled to"
+            if row.state is None:  # of a PoolingTask
+                pooled = begun.hidden[begun.ends[place] - 1].tolist()
+                results[place] = SequenceResult([0], pooled=pooled)
+                continue
             lanes[place] = Lane(row.state, len(token_rows), num_drafts, scheduled[place].num_samples)
             if num_drafts and self.table.tree is not None:
                 lanes[place].use_tree(self.table.tree.tree)

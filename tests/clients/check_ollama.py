@@ -61,6 +61,13 @@ def schemas() -> None:
     assert json.loads(answer.response)["place"] in ("box", "bag")
 
 
+def vectors() -> None:
+    both = client.embed("demo", ["A cat.", "A dog."], dimensions=8)
+    assert [len(one) for one in both.embeddings] == [8, 8]
+    assert abs(sum(value**2 for value in both.embeddings[0]) - 1) < 1e-6
+    assert len(client.embeddings("demo", "A cat.").embedding) == 256
+
+
 def models() -> None:
     (model,) = client.list().models
     assert (model.model, model.details and model.details.family) == ("demo:latest", "llama")
@@ -73,7 +80,6 @@ def models() -> None:
 def errors() -> None:
     for call, status, text in (
         (lambda: client.chat("other", messages=USER), 404, "does not exist"),
-        (lambda: client.embed("demo", "x"), 400, "embeddings are not supported"),
         (lambda: client.pull("demo"), 400, "quire pull"),
         (lambda: client.chat("demo", messages=USER, options={"temperature": -1}), 400, "options.temperature"),
     ):
@@ -95,6 +101,7 @@ harness.run(
     many_at_once,
     leaving_ends_the_work,
     schemas,
+    vectors,
     models,
     errors,
     tools_are_refused_where_the_model_has_no_format,

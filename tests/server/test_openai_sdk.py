@@ -291,8 +291,19 @@ def test_what_is_not_there(client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="does not exist") as error:
             ask()
         assert error.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="demo", input="x")
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    answer = client.embeddings.create(model="demo", input=["A cat.", "A dog.", "A cat."])  # as base64, unasked
+    first, second, again = (entry.embedding for entry in answer.data)
+    assert first == again != second
+    assert len(first) == 256
+    assert sum(value**2 for value in first) == pytest.approx(1, abs=1e-6)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 6
+    as_floats = client.embeddings.create(model="demo", input="A cat.", encoding_format="float", dimensions=5)
+    assert len(as_floats.data[0].embedding) == 5
+    with pytest.raises(openai.BadRequestError, match="dimensions = 257 is more"):
+        client.embeddings.create(model="demo", input="x", dimensions=257)
 
 
 @pytest.mark.slow

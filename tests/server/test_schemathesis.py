@@ -63,7 +63,7 @@ GETS = [
     ),
     *("/props", "/slots", "/api/tags", "/api/ps", "/api/version"),
 ]
-REFUSED = [("POST", "/infill"), ("POST", "/api/embed"), ("POST", "/api/embeddings")]
+REFUSED = [("POST", "/infill")]
 # A server without a key refuses to be changed, whatever it is sent.
 CHANGES = [
     *(("POST", "/admin/prefixes"), ("POST", "/reset_prefix_cache"), ("DELETE", "/admin/prefixes/{name}")),

@@ -9,7 +9,7 @@ from quire.entrypoints.server.requests_common import GenerationRequest, refuse
 MAX_PROMPTS = 1024
 
 _Ids = Annotated[list[int], Field(min_length=1)]
-_PromptSchema = (
+PromptSchema = (
     Annotated[str, Field(min_length=1)]
     | _Ids
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -17,7 +17,7 @@ _PromptSchema = (
 )
 
 
-def _read_prompts(value: Any) -> list[str] | list[list[int]]:
+def read_prompts(value: Any) -> list[str] | list[list[int]]:
     """All four forms as a list of prompts; by hand, since a union would be tried token by token for each form."""
     if isinstance(value, str):
         prompts: list[Any] = [value]
@@ -42,7 +42,7 @@ def _read_prompts(value: Any) -> list[str] | list[list[int]]:
 class CompletionRequest(GenerationRequest):
     """A prompt, or several, to go on with."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_read_prompts, json_schema_input_type=_PromptSchema)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptSchema)]
     max_tokens: int | None = Field(None, ge=0)
     """16 by default; 0 only with echo."""
     logprobs: int | None = Field(None, ge=-1)

@@ -4,9 +4,9 @@ Fields of no effect here are left to `unknown_fields`, which tells the client so
 and settings of samplers that are off.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AliasChoices, Field, field_validator
 
 from quire.entrypoints.server.requests_common import NO_SAMPLER, AnyRequest, LlamaSampling, refuse
 
@@ -50,11 +50,23 @@ class LlamaCompletionRequest(AnyRequest, LlamaSampling):
             raise ValueError("must have pairs: a token id, and what is added to its logit")
         return {str(token): -100.0 if bias is False else float(bias) for token, bias in value}
 
-    @property
-    def prompts(self) -> list[str | list[int | str]]:
-        """A list of tokens and texts is one prompt; one of texts, or of lists, is several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if any(isinstance(part, int) for part in self.prompt):
-            return [[part for part in self.prompt if not isinstance(part, list)]]
-        return [part for part in self.prompt if not isinstance(part, int)]
+
+class LlamaEmbeddingRequest(AnyRequest):
+    """Texts that are to become vectors."""
+
+    content: Annotated[_Prompt, Field(min_length=1, validation_alias=AliasChoices("content", "input"))]
+    """Text, tokens, both in turn, or a list of such; also as input."""
+    embd_normalize: Literal[-1, 2] | None = None
+    """-1: as they are; 2 (the default): of length 1."""
+
+    # Refused.
+    stream: Annotated[None, refuse("vectors come whole; leave it out", False)] = None  # type: ignore[assignment]
+
+
+def prompts_of(prompt: _Prompt) -> list[str | list[int | str]]:
+    """A list of tokens and texts is one prompt; one of texts, or of lists, is several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if any(isinstance(part, int) for part in prompt):
+        return [[part for part in prompt if not isinstance(part, list)]]
+    return [part for part in prompt if not isinstance(part, int)]

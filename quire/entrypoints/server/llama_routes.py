@@ -8,9 +8,10 @@ import quire
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.dialects.chat import read_chat
+from quire.entrypoints.server.dialects.embeddings import read_llama_embedding
 from quire.entrypoints.server.dialects.llama_cpp import read_llama
 from quire.entrypoints.server.event_service import EventService
-from quire.entrypoints.server.llama_requests import LlamaCompletionRequest
+from quire.entrypoints.server.llama_requests import LlamaCompletionRequest, LlamaEmbeddingRequest
 from quire.entrypoints.server.middleware import identify
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.sse import CONTENT_TYPES, event, respond
@@ -33,6 +34,12 @@ async def complete(body: LlamaCompletionRequest, request: Request) -> Response:
     """Go on with one or more prompts."""
     state = get_state(request)
     return await respond(request, EventService(state, read_llama, event), body)
+
+
+@router.post("/embedding")
+async def embed(body: LlamaEmbeddingRequest, request: Request) -> Response:
+    """Texts as vectors."""
+    return await respond(request, EventService(get_state(request), read_llama_embedding), body)
 
 
 @router.post("/apply-template")

@@ -1,6 +1,6 @@
 """The bodies of Ollama's API. What of its options has no effect here, `unknown_fields` tells the client."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,6 +27,29 @@ class OllamaRequest(AnyRequest):
     """Whether to think, or how much; for a model that can."""
     keep_alive: str | float | None = None
     """Of no effect: the server's own --keep-alive holds."""
+
+
+class OllamaEmbedRequest(AnyRequest):
+    """Texts that are to become vectors."""
+
+    is_old: ClassVar[bool] = False  # the older route's: one text, and its vector as it is
+    input: Annotated[str | list[str], Field(min_length=1)]
+    truncate: bool | None = None
+    """False: what is too long is refused, and not cut."""
+    dimensions: int | None = Field(None, ge=1)
+    options: OllamaOptions | None = None
+    keep_alive: str | float | None = None
+    """Of no effect: the server's own --keep-alive holds."""
+
+    # Refused.
+    stream: Annotated[None, refuse("vectors come whole; leave it out", False)] = None  # type: ignore[assignment]
+
+
+class OllamaOldEmbedRequest(OllamaEmbedRequest):
+    """A text that is to become a vector."""
+
+    is_old: ClassVar[bool] = True
+    input: Annotated[str, Field(min_length=1, validation_alias="prompt")]  # type: ignore[assignment]
 
 
 class OllamaMessage(BaseModel):

@@ -10,9 +10,15 @@ from fastapi import APIRouter, Request, Response
 import quire
 from quire.config.gguf import weight_files
 from quire.entrypoints.server.body import JsonRoute
+from quire.entrypoints.server.dialects.embeddings import read_ollama_embed
 from quire.entrypoints.server.dialects.ollama import line, loaded, read_ollama
 from quire.entrypoints.server.event_service import EventService
-from quire.entrypoints.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
+from quire.entrypoints.server.ollama_requests import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaOldEmbedRequest,
+)
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sse import content_types, respond
@@ -65,10 +71,15 @@ async def _answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Requ
 
 
 @router.post("/embed")
+async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
+    """Texts as vectors of length 1."""
+    return await respond(request, EventService(get_state(request), read_ollama_embed), body)
+
+
 @router.post("/embeddings")
-async def embed(body: AnyRequest) -> None:
-    """Not there: models here write."""
-    raise NotYetSupportedError("embeddings are not supported: models here write text.")
+async def embed_one(body: OllamaOldEmbedRequest, request: Request) -> Response:
+    """One text as a vector."""
+    return await respond(request, EventService(get_state(request), read_ollama_embed), body)
 
 
 @router.get("/tags")

@@ -73,12 +73,13 @@ def terms_of(body: GenerationRequest, llm: AsyncLLM) -> Terms:
     Raises:
         InvalidRequestError: terms that the engine's scheduling policy does not know.
     """
-    terms = Terms(body.priority or 0, _client_name(body.user), body.ttft_target, body.tpot_target)
+    terms = Terms(body.priority or 0, client_name(body.user), body.ttft_target, body.tpot_target)
     check_terms(terms, llm.limits.policy)
     return terms
 
 
-def _client_name(user: str | None) -> str | None:
+def client_name(user: str | None) -> str | None:
+    """Whom the scheduler knows a `user` as."""
     if user is None or len(user) <= MAX_CLIENT:
         return user or None
     return hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()

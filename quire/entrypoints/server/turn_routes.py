@@ -16,8 +16,10 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.dialects.chat import read_chat
 from quire.entrypoints.server.dialects.completions import read_completion
+from quire.entrypoints.server.dialects.embeddings import read_embedding
 from quire.entrypoints.server.dialects.messages import read_message
 from quire.entrypoints.server.dialects.through_chat import validated
+from quire.entrypoints.server.embedding_request import EmbeddingRequest
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
 from quire.entrypoints.server.middleware import identify
@@ -48,6 +50,12 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     state = get_state(request)
     return await respond(request, EventService(state, read_message), body)
+
+
+@router.post("/v1/embeddings", tags=["embeddings"])
+async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+    """Texts as vectors."""
+    return await respond(request, EventService(get_state(request), read_embedding), body)
 
 
 @router.post("/invocations", include_in_schema=False)  # as SageMaker calls it

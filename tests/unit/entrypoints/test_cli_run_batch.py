@@ -74,7 +74,7 @@ def test_an_answer(batch: Batch) -> None:
         (line("a", body={"prompt": "x", "temperature": 9}), 400, "temperature", "temperature"),
         (line("a", body={"prompt": "x", "stream": True}), 400, "can't stream", "stream"),
         (line("a", "/v1/chat/completions", body={}), 400, "messages", "messages"),
-        (line("a", "/v1/embeddings"), 400, "a batch takes POST to /v1/completions and", "url"),
+        (line("a", "/v1/rerank"), 400, "a batch takes POST to /v1/completions and", "url"),
         (line("a", method="GET"), 400, "not GET to /v1/completions", "url"),
     ],
 )

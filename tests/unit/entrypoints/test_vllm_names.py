@@ -71,8 +71,7 @@ def test_lines_of_scripts(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("from quire import PoolingParams", "quire.PoolingParams is not here yet: only models that generate run."),
-        ("from quire.pooling_params import PoolingParams", "PoolingParams is not here yet"),
+        ("from quire import ScoringOutput", "quire.ScoringOutput is not here yet: models here generate and embed."),
         ("from quire.model_executor.models.llama import X", "quire.model_executor is not here: models are Quire's own"),
         ("from quire.v1.sample.logits_processor import LogitsProcessor", r"SamplingParams\(logits_processors="),
         ("from quire.config import CompilationConfig", "CompilationConfig is not here: nothing is compiled"),

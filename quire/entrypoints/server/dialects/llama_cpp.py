@@ -14,7 +14,7 @@ from quire.entrypoints.server.dialects.completions import CompletionWriter, read
 from quire.entrypoints.server.dialects.through_chat import renamed, validated, within_context
 from quire.entrypoints.server.errors import ErrorInfo
 from quire.entrypoints.server.event_service import Event, EventWriter
-from quire.entrypoints.server.llama_requests import LlamaCompletionRequest
+from quire.entrypoints.server.llama_requests import LlamaCompletionRequest, prompts_of
 from quire.entrypoints.server.requests_common import wrong
 from quire.entrypoints.server.responses import bounded
 from quire.entrypoints.server.service import TurnRequest
@@ -40,9 +40,9 @@ async def read_llama(
     if body.n_predict == 0:
         raise wrong("n_predict", "at least 1, or -1 for no limit", 0)
     limit = -1 if body.n_predict is None else max(-1, body.n_predict)
-    prompts: list[Any] = body.prompts
+    prompts: list[Any] = prompts_of(body.prompt)
     if not all(isinstance(prompt, str) for prompt in prompts):  # then all as tokens
-        prompts = await asyncio.gather(*(_tokens(state, prompt) for prompt in prompts))
+        prompts = await asyncio.gather(*(tokens_of(state, prompt) for prompt in prompts))
     fields |= {"prompt": prompts, "repetition_penalty": body.repeat_penalty, "logprobs": body.n_probs or None}
     fields["return_token_ids"] = body.return_tokens
 
@@ -55,7 +55,7 @@ async def read_llama(
     return turn, LlamaWriter(body, state.check_model(body.model), writer.turn, turn)
 
 
-async def _tokens(state: ServerState, prompt: str | list[int | str]) -> list[int]:
+async def tokens_of(state: ServerState, prompt: str | list[int | str]) -> list[int]:
     """Tokens and texts in turn as tokens; only what begins the prompt gets what begins prompts."""
     ids: list[int] = []
     for place, part in enumerate([prompt] if isinstance(prompt, str) else prompt):

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatWriter, read_chat
 from quire.entrypoints.server.errors import describe
-from quire.entrypoints.server.requests_common import GenerationRequest
+from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.errors import InvalidRequestError
@@ -29,7 +29,7 @@ _OWN = {"model", "stream", "stream_options", "metadata", "store", "service_tier"
 _SHARED = GenerationRequest.model_fields.keys() - _OWN
 
 
-_Request = TypeVar("_Request", bound=GenerationRequest)
+_Request = TypeVar("_Request", bound=AnyRequest)
 _Result = TypeVar("_Result")
 
 

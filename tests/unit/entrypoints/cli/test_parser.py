@@ -81,7 +81,7 @@ def test_flags_without_effect(line: str, warnings: list[str], caplog: pytest.Log
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--runner pooling", "^--runner is not supported yet for pooling: .* Embed with another server.$"),
+        ("--convert classify", "^--convert is not supported yet for that: .* Classify and score with another server.$"),
         ("--enable-eplb", "^--enable-eplb is not supported yet: experts stay on their ranks. Leave it out.$"),
         ("--eplb_config.window_size 3", "^--eplb-config is not supported yet"),
         ("-dcp 2", "^-dcp is not supported yet: .* Use tensor_parallel_size.$"),

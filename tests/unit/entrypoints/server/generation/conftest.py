@@ -18,7 +18,7 @@ from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn_routes import chat_service, completion_service
 from quire.protocol.core import Abort, Add, Dead, Finish, News, Ready
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest, PoolingTask, SamplingTask
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class ScriptedCore:
         requests: all that were added.
         aborted: ids that were aborted.
         held: where set, steps wait for `go_on`.
-        ending: "abort" or "error": how a request ends after its second step, in place of its text.
+        ending: "abort" or "error": how a request ends in step `ends_at` (from 0), in place of its text.
         failure: why, if it is "error".
     """
 
@@ -47,6 +47,7 @@ class ScriptedCore:
         self.held = False
         self.go_on = asyncio.Event()
         self.ending: str | None = None
+        self.ends_at = 2
         self.failure: Failure | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[tuple[str, int]] = set()
@@ -100,7 +101,7 @@ class ScriptedCore:
         reason = "stop" if token_id in task.stop_token_ids else None
         if reason is None and step + 1 == min(task.max_tokens, len(script)):
             reason = "length"
-        if self.ending is not None and step == 2:
+        if self.ending is not None and step == self.ends_at:
             reason = self.ending
         prompt = None
         if step == 0 and index == 0 and params.prompt_logprobs is not None:
@@ -115,6 +116,7 @@ class ScriptedCore:
             finish_reason=reason,
             num_cached_tokens=3,
             failure=self.failure if reason == "error" else None,
+            pooled=[3.0, 4.0, 12.0] if isinstance(task, PoolingTask) else None,
         )
 
 

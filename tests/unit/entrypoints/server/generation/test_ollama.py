@@ -157,7 +157,9 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "thinking": ("chat", {"think": True}, 400, "think is of no use"),
     "a call": ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]"),
     "a result": ("chat", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages[0]"),
-    "embeddings": ("embed", {"input": "a"}, 400, "embeddings are not supported"),
+    "a vector of nothing": ("embed", {"input": []}, 400, "input"),
+    "a vector that is too long": ("embed", {"input": "a", "dimensions": 999}, 400, "dimensions = 999 is more than"),
+    "a text that is too long": ("embed", {"input": "a " * 500, "truncate": False}, 400, "maximum context length"),
     "to pull": ("pull", {}, 400, "quire pull"),
 }
 

@@ -1,0 +1,143 @@
+"""The dialect of /v1/embeddings: texts or token ids in, vectors out; Ollama's and llama.cpp's routes are read as it.
+
+`EventService` calls it. A request that pools goes the way of all others, and brings one output.
+"""
+
+import asyncio
+import base64
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.terms import check_terms
+from quire.entrypoints.server.dialects.llama_cpp import tokens_of
+from quire.entrypoints.server.dialects.through_chat import validated
+from quire.entrypoints.server.embedding_request import EmbeddingRequest
+from quire.entrypoints.server.errors import ErrorInfo
+from quire.entrypoints.server.event_service import Event, EventWriter
+from quire.entrypoints.server.llama_requests import LlamaEmbeddingRequest, prompts_of
+from quire.entrypoints.server.ollama_requests import OllamaEmbedRequest
+from quire.entrypoints.server.requests_common import AnyRequest
+from quire.entrypoints.server.sampling import client_name, named
+from quire.entrypoints.server.service import TurnRequest
+from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.turn import Delta, Rules, Turn
+from quire.errors import NotYetSupportedError
+from quire.pooling_params import PoolingParams
+from quire.protocol.requests import Terms
+
+_NAMES = {"prompt": "input"}  # what the engine's parameters are called in the body
+
+
+async def read_embedding(
+    state: ServerState, body: EmbeddingRequest, request_id: str
+) -> "tuple[TurnRequest, EmbeddingWriter]":
+    """See `Read`."""
+    model = state.admit(body)
+    if (adapter := state.adapters.get(model)) is not None and hasattr(adapter, "prompt_adapter_id"):
+        raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
+    wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize)
+    params = wanted.sampling_params(state.llm.config.model.hidden_size)
+    state.llm.check_room(len(body.input))
+    prompts = []
+    for text in body.input:
+        with named(_NAMES):
+            prepared = await state.llm.prepare(text, params, body.add_special_tokens is not False)
+        prompts.append(replace(prepared, pools=True))
+        await asyncio.sleep(0)  # many short texts take long together
+    terms = Terms(body.priority or 0, client_name(body.user))
+    check_terms(terms, state.llm.limits.policy)
+    turn = Turn(len(prompts), 1, Rules(no_tokens=True))
+    request = TurnRequest(request_id, prompts, params, terms, adapter, _NAMES)
+    return request, EmbeddingWriter(body, f"embd-{request_id}", model, wanted, turn)
+
+
+class EmbeddingWriter(EventWriter):
+    """Writes one request's vectors, in OpenAI's `form` or another. See `EventWriter`."""
+
+    def __init__(self, body: EmbeddingRequest, name: str, model: str, wanted: PoolingParams, turn: Turn) -> None:
+        self.turn, self.model = turn, model
+        self._name, self._wanted, self._as_bytes = name, wanted, body.encoding_format == "base64"
+        self._vectors: dict[int, list[float]] = {}
+        self.form: Callable[[EmbeddingWriter], Any] = EmbeddingWriter.openai
+
+    def take(self, delta: Delta) -> list[Event]:
+        self._vectors[delta.place] = self._wanted.vector(delta.output)
+        return []
+
+    def fail(self, error: ErrorInfo) -> list[Event]:
+        return []
+
+    @property
+    def vectors(self) -> list[list[float]]:
+        """One for each text."""
+        return [self._vectors[place] for place in sorted(self._vectors)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return self.turn.counts()[0]
+
+    def answer(self) -> Any:
+        return self.form(self)
+
+    def openai(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        shown: Callable[[list[float]], Any] = _packed if self._as_bytes else list
+        data = [
+            {"object": "embedding", "index": place, "embedding": shown(one)} for place, one in enumerate(self.vectors)
+        ]
+        usage = {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
+        head = {"id": self._name, "object": "list", "created": int(time.time()), "model": self.model}
+        return {**head, "data": data, "usage": usage}
+
+
+async def read_ollama_embed(
+    state: ServerState, body: OllamaEmbedRequest, request_id: str
+) -> tuple[TurnRequest, EmbeddingWriter]:
+    """/api/embed's, and the older /api/embeddings'. What is too long loses its end, unless the body forbids that."""
+    room, begin = state.llm.config.model.max_model_len - 1, time.monotonic_ns()
+    texts: list[Any] = [body.input] if isinstance(body.input, str) else body.input
+    if body.truncate is not False:
+        texts = [(await state.llm.encode(text))[:room] for text in texts]
+
+    def form(writer: EmbeddingWriter) -> dict[str, Any]:
+        if body.is_old:
+            return {"embedding": writer.vectors[0]}
+        spent = {"total_duration": time.monotonic_ns() - begin, "load_duration": 0}
+        return {"model": writer.model, "embeddings": writer.vectors, **spent, "prompt_eval_count": writer.num_tokens}
+
+    wanted = {"input": texts, "dimensions": body.dimensions, "normalize": not body.is_old}
+    return await _read_as(state, body, request_id, wanted, form)
+
+
+async def read_llama_embedding(
+    state: ServerState, body: LlamaEmbeddingRequest, request_id: str
+) -> tuple[TurnRequest, EmbeddingWriter]:
+    """llama.cpp's /embedding's."""
+    texts: list[Any] = [await tokens_of(state, text) for text in prompts_of(body.content)]
+
+    def form(writer: EmbeddingWriter) -> list[dict[str, Any]]:
+        return [{"index": place, "embedding": [vector]} for place, vector in enumerate(writer.vectors)]
+
+    return await _read_as(state, body, request_id, {"input": texts, "normalize": body.embd_normalize != -1}, form)
+
+
+async def _read_as(
+    state: ServerState,
+    body: AnyRequest,
+    request_id: str,
+    fields: dict[str, Any],
+    form: Callable[[EmbeddingWriter], Any],
+) -> tuple[TurnRequest, EmbeddingWriter]:
+    state.unknown_fields.note(body)
+    asked = validated(EmbeddingRequest, fields | {"model": body.model})
+    request, writer = await read_embedding(state, asked, request_id)
+    writer.form = form
+    return request, writer
+
+
+def _packed(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,31 @@
+"""The body of /v1/embeddings, in OpenAI's names with vLLM's additions."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PlainValidator
+
+from quire.entrypoints.server.completion_request import PromptSchema, read_prompts
+from quire.entrypoints.server.requests_common import AnyRequest, refuse
+
+
+class EmbeddingRequest(AnyRequest):
+    """One or more texts, or lists of token ids, each to become a vector."""
+
+    input: Annotated[list[str] | list[list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptSchema)]
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64: of 32-bit floats, the lowest byte first."""
+    dimensions: int | None = Field(None, ge=1)
+    """Keep the first k numbers of a vector."""
+    normalize: bool | None = None
+    """To length 1, by default."""
+    add_special_tokens: bool | None = None
+    """By default true."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep the last k; -1: what the context holds."""
+    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    """Lower runs first."""
+    user: str | None = None
+    """Whose request it is, for fair shares; an API key says it instead."""
+
+    # Refused.
+    stream: Annotated[None, refuse("vectors come whole; leave it out", False)] = None  # type: ignore[assignment]

@@ -1,0 +1,82 @@
+"""Routes of vectors: OpenAI's, Ollama's and llama.cpp's forms, over a core whose hidden state is [3, 4, 12]."""
+
+import base64
+import struct
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+UNIT = [3 / 13, 4 / 13, 12 / 13]
+
+
+def post(client: TestClient, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_openais_form(server: Any, client: TestClient) -> None:
+    answer = post(client, "/v1/embeddings", input=["a", "b c"], model="demo", user="me")
+    assert (answer["object"], answer["model"], answer["id"][:5]) == ("list", "demo", "embd-")
+    assert [(entry["object"], entry["index"]) for entry in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert answer["data"][1]["embedding"] == pytest.approx(UNIT)
+    num_tokens = sum(len(request.prompt_token_ids) for request in server.core.requests)
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+    assert {request.client for request in server.core.requests} == {"me"}
+    plain = post(client, "/v1/embeddings", input=[[5, 6]], normalize=False, dimensions=2, encoding_format="base64")
+    assert struct.unpack("<2f", base64.b64decode(plain["data"][0]["embedding"])) == (3, 4)
+    assert server.core.requests[-1].prompt_token_ids == [5, 6]
+    bare = post(client, "/embeddings", input="a", dimensions=2)  # a base URL without /v1
+    assert bare["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+
+
+def test_cuts(server: Any, client: TestClient) -> None:
+    post(client, "/v1/embeddings", input=[[*range(1, 9)]], truncate_prompt_tokens=3)
+    assert server.core.requests[-1].prompt_token_ids == [6, 7, 8]
+    post(client, "/api/embed", model="demo", input="word " * 500)
+    whole = server.core.tokenizer.encode("word " * 500)
+    assert server.core.requests[-1].prompt_token_ids == whole[:127]  # of Ollama's, the end goes
+
+
+def test_ollamas_forms(client: TestClient) -> None:
+    answer = post(client, "/api/embed", model="demo:latest", input=["a", "b"])
+    assert [answer["model"], *map(pytest.approx, answer["embeddings"])] == ["demo", UNIT, UNIT]
+    assert answer["total_duration"] > 0 == answer["load_duration"] < answer["prompt_eval_count"]
+    assert post(client, "/api/embed", model="demo", input="a", dimensions=1)["embeddings"] == [[1]]
+    assert post(client, "/api/embeddings", model="demo", prompt="a") == {"embedding": [3, 4, 12]}
+
+
+def test_llama_cpps_form(server: Any, client: TestClient) -> None:
+    assert post(client, "/embedding", content="a", embd_normalize=-1) == [{"index": 0, "embedding": [[3, 4, 12]]}]
+    answer = post(client, "/embedding", input=["a", [7, "b"]])
+    assert [entry["index"] for entry in answer] == [0, 1]
+    assert answer[1]["embedding"] == [pytest.approx(UNIT)]
+    assert server.core.requests[-1].prompt_token_ids[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        ("/v1/embeddings", {}, "input: Field required"),
+        ("/v1/embeddings", {"input": []}, "input: must be a text, a list of texts"),
+        ("/v1/embeddings", {"input": ["a", 1]}, "input: prompt 1 is of another kind"),
+        ("/v1/embeddings", {"input": [99999999]}, "is out of the vocabulary"),
+        ("/v1/embeddings", {"input": [1] * 128}, "maximum context length is 128"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "stream": True}, "vectors come whole"),
+        ("/v1/embeddings", {"input": "a", "priority": 1}, "priority"),
+        ("/embedding", {"content": ""}, "content"),
+    ],
+)
+def test_refusals(client: TestClient, path: str, body: dict[str, Any], shown: str) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert shown in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] != "prompt"
+
+
+def test_a_request_that_is_ended(server: Any, client: TestClient) -> None:
+    server.core.ending, server.core.ends_at = "abort", 0
+    assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 503
