@@ -151,13 +151,14 @@ struct BlockScales {
     QUIRE_ALWAYS void read(const uint8_t* tile, int64_t t) {
         if constexpr (f.is_own()) {  // the shift is the zero
             if (t % f.span) return;
-            alignas(16) int8_t zeros[16];
+            alignas(16) uint8_t zeros[16];
             for (int i = 0; i < f.span; i++) {
                 const uint8_t* from = tile + i * f.tile_bytes() + f.scales();
                 std::memcpy(scale[0] + i * f.striped(), from, f.striped() * 4);
                 std::memcpy(zeros + i * f.striped(), from + f.striped() * 4, f.striped());
             }
-            for (int r = 0; r < 16; r++) shift[0][r] = float(zeros[r]);
+            for (int r = 0; r < 16; r += kLanes) store(shift[0] + r, __builtin_convertvector(signed_bytes(zeros + r), vf));
+            keep_in_memory();
 #if defined(__AVX512BF16__)
             const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             for (int r = 0; r < 16 && kTables; r++) {
@@ -181,20 +182,34 @@ struct BlockScales {
                 to_floats(halves[0], d);
                 if (f.has_min) to_floats(halves[1], m);
             }
-            const int8_t* scales = reinterpret_cast<const int8_t*>(tile) + f.scales();
-            const int8_t* mins = reinterpret_cast<const int8_t*>(tile) + f.mins();
             for (int g = 0; g < f.groups; g++)
-                for (int r = 0; r < 16; r++) {
-                    const int count = scales[16 * g + r];
-                    scale[g][r] = d[r] * float(f.nibble_scales() ? count & 15 : count);
-                    if (f.has_min) shift[g][r] = -m[r] * float(f.nibble_scales() ? count >> 4 & 15 : mins[16 * g + r]);
+                for (int r = 0; r < 16; r += kLanes) {
+                    const vi counts = signed_bytes(tile + f.scales() + 16 * g + r);
+                    store(scale[g] + r, load(d + r) * __builtin_convertvector(f.nibble_scales() ? counts & 15 : counts, vf));
+                    if (!f.has_min) continue;
+                    const vi mins = f.nibble_scales() ? counts >> 4 & 15 : signed_bytes(tile + f.mins() + 16 * g + r);
+                    store(shift[g] + r, -load(m + r) * __builtin_convertvector(mins, vf));
                 }
         }
         for (int g = 0; g < f.groups && !f.has_min; g++)
             for (int r = 0; r < 16; r++) shift[g][r] = f.zero ? scale[g][r] * float(-f.zero) : 0.0f;
+        keep_in_memory();
     }
 
 private:
+    // From where each is read into all lanes: out of the register that it was made in, that would take shuffles.
+    QUIRE_ALWAYS void keep_in_memory() { asm volatile("" : "+m"(scale), "+m"(shift)); }
+    QUIRE_ALWAYS static vi signed_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)  // GCC 12 would move byte by byte
+        return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+        return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+        vb bytes;
+        std::memcpy(&bytes, p, sizeof bytes);
+        return __builtin_convertvector(bytes, vi);
+#endif
+    }
     QUIRE_ALWAYS static void to_floats(const uint8_t* halves, float* out) {
 #if defined(__AVX512F__)
         _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));

@@ -178,22 +178,27 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
     }
 }
 
-// Two rows, the first of them even. Those of four bits are looked up in one table.
+// Codes of four bits, of which four rows share a word.
+constexpr bool has_nibbles(Type type) { return type == Type::i4 || (is_blocks(type) && block_format(type).bits == 4); }
+
+// The 16 values each that codes of four bits stand for in rows `row` and `row` + 4.
 template <Type kType>
-QUIRE_INLINE void expand_two(const uint8_t* tile, const BlockScales<kType>& scales, int row, __m512i& even, __m512i& odd) {
-    constexpr BlockFormat f = block_format(kType);
-    if constexpr (f.bits != 4 || f.is_own()) {
-        even = expand_blocks<kType>(tile, scales, row);
-        odd = expand_blocks<kType>(tile, scales, row + 1);
+QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<kType>::type& scales, int row) {
+    auto both = [](const bf16* first, const bf16* second) QUIRE_ALWAYS {
+        const __m256i *low = reinterpret_cast<const __m256i*>(first), *high = reinterpret_cast<const __m256i*>(second);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_load_si256(low)), _mm256_load_si256(high), 1);
+    };
+    if constexpr (kType == Type::i4) {
+        bf16 first, second;
+        std::memcpy(&first, tile + 2 * row, 2);
+        std::memcpy(&second, tile + 2 * row + 8, 2);
+        return both(i4_values[first], i4_values[second]);
+    } else if constexpr (block_format(kType).is_own()) {
+        return both(scales.values[row], scales.values[row + 4]);
     } else {
-        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        auto values = [&](int r) { return _mm512_fmadd_ps(steps, _mm512_set1_ps(scales.scale[0][r]), _mm512_set1_ps(scales.shift[0][r])); };
-        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(values(row + 1), values(row));
-        const __m512i words = _mm512_loadu_si512(tile + row / 4 * 64), low = _mm512_set1_epi16(15);
-        even = _mm512_permutexvar_epi16(_mm512_and_si512(shifted_words(words, row % 4 * 4), low), table);
-        // (codes & low) | 16
-        const __m512i codes = _mm512_ternarylogic_epi32(shifted_words(words, row % 4 * 4 + 4), low, _mm512_set1_epi16(16), 0xea);
-        odd = _mm512_permutexvar_epi16(codes, table);
+        const __m512 steps = block_format(kType).curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        auto values = [&](int r) QUIRE_ALWAYS { return _mm512_fmadd_ps(steps, _mm512_set1_ps(scales.scale[0][r]), _mm512_set1_ps(scales.shift[0][r])); };
+        return (__m512i)_mm512_cvtne2ps_pbh(values(row + 4), values(row));
     }
 }
 

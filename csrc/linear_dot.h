@@ -18,34 +18,21 @@ constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 512 << 10;  // of x and
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time: a superblock
 
-// Rows 4i + 2 * pair and the one after it of a tile, i = 0..3. The pair is a constant: which bits an i4 row has follows from it.
+// Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
 QUIRE_INLINE void load_rows(const uint8_t* tile, const Scales& scales, __m512i (&even)[4], __m512i (&odd)[4]) {
-    if constexpr (kType == Type::bf16) {
-        for (int i = 0; i < 4; i++) {
-            even[i] = _mm512_loadu_si512(tile + (4 * i + 2 * pair) * 64);
-            odd[i] = _mm512_loadu_si512(tile + (4 * i + 2 * pair + 1) * 64);
-        }
-    } else if constexpr (kType == Type::i8) {
-        for (int i = 0; i < 4; i++) expand_i8(_mm512_loadu_si512(tile + (2 * i + pair) * 64), even[i], odd[i]);
-    } else if constexpr (is_blocks(kType)) {
-        for (int i = 0; i < 4; i++) expand_two<kType>(tile, scales, 4 * i + 2 * pair, even[i], odd[i]);
-    } else {
-        const I4Shifts shifted;
-        bf16 factors[16];
-        std::memcpy(factors, tile, sizeof factors);
-        for (int i = 0; i < 4; i++) {
-            const __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);
-            even[i] = expand_i4(factors[4 * i + 2 * pair], shifted(words, 2 * pair));
-            odd[i] = expand_i4(factors[4 * i + 2 * pair + 1], shifted(words, 2 * pair + 1));
+    for (int i = 0; i < 4; i++) {
+        const int row = 4 * i + 2 * pair;
+        if constexpr (kType == Type::bf16) {
+            even[i] = _mm512_loadu_si512(tile + row * 64);
+            odd[i] = _mm512_loadu_si512(tile + row * 64 + 64);
+        } else if constexpr (kType == Type::i8) {
+            expand_i8(_mm512_loadu_si512(tile + row * 32), even[i], odd[i]);
+        } else {
+            even[i] = expand_blocks<kType>(tile, scales, row);
+            odd[i] = expand_blocks<kType>(tile, scales, row + 1);
         }
     }
-}
-
-template <class Body>
-QUIRE_INLINE void for_both(const Body& body) {
-    body(std::integral_constant<int, 0>());
-    body(std::integral_constant<int, 1>());
 }
 
 // Four rows -> for each piece of 8 columns, the rows' pieces side by side.
@@ -56,6 +43,38 @@ QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
     out[1] = _mm512_shuffle_i64x2(a, c, 0xdd);
     out[2] = _mm512_shuffle_i64x2(b, d, 0x88);
     out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
+}
+
+// Calls body(pair, even, odd) for pair = 0 and 1, constants: rows 4i + 2 * pair of a tile and those after them, i = 0..3, turned.
+template <Type kType, class Scales, class Body>
+QUIRE_INLINE void for_pairs(const uint8_t* tile, const Scales& scales, const Body& body) {
+    __m512i words[4], codes[4];  // codes of four rows to a word: turned once for all of them
+    if constexpr (has_nibbles(kType)) {
+        for (int i = 0; i < 4; i++) words[i] = _mm512_loadu_si512(tile + (kType == Type::i4 ? 32 : 0) + i * 64);
+        turn(words, codes);
+    }
+    const __m512i whose = _mm512_mullo_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_set1_epi64(0x10001000100010));
+    const I4Shifts shifted;
+    auto with = [&](auto pair) QUIRE_ALWAYS {
+        __m512i even[4], odd[4];
+        if constexpr (has_nibbles(kType)) {
+            auto look_up = [&](int j, __m512i (&out)[4]) QUIRE_ALWAYS {  // in the values of four rows: two bits of the index say whose
+                const __m512i low = values_of_two<kType>(tile, scales, j), high = values_of_two<kType>(tile, scales, j + 8);
+                for (int c = 0; c < 4; c++)  // (code & 15) | whose
+                    out[c] = _mm512_permutex2var_epi16(low, _mm512_ternarylogic_epi32(shifted(codes[c], j), _mm512_set1_epi16(15), whose, 0xea), high);
+            };
+            look_up(2 * pair, even);
+            look_up(2 * pair + 1, odd);
+        } else {
+            __m512i even_rows[4], odd_rows[4];
+            load_rows<kType, pair>(tile, scales, even_rows, odd_rows);
+            turn(even_rows, even);
+            turn(odd_rows, odd);
+        }
+        body(pair, even, odd);
+    };
+    with(std::integral_constant<int, 0>());
+    with(std::integral_constant<int, 1>());
 }
 
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
@@ -78,16 +97,12 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
         scales.read(tile, t);
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
-        for_both([&](auto pair) QUIRE_ALWAYS {
-            __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
-            load_rows<kType, pair>(tile, scales, even, odd);
-            turn(even, even_pieces);
-            turn(odd, odd_pieces);
+        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
                     const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
-                    acc[m][2 * pair] = add_dot(acc[m][2 * pair], even_pieces[c], eight);
-                    acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd_pieces[c], eight);
+                    acc[m][2 * pair] = add_dot(acc[m][2 * pair], even[c], eight);
+                    acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd[c], eight);
                 }
         });
     }
@@ -101,14 +116,10 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         scales.read(tile, t);
-        for_both([&](auto pair) QUIRE_ALWAYS {
-            __m512i even[4], odd[4], even_pieces[4], odd_pieces[4];
-            load_rows<kType, pair>(tile, scales, even, odd);
-            turn(even, even_pieces);
-            turn(odd, odd_pieces);
+        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
-                _mm512_store_si512(out + c * 256 + pair * 128, even_pieces[c]);
-                _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd_pieces[c]);
+                _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
+                _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
             }
         });
     }
