@@ -86,7 +86,7 @@ def by_requests(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) ->
                 before = live.pop(place)
                 if branches:
                     live[place] = {b.index: [*before[b.parent], b.token_id] for b in branches}
-    return [[ending.token_ids for ending in search.endings()] for search in searches]
+    return [[[entry.token_ids[0] for entry in ending.logprobs] for ending in search.endings()] for search in searches]
 
 
 def candidates_of(output: RequestOutput, num: int) -> TokenLogprobs:

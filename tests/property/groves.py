@@ -79,7 +79,8 @@ def search_alone(request: NewRequest, model: FakeModel) -> dict[int, tuple[list[
             branches = beams.advance(index, len(outputs), found)
         assert branches is not None, "all candidates are there, and nothing is chosen"
         if not branches:
-            return {i: (end.token_ids, end.finish_reason) for i, end in enumerate(beams.endings())}
+            endings = enumerate(beams.endings())
+            return {i: ([entry.token_ids[0] for entry in logprobs], end[0]) for i, (logprobs, end) in endings}
         live = {branch.index: [*live[branch.parent], branch.token_id] for branch in branches}
 
 

@@ -22,6 +22,7 @@ from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import StepPlan
 from quire.sampling_params import SamplingParams
 from quire.scheduler.policies.registry import POLICIES
+from quire.scheduler.reasons import why
 from quire.scheduler.scheduler import Scheduler
 
 FIXED, PER_TOKEN = 0.01, 0.001  # seconds of a simulated step
@@ -60,7 +61,7 @@ class Watched(SimulatedExecutor):
             assert reason is not None
             assert lacks[reason], f"{reason} was not lacking"
             for sequence in planner.waiting:
-                assert len(self.scheduler.why_waiting(sequence) or "") > 30, "no numbers"
+                assert len(why(planner, self.scheduler.kv, sequence)) > 30, "no numbers"
         scheduled = {item.sequence_id for item in plan.scheduled}
         if plan.num_tokens < planner.policy.budget(budget, len(planner.running)):
             idle = [s for s in planner.running if s.sequence_id not in scheduled and not s.num_in_flight]
