@@ -55,11 +55,6 @@ class Renderer:
         self._decode = msgspec.msgpack.Decoder(Answer).decode
         self._finalizer: weakref.finalize | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """The process's number, while there is one."""
-        return None if self._child is None else self._child.pid
-
     def render(self, job: bytes) -> str:
         """The prompt of a `Job`, which is given as msgpack.
 
@@ -75,15 +70,6 @@ class Renderer:
         if answer.text is None:
             raise InvalidRequestError(answer.error, answer.param)
         return answer.text
-
-    def start(self) -> None:
-        """Start the process now, without waiting for it.
-
-        Raises:
-            RequestFailedError: it can't be started.
-        """
-        with self._turn:
-            self._running()
 
     def close(self) -> None:
         """End the process, at once; a later job starts another."""

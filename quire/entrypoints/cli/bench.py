@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from quire.entrypoints.cli.files import read_prompts, write_figures
-from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, options_given, positive_int
+from quire.entrypoints.cli.flags import add_counts, add_engine_flags, add_option_flags, options_given, positive_int
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.session import load, random_prompts
 from quire.sampling_params import SamplingParams
@@ -24,9 +24,9 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 def add_latency_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench latency`."""
     _add_shape_flags(parser, input_len=32, output_len=128)
-    parser.add_argument("--batch-size", type=positive_int, default=8, metavar="N", help="prompts (default: 8)")
+    add_counts(parser, ("--batch-size", 8, "prompts"))
     parser.add_argument("--num-iters-warmup", type=int, default=10, metavar="N", help="untimed runs (default: 10)")
-    parser.add_argument("--num-iters", type=positive_int, default=30, metavar="N", help="timed runs (default: 30)")
+    add_counts(parser, ("--num-iters", 30, "timed runs"))
     # Every run asks the same prompts: a cached prefix would hide the cost of reading them.
     add_engine_flags(parser, {"enable_prefix_caching": False})
 
@@ -47,9 +47,8 @@ def add_serve_flags(parser: ArgumentParser) -> None:
 
 
 def _add_shape_flags(parser: ArgumentParser, *, input_len: int, output_len: int) -> None:
-    for name, default, what in (("--input-len", input_len, "prompt"), ("--output-len", output_len, "output")):
-        help_text = f"tokens of each {what} (default: {default})"
-        parser.add_argument(name, type=positive_int, default=default, metavar="N", help=help_text)
+    rows = ("--input-len", input_len, "tokens of each prompt"), ("--output-len", output_len, "tokens of each output")
+    add_counts(parser, *rows)
     parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
 
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from quire.entrypoints.cli.files import write_figures, write_text
-from quire.entrypoints.cli.flags import add_engine_flags, positive_int
+from quire.entrypoints.cli.flags import add_counts, add_engine_flags
 from quire.entrypoints.cli.session import load, random_prompts
 from quire.entrypoints.cli.svg import axis, document, text
 from quire.errors import ConfigError
@@ -79,12 +79,8 @@ class Work:
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `quire bench step`."""
-    for flag, default, what in (
-        ("--batch-size", 8, "sequences"),
-        ("--input-len", 256, "tokens of each prompt"),
-        ("--num-steps", 32, "steps that are timed of those that decode"),
-    ):
-        parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{what} (default: {default})")
+    add_counts(parser, ("--batch-size", 8, "sequences"), ("--input-len", 256, "tokens of each prompt"))
+    add_counts(parser, ("--num-steps", 32, "steps that are timed of those that decode"))
     shared = "tokens that all prompts begin with, from the prefix cache: decoding alone is shown then (default: 0)"
     parser.add_argument("--shared-len", type=int, default=0, metavar="N", help=shared)
     parser.add_argument("--plot", metavar="FILE", help="draw the times and floors to this SVG file")

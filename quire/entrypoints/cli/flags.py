@@ -53,6 +53,12 @@ def positive_int(text: str) -> int:
     return value
 
 
+def add_counts(parser: ArgumentParser, *rows: tuple[str, int, str]) -> None:
+    """Add flags of positive numbers: name, default and what it counts, each."""
+    for flag, default, what in rows:
+        parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{what} (default: {default})")
+
+
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:

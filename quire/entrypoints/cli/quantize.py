@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Literal
 
-from quire.entrypoints.cli.flags import add_typed_flag, positive_int
+from quire.entrypoints.cli.flags import add_counts, add_typed_flag
 from quire.errors import ConfigError
 
 METHODS = {
@@ -27,8 +27,8 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--method", required=True, choices=[*METHODS], help="; ".join(map(": ".join, METHODS.items())))
     add = parser.add_argument
     add("--calibration", metavar="FILE", type=Path, help="UTF-8 text like the model's own (default: one of stories)")
-    add("--num-samples", type=positive_int, metavar="N", default=128, help="sequences of it, an eighth held out (128)")
-    add("--length", type=positive_int, metavar="N", default=512, help="tokens of each, at most (default: 512)")
+    add_counts(parser, ("--num-samples", 128, "sequences of it, an eighth held out"))
+    add_counts(parser, ("--length", 512, "tokens of each, at most"))
     add_typed_flag(parser, "bits", Literal[4, 8], None, "Of gptq's codes (default: 4).")
     size_help = "columns that share a scale, -1 for rows (default: 128, or less as sizes demand; int8, fp8: rows)"
     add("--group-size", type=int, metavar="N", help=size_help)

@@ -22,16 +22,12 @@ def bound_socket(args: ServerArgs) -> Iterator[socket.socket]:
         ConfigError: there is no such host.
         QuireError: the address is taken.
     """
-    if args.uds is None:
-        with _bind_port(args) as listener:
-            yield listener
-        return
-    with _bind_path(args.uds) as listener:
+    with _bind_port(args) if args.uds is None else _bind_path(args.uds) as listener:
         try:
             yield listener
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(args.uds)
+            if args.uds is not None:
+                Path(args.uds).unlink(missing_ok=True)
 
 
 def _bind_port(args: ServerArgs) -> socket.socket:

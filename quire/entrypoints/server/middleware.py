@@ -139,10 +139,8 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_public = scope["type"] == "lifespan" or route_path(scope) in PUBLIC_PATHS
-        if not is_public:
-            digest = self._valid_key(scope["headers"])
-            if digest is None:
+        if scope["type"] != "lifespan" and route_path(scope) not in PUBLIC_PATHS:
+            if (digest := self._valid_key(scope["headers"])) is None:
                 # A browser asks a person for the key (as the password) only if the page itself is refused this way.
                 raise AuthenticationError('Basic realm="Quire"' if route_path(scope) in _PAGES else "Bearer")
             scope[_CLIENT] = f"key {digest.hex()[:16]}"

@@ -10,7 +10,6 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from typing import Protocol
 
 from quire.errors import ConfigError, RequestFailedError
 
@@ -19,27 +18,7 @@ logger = logging.getLogger("quire")
 _PURGE_SECONDS = 60.0  # between looks for what is too old
 
 
-class ResponseStore(Protocol):
-    """Keeps bytes by id and owner."""
-
-    async def put(self, key: str, owner: str, data: bytes) -> None:
-        """Keep it, in place of what was there.
-
-        Raises:
-            RequestFailedError: it can't be written.
-        """
-        ...
-
-    async def get(self, key: str, owner: str) -> bytes | None:
-        """What is kept, if it is this owner's."""
-        ...
-
-    async def delete(self, key: str, owner: str) -> None:
-        """Forget it, if it is this owner's."""
-        ...
-
-
-def open_store(path: str | None, max_bytes: int, seconds: float) -> ResponseStore:
+def open_store(path: str | None, max_bytes: int, seconds: float) -> "MemoryStore | SqliteStore":
     """The store of the server's options.
 
     Args:
@@ -54,7 +33,7 @@ def open_store(path: str | None, max_bytes: int, seconds: float) -> ResponseStor
 
 
 class MemoryStore:
-    """In memory: where there is no more room, what was longest unused goes."""
+    """Keeps bytes by id and owner, in memory: where there is no more room, what was longest unused goes."""
 
     def __init__(self, max_bytes: int, seconds: float) -> None:
         self._max_bytes, self._seconds = max_bytes, seconds
@@ -62,6 +41,7 @@ class MemoryStore:
         self._num_bytes = 0
 
     async def put(self, key: str, owner: str, data: bytes) -> None:
+        """Keep it, in place of what was there."""
         self._drop(key)
         self._entries[key] = (owner, time.monotonic() + self._seconds, data)
         self._num_bytes += len(data)
@@ -69,6 +49,7 @@ class MemoryStore:
             self._drop(next(iter(self._entries)))
 
     async def get(self, key: str, owner: str) -> bytes | None:
+        """What is kept, if it is this owner's."""
         kept_for, end, data = self._entries.get(key, (None, 0.0, None))
         if time.monotonic() > end:
             self._drop(key)
@@ -78,6 +59,7 @@ class MemoryStore:
         return None
 
     async def delete(self, key: str, owner: str) -> None:
+        """Forget it, if it is this owner's."""
         if await self.get(key, owner) is not None:
             self._drop(key)
 
@@ -87,7 +69,11 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """In an SQLite file, from threads: the event loop never waits for the disk."""
+    """The same in an SQLite file, from threads: the event loop never waits for the disk.
+
+    Raises:
+        RequestFailedError: the file can't be read or written.
+    """
 
     def __init__(self, path: str, seconds: float) -> None:
         self._seconds = seconds

@@ -185,13 +185,10 @@ async def prepared_prompt(
         prepared = await llm.prepare(given, _seeded(params), special)
     length = len(prepared.token_ids)
     if max_tokens is not None and length + max_tokens > limit:
-        raise InvalidRequestError(
-            f"this model's maximum context length is {limit} tokens, but the prompt has {length} and {limit_field} "
-            f"asks for {max_tokens} more. Lower {limit_field} to {limit - length} or less, or shorten "
-            f"{names.get('prompt', 'prompt')}.",
-            limit_field,
-            "context_length_exceeded",
-        )
+        fault = f"the prompt has {length} and {limit_field} asks for {max_tokens} more"
+        remedy = f"Lower {limit_field} to {limit - length} or less, or shorten {names.get('prompt', 'prompt')}."
+        message = f"this model's maximum context length is {limit} tokens, but {fault}. {remedy}"
+        raise InvalidRequestError(message, limit_field, "context_length_exceeded")
     return prepared
 
 

@@ -62,8 +62,19 @@ class FormatWriter:
     def __init__(self, lark: Lark, prepare: Callable[[Any], Any]) -> None:
         """`prepare`: as in `lark_of_tag`."""
         self.grammars: list[dict[str, str]] = []
-        self._lark, self._prepare = lark, prepare
-        self._depth = 0
+        self._lark, self._depth = lark, 0
+        self._kinds: dict[Any, Callable[[Any], str]] = {
+            "const_string": lambda format: lark.text(_of(format, "value", str)),
+            "any_text": lambda format: lark.rule(ANY_TEXT),
+            "regex": lambda format: lark.rule(regex_as_lark(_of(format, "pattern", str))),
+            "grammar": lambda format: self._grammar(lark_of(_of(format, "grammar", str))),
+            "json_schema": lambda format: lark.rule(f"%json {json.dumps(prepare(format.get('json_schema')))}"),
+            "sequence": lambda format: self._sequence(_of(format, "elements", list)),
+            "or": lambda format: lark.rule(" | ".join(map(self.write, _some(format, "elements")))),
+            "tag": lambda format: self._tag(format, ""),
+            "triggered_tags": self._triggered,
+            "tags_with_separator": self._separated,
+        }
 
     def write(self, format: Any) -> str:
         """Of any format."""
@@ -71,31 +82,11 @@ class FormatWriter:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise InvalidRequestError(f"the structural tag is nested deeper than {MAX_DEPTH} levels.")
-        match kind:
-            case "const_string":
-                written = self._lark.text(_of(format, "value", str))
-            case "any_text":
-                written = self._lark.rule(ANY_TEXT)
-            case "regex":
-                written = self._lark.rule(regex_as_lark(_of(format, "pattern", str)))
-            case "grammar":
-                written = self._grammar(lark_of(_of(format, "grammar", str)))
-            case "json_schema":
-                written = self._lark.rule(f"%json {json.dumps(self._prepare(format.get('json_schema')))}")
-            case "sequence":
-                written = self._sequence(_of(format, "elements", list))
-            case "or":
-                written = self._lark.rule(" | ".join(map(self.write, _some(format, "elements"))))
-            case "tag":
-                written = self._tag(format, "")
-            case "triggered_tags":
-                written = self._triggered(format)
-            case "tags_with_separator":
-                written = self._separated(format)
-            case _:
-                known = "const_string, any_text, regex, grammar, json_schema, sequence, or, tag, triggered_tags"
-                known += " and tags_with_separator"
-                raise InvalidRequestError(f"a structural tag has a format of type {kind!r}; there are {known}.")
+        if not isinstance(kind, str) or kind not in self._kinds:
+            *known, last = self._kinds
+            known = f"{', '.join(known)} and {last}"
+            raise InvalidRequestError(f"a structural tag has a format of type {kind!r}; there are {known}.")
+        written = self._kinds[kind](format)
         self._depth -= 1
         return written
 

@@ -116,6 +116,10 @@ def renderer() -> Iterator[Renderer]:
     renderer.close()
 
 
+def pid_of(renderer: Renderer) -> int | None:
+    return None if renderer._child is None else renderer._child.pid
+
+
 def render(renderer: Renderer, template: str, messages: Any = MESSAGES, **options: Any) -> str:
     owner: Any = SimpleNamespace(chat_template=None, special_tokens_map={})
     return renderer.render(Conversation(messages=messages, chat_template=template, **options).job(owner))
@@ -163,7 +167,7 @@ def test_memory_is_the_systems_to_bound(renderer: Renderer) -> None:
     large = "{% set x = messages[0].content * 50000000 %}{{ x | length }}"
     assert render(renderer, large) == "100000000"
     refuse(renderer, large + "{% set y = x * 9 %}")
-    with open(f"/proc/{renderer.pid}/limits") as file:
+    with open(f"/proc/{pid_of(renderer)}/limits") as file:
         (line,) = [line for line in file if line.startswith("Max address space")]
     assert int(line.split()[3]) == MEGABYTES << 20
 
@@ -187,19 +191,19 @@ def test_a_template_is_a_template_there_too(renderer: Renderer) -> None:
 
 def test_a_killed_process_is_replaced() -> None:
     renderer = Renderer()
-    assert renderer.pid is None, "it is started when first needed"
+    assert pid_of(renderer) is None, "it is started when first needed"
     assert render(renderer, "a") == "a"
-    first = renderer.pid
+    first = pid_of(renderer)
     assert first is not None
     assert render(renderer, "b") == "b"
-    assert renderer.pid == first
+    assert pid_of(renderer) == first
     os.kill(first, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (first, signal.SIGKILL))
     killer.start()
     with pytest.raises(InvalidRequestError, match="ended by SIGKILL"):
         render(renderer, "c")
     assert render(renderer, "d") == "d"
-    second = renderer.pid
+    second = pid_of(renderer)
     assert second not in (None, first)
     renderer.close()
     with pytest.raises(ProcessLookupError):
@@ -210,8 +214,7 @@ def test_a_killed_process_is_replaced() -> None:
 def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.text.renderer._DEADLINE", 0.3)
     renderer = Renderer()
-    renderer.start()
-    os.kill(renderer.pid or 0, signal.SIGSTOP)
+    os.kill(renderer._running().pid, signal.SIGSTOP)
     with pytest.raises(InvalidRequestError, match="more than 0.3 s"):
         render(renderer, "c", [{"role": "user", "content": "x" * 1_000_000}])
     monkeypatch.undo()
@@ -247,8 +250,7 @@ def test_descriptors_of_any_number() -> None:
 def test_it_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     renderer = Renderer()
-    renderer.start()
-    with open(f"/proc/{renderer.pid}/environ", "rb") as file:
+    with open(f"/proc/{renderer._running().pid}/environ", "rb") as file:
         assert render(renderer, "a") == "a"
         environment = file.read()
     renderer.close()
@@ -265,7 +267,7 @@ def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_leaves_with_its_owner() -> None:
     renderer = Renderer()
     render(renderer, "a")
-    pid = renderer.pid
+    pid = pid_of(renderer)
     del renderer
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
@@ -276,8 +278,7 @@ def test_it_leaves_when_its_parent_is_killed() -> None:
         import time
         from quire.text.renderer import Renderer
         renderer = Renderer()
-        renderer.start()
-        print(renderer.pid, flush=True)
+        print(renderer._running().pid, flush=True)
         time.sleep(600)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as parent:

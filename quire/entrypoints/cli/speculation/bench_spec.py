@@ -17,7 +17,7 @@ from quire.config.draft_tree import DraftTree
 from quire.config.engine_args import EngineArgs
 from quire.config.speculative import SpeculativeConfig
 from quire.entrypoints.cli.files import read_prompts, write_figures, write_text
-from quire.entrypoints.cli.flags import add_engine_flags, engine_args_from, json_object, positive_int
+from quire.entrypoints.cli.flags import add_counts, add_engine_flags, engine_args_from, json_object, positive_int
 from quire.entrypoints.cli.session import random_prompts
 from quire.errors import ConfigError, QuireError
 from quire.sampling_params import SamplingParams
@@ -104,9 +104,7 @@ def add_flags(parser: ArgumentParser) -> None:
     for flag, of_type, default, help_text in lists:
         shown = f"{help_text} (default: {' '.join(map(str, default))})"
         parser.add_argument(flag, nargs="*", type=of_type, default=default, metavar="N", help=shown)
-    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="timed pairs of runs (default: 3)")
-    help_text = "tokens of each output (default: 128)"
-    parser.add_argument("--output-len", type=positive_int, default=128, metavar="N", help=help_text)
+    add_counts(parser, ("--rounds", 3, "timed pairs of runs"), ("--output-len", 128, "tokens of each output"))
     help_text = 'prompts instead of a text to edit and one to make up: text, one a line, or .jsonl of {"prompt": ...}'
     parser.add_argument("--dataset", metavar="FILE", help=help_text)
     parser.add_argument("--plot", metavar="FILE", help="draw the speed-ups to this SVG file")
