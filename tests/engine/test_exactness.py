@@ -69,6 +69,7 @@ VARIANTS = [
     Variant(7, 512, 16, prefix=False, preempted=False, late=False, policy="fcfs", tier="none", chunked=False),
 ]
 SOME_VARIANTS = [VARIANTS[0], VARIANTS[9], VARIANTS[15]]
+_FEWER_VARIANTS = [*(pytest.param(v, marks=pytest.mark.nightly) for v in SOME_VARIANTS[:2]), SOME_VARIANTS[2]]
 _LIKE_OTHERS = ["mistral", "qwen2", "qwen3", "gemma2", "opt", "stories260K"]
 SOME_MODELS = [pytest.param(m, marks=pytest.mark.nightly) if m in _LIKE_OTHERS else m for m in MODELS]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
@@ -347,7 +348,7 @@ def test_exactness_matrix(model_options, baseline, model: str, dtype: str, varia
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SOME_MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", SOME_VARIANTS)
+@pytest.mark.parametrize("variant", _FEWER_VARIANTS)
 def test_exactness_on_plain_torch(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, model, dtype, variant, kernels=TORCH)
 
@@ -381,7 +382,7 @@ COMPRESSED: list[dict[str, str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", COMPRESSED, ids=lambda o: "-".join(*o.items()))
-@pytest.mark.parametrize("variant", SOME_VARIANTS)
+@pytest.mark.parametrize("variant", _FEWER_VARIANTS)
 def test_exactness_of_few_bits(
     model_options, baseline, model: str, variant: Variant, options: dict[str, str], native: str
 ) -> None:

@@ -87,6 +87,7 @@ def test_drafts_change_no_answer(plain: dict[str, list[Any]], method: str, k: in
     check(plain, method_of(method, k))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])

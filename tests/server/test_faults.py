@@ -327,11 +327,11 @@ def sabotaged(tmp_path: Path, text: str) -> dict[str, str]:
         pytest.param("process", "core.executor.submit = lambda plan: 1 / 0", marks=pytest.mark.nightly),
         ("process", "core.executor.submit = no_memory"),
         pytest.param("process", "core.scheduler.update = None", marks=pytest.mark.nightly),
-        ("process", "os._exit(0)"),
+        pytest.param("process", "os._exit(0)", marks=pytest.mark.nightly),  # as test_engine_is_killed
         ("process", "time.sleep(1000)"),
         pytest.param("thread", "core.executor.submit = no_memory", marks=pytest.mark.nightly),
         ("thread", "core.scheduler.update = None"),
-        ("thread", "time.sleep(1000)"),
+        pytest.param("thread", "time.sleep(1000)", marks=pytest.mark.nightly),
     ],
 )
 def test_step_fails(start_server: Starter, tmp_path: Path, engine: str, fault: str) -> None:
@@ -517,7 +517,9 @@ def test_corrupt_weights(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", *(pytest.param(c, marks=pytest.mark.nightly) for c in (b"", b"\xff\xfe"))]
+)
 def test_corrupt_files_beside_the_weights(tmp_path: Path, file: str, content: bytes) -> None:
     model = tmp_path / "model"
     shutil.copytree(Path(quire.__file__).parent / "demo", model, ignore=shutil.ignore_patterns("draft", "*.md"))

@@ -173,7 +173,8 @@ def test_norms_and_rotation(
     assert torch.equal(computed(17, 64), found)
 
 
-@pytest.mark.pairs
+@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1500])

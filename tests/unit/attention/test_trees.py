@@ -110,7 +110,7 @@ class Verified:
         return attend(self.backend, [one], alone([one], 1000), 16, **options)[0]
 
 
-@pytest.mark.pairs
+@pytest.mark.sweep
 @pytest.mark.parametrize("text", TREES, ids=["bushy", "flat", "chain"])
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

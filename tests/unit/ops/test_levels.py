@@ -42,6 +42,7 @@ def compared(output: str) -> list[str]:
     return [line.split()[1].rstrip(":") for line in output.splitlines() if line.startswith("level ")]
 
 
+@pytest.mark.slow
 def test_levels_of_this_machine(tmp_path: Path) -> None:
     names = [name for name in levels() if name != TORCH]
     if not names:

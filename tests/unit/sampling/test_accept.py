@@ -116,6 +116,7 @@ def mutate_ratio(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(accept, "_accept_or_recover", lambda weights, d, q, state: true(weights, d, q / 2, state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate", [mutate_recovered, mutate_bits, mutate_ratio])
 def test_the_test_would_see_a_fault(mutate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     p, q, kind = rows(1, 3) * 0.6, torch.zeros(V), {"temperature": 1.0}

@@ -184,6 +184,7 @@ def test_prompt_logprobs_are_equal(level: str, seed: int, vocab: int, dtype: tor
     assert prompt_logprobs(logits, targets, k) == in_numpy(prompt_logprobs, logits, targets, k)
 
 
+@pytest.mark.slow
 @settings(same_level, max_examples=30)
 @given(seeds, st.sampled_from([1, 30, 600, 20_011]), dtypes)
 def test_many_draws_are_equal(level: str, seed: int, vocab: int, dtype: torch.dtype) -> None:

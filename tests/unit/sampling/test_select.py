@@ -239,7 +239,7 @@ def test_survivors_agree_with_a_float64_softmax() -> None:
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.2), (8, 0.8, 0.1)]
 )
-@pytest.mark.parametrize("size", [12, 2000])  # the second goes by draw and check
+@pytest.mark.parametrize("size", [12, pytest.param(2000, marks=pytest.mark.slow)])  # the second goes by draw and check
 def test_frequencies_fit_the_probabilities(top_k: int, top_p: float, min_p: float, size: int) -> None:
     row = np.full(size, -20.0, np.float32)
     places = np.random.default_rng(1).permutation(size)[:12]
