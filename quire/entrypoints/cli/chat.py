@@ -62,10 +62,8 @@ def _engine(namespace: Namespace, given: dict[str, Any]) -> tuple[Answerer, str]
     def answer(messages: Messages, noted: Answer) -> Generator[str, None, None]:
         params = session.sampling_params(llm, given, max_tokens=None)
         prompt = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-        with (
-            closing(session.stream(llm, {"prompt_token_ids": prompt}, params)) as outputs,
-            _interrupts() as interrupted,
-        ):
+        stream = session.stream(llm, {"prompt_token_ids": prompt}, params)
+        with closing(stream) as outputs, _interrupts() as interrupted:
             for output in outputs:
                 completion = output.outputs[0]
                 noted.note(noted.num_tokens + len(completion.token_ids), completion.finish_reason)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers import harmony
 from quire.entrypoints.server.parsers.base import Chain, Offer, Parser, TextParser
 from quire.entrypoints.server.parsers.forms import Form
@@ -49,27 +50,21 @@ class Parsing:
 
 
 def plan_parsing(
-    state: ServerState,
-    prompt: str,
-    params: SamplingParams,
-    offer: Offer | None,
-    thinking_budget: int | None = None,
-    chat_template: str | None = None,
+    state: ServerState, prompt: str, params: SamplingParams, offer: Offer | None, body: ChatCompletionRequest
 ) -> Parsing:
     """How the answer to a prompt is read.
 
     Args:
         offer: the request's tools; None: it has none.
-        thinking_budget: most tokens of the thought.
-        chat_template: the one that the request brought.
+        body: the request, for the bound of its thought, and the chat template that it brought.
 
     Raises:
         NoFormatError: the model has no way to call tools that is known.
         InvalidRequestError: it has no thoughts to bound, or there can be no grammar for what is asked.
     """
-    template = template_of(state, chat_template, offer and offer.functions)
+    template, budget = template_of(state, body.chat_template, offer and offer.functions), body.thinking_token_budget
     thoughts = _thoughts(state, template)
-    if thinking_budget is not None and thoughts is None:
+    if budget is not None and thoughts is None:
         remedy = "leave it out, or start the server with --reasoning-parser"
         raise InvalidRequestError(f"{_BUDGET} needs a model whose thoughts are told apart; {remedy}.", _BUDGET)
     if offer is not None and (offer.choice == "none" or not offer.functions):
@@ -81,10 +76,10 @@ def plan_parsing(
     assert tokenizer is not None, "there is a template"
     marks = (thoughts.marks if thoughts else ()) + (form.marks if form else ())
     tokens, hidden = _tokens(tokenizer, marks)
-    if thinking_budget is not None and thoughts and not any(thoughts.closes[0].startswith(mark) for mark in tokens):
+    if budget is not None and thoughts and not any(thoughts.closes[0].startswith(mark) for mark in tokens):
         end = f"{thoughts.closes[0]!r}, the end of a thought, begins with a token of its own"
         raise InvalidRequestError(f"{_BUDGET} needs a model for which {end}; leave it out.", _BUDGET)
-    thought = _thought(thoughts, prompt, thinking_budget, state.llm.config.model.eos_token_ids)
+    thought = _thought(thoughts, prompt, budget, state.llm.config.model.eos_token_ids)
     asked = Answer(params.structured_outputs, offer, form and form.frame_for(template), thought)
     changes, names = dict[str, Any](), dict[str, str]()
     if (constraint := _constraint(asked, tokens)) is not None:

@@ -19,6 +19,7 @@ SYSTEM_FINGERPRINT = f"quire-{quire.__version__}"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 PromptLogprobs = list[dict[int, Logprob] | None]
+Head = tuple[str, int, str]  # id, creation and model of an answer: the first fields of its chunks, too
 
 
 class PromptTokensDetails(Struct):

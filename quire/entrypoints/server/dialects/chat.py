@@ -14,7 +14,7 @@ from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import ContentEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.parsing import NoFormatError, Parsing, plan_parsing
 from quire.entrypoints.server.prompts import conversation_text, template_of
-from quire.entrypoints.server.responses import CalledFunction, Usage, bounded, bounded_entries, token_name
+from quire.entrypoints.server.responses import CalledFunction, Head, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import chat_params, check_size, named, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
@@ -39,10 +39,9 @@ async def read_chat(
     offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = held_to(chat_params(body, state.llm), state.args.structure)
     text = await _render(state, body)
-    budget = body.thinking_token_budget
     try:
         with named(names_of(body)):
-            parsing = plan_parsing(state, text, params, offer, budget, body.chat_template)
+            parsing = plan_parsing(state, text, params, offer, body)
     except NoFormatError:
         if not prompt_only:
             raise
@@ -104,9 +103,7 @@ class ChatWriter:
 
     opens_large = False
 
-    def __init__(
-        self, body: ChatCompletionRequest, head: tuple[str, int, str], turn: Turn, role: str, as_ids: bool
-    ) -> None:
+    def __init__(self, body: ChatCompletionRequest, head: Head, turn: Turn, role: str, as_ids: bool) -> None:
         self.turn = turn
         self.ends_with_usage = body.wants_final_usage
         self._body, self._head = body, head

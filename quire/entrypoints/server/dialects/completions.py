@@ -16,7 +16,7 @@ from msgspec.structs import astuple
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server import responses
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.responses import CompletionLogprobs, Usage, bounded, bounded_entries, token_name
+from quire.entrypoints.server.responses import CompletionLogprobs, Head, Usage, bounded, bounded_entries, token_name
 from quire.entrypoints.server.sampling import check_size, completion_params, prepared_prompt, terms_of
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
@@ -70,12 +70,7 @@ class CompletionWriter:
     """Writes one request's answer. See `Writer`."""
 
     def __init__(
-        self,
-        body: CompletionRequest,
-        head: tuple[str, int, str],
-        turn: Turn,
-        logprobs: "_LogprobWriter | None",
-        echoes: list[str],
+        self, body: CompletionRequest, head: Head, turn: Turn, logprobs: "_LogprobWriter | None", echoes: list[str]
     ) -> None:
         self.turn = turn
         self.ends_with_usage = body.wants_final_usage

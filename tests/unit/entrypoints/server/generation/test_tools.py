@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.parsers.base import Function, Offer, ToolCallDelta, ToolCallStart
 from quire.entrypoints.server.parsers.generic import learned_form
 from quire.entrypoints.server.parsers.reader import ScriptParser
@@ -151,7 +152,8 @@ def grammar(server: Any, **fields: Any) -> str | None:
 
     offer = read_offer(fields.get("tools", TOOLS), fields.get("tool_choice"), fields.get("parallel"))
     params = SamplingParams(structured_outputs=fields.get("content"))
-    planned = plan_parsing(server.state, "", params, offer, fields.get("budget")).params.structured_outputs
+    body = ChatCompletionRequest.model_construct(thinking_token_budget=fields.get("budget"))
+    planned = plan_parsing(server.state, "", params, offer, body).params.structured_outputs
     return None if planned is None else planned.grammar
 
 
