@@ -1,9 +1,10 @@
-"""haystack: its generators for text and chat, plain and streamed; tools; a schema."""
+"""haystack: its generators for text and chat, plain and streamed; tools; a schema; a vector."""
 
 import json
 from typing import Any
 
 import harness
+from haystack.components.embedders import OpenAITextEmbedder
 from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.dataclasses import ChatMessage
 from haystack.tools import Tool
@@ -48,4 +49,11 @@ def schemas() -> None:
     assert json.loads(reply.text or "")["place"] in ("box", "bag")
 
 
-harness.run(texts, tools, schemas)
+def vectors() -> None:
+    embedder = OpenAITextEmbedder(model="demo", api_base_url=f"{harness.URL}/v1", api_key=Secret.from_token("none"))
+    found = embedder.run("Where is the cat?")
+    assert len(found["embedding"]) == 256
+    assert found["meta"]["usage"]["total_tokens"] > 3
+
+
+harness.run(texts, tools, schemas, vectors)

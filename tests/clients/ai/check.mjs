@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { APICallError, generateText, isStepCount, Output, streamText, tool } from "ai";
+import { APICallError, embedMany, generateText, isStepCount, Output, streamText, tool } from "ai";
 import { z } from "zod";
 
 const baseURL = `${process.env.QUIRE_URL}/v1`, apiKey = "none";
@@ -49,6 +49,12 @@ const checks = {
   async errors(model) {
     await assert.rejects(generateText({ model, ...common, prompt: "word ".repeat(1000) }), APICallError);
   },
+};
+
+checks.vectors = async (model) => {
+  if (model !== models.openai) return;
+  const { embeddings } = await embedMany({ model: openai.textEmbeddingModel("demo"), values: ["A cat.", "A dog."] });
+  assert.deepEqual(embeddings.map((one) => one.length), [256, 256]);
 };
 
 let failed = 0;

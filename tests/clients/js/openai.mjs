@@ -61,6 +61,10 @@ export const checks = {
     const parsed = await client.responses.parse({ ...request, text: { format: zodTextFormat(place, "sighting") } });
     assert.ok(places.includes(parsed.output_parsed.place));
   },
+  async vectors() {
+    const { data } = await client.embeddings.create({ model: "demo", input: ["A cat.", "A dog."] });
+    assert.deepEqual(data.map(({ embedding }) => embedding.length), [256, 256]);
+  },
   async errors() {
     await assert.rejects(client.chat.completions.create({ ...common, model: "other" }), OpenAI.NotFoundError);
     const long = [{ role: "user", content: "word ".repeat(1000) }];
