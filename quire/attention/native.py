@@ -53,9 +53,8 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
         """
         assert isinstance(qkv, Value), "the kernels' attention is part of a recorded program"
         if not spec.causal:
-            raise ModelLoadError(
-                "the compiled kernels have no attention to what comes later; kernels='torch' serves this model."
-            )
+            what = "the compiled kernels have no attention to what comes later"
+            raise ModelLoadError(f"{what}; kernels='torch' serves this model.")
         return recorded(attend(prepare(qkv, spec), spec))
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:

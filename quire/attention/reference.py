@@ -229,6 +229,5 @@ def _step(
         hidden |= keys <= queries - shape.window
     hidden |= keys < shape.start
     hidden = np.repeat(hidden, shape.group_size, axis=1)
-    return TileStep(
-        start, stop, torch.from_numpy(slots), start + part.start, start + part.stop, torch.from_numpy(hidden)
-    )
+    first, last = start + part.start, start + part.stop
+    return TileStep(start, stop, torch.from_numpy(slots), first, last, torch.from_numpy(hidden))

@@ -82,9 +82,8 @@ class Group:
     def check(self) -> None:
         """Raise GroupAbortedError where the group was aborted: what programs gathered since is void."""
         if self._aborted[0]:
-            raise GroupAbortedError(
-                f"rank {self.rank} of {self.size} stops: another rank of its group failed, or the engine was stopped."
-            )
+            why = "another rank of its group failed, or the engine was stopped"
+            raise GroupAbortedError(f"rank {self.rank} of {self.size} stops: {why}.")
 
     def agree(self, value: T) -> T:
         """Rank 0's value (numbers, texts, lists and dicts of them) for all; nobody goes on before all have come."""

@@ -339,7 +339,7 @@ class AsyncLLM:
         request, internal = processed.request, processed.request.request_id
         self._outputs.add(processed)
         num_prompt, arrival = len(request.prompt_token_ids), request.arrival_time
-        self.metrics.on_arrival(internal, num_prompt, processed.task.max_tokens, processed.params.n, arrival)
+        self.metrics.on_arrival(internal, num_prompt, request.task.max_tokens, processed.params.n, arrival)
         self._client.send(Add(request))
         if internal in self._aborted_early:
             self._client.send(Abort([internal]))

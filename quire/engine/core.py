@@ -169,8 +169,7 @@ class EngineCore:
 
     def check_workers(self) -> None:
         """Raise EngineDeadError where one has died, while there is nothing to do."""
-        with self.interrupts:
-            self._execute(self.executor.check)
+        self._execute(self.executor.check)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, and pins; False (and nothing done) while requests hold blocks."""

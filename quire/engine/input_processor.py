@@ -29,7 +29,6 @@ class ProcessedInput:
     """A request ready for the core, and what only its outputs need."""
 
     request: NewRequest
-    task: SamplingTask  # the request's
     prompt: str | None  # its text, where there is one
     params: SamplingParams  # the user's; the request's own may ask for logprobs besides, to rank sequences by
 
@@ -146,7 +145,7 @@ class InputProcessor:
         )
         facts = msgspec.structs.asdict(terms) | {"arrival_time": arrival_time, "cache_salt": prompt.cache_salt}
         request = NewRequest(request_id=request_id, prompt_token_ids=token_ids, task=task, **facts)
-        return ProcessedInput(request, task, prompt.text, params)
+        return ProcessedInput(request, prompt.text, params)
 
     def _encode(self, text: Any, params: SamplingParams, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):

@@ -61,7 +61,7 @@ class _RequestRecord:
         self.request = request = processed.request
         self.prompt_token_ids = request.prompt_token_ids[request.num_virtual :]  # as the user knows it
         self.prompt, self.params, self.tokenizer = processed.prompt, processed.params, tokenizer
-        params, places = processed.params, range(processed.task.num_sequences)
+        params, places = processed.params, range(request.task.num_sequences)
         self.sequences = [_SequenceRecord(self._detokenizer() if params.detokenize else None) for _ in places]
         self.prompt_logprobs: list[LogprobDict | None] | None = None
         if params.prompt_logprobs is not None:

@@ -19,7 +19,7 @@ from quire.engine.interrupts import InterruptShield
 from quire.entrypoints.server.replicas import ReplicasClient
 from quire.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from quire.protocol.core import Abort, Add, Call, CallName, Command, Dead, Event, Finish, News, Refused, Reply
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest
 from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, FailureKind, SequenceOutput
 
@@ -62,7 +62,7 @@ class ReplicatedCore:
         self._check_alive()
         if self._sleeps:
             raise OverloadedError("the engines sleep; wake them up first.")
-        num_sequences = request.task.num_sequences if isinstance(request.task, SamplingTask) else 1
+        num_sequences = request.task.num_sequences
         self._left[request.request_id] = set(range(num_sequences))
         self._send(Add(request))
 

@@ -106,9 +106,7 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
 def _host_blocks(num_blocks: list[int], request: CacheRequest, report: CacheReport) -> list[int]:
     """The numbers of host blocks, divided among the groups as the device's are."""
     device_bytes = num_bytes(num_blocks, report)
-    left = report.host_bytes
-    if left is None:
-        left = max(0, report.available_bytes - report.activation_bytes - device_bytes)
+    left = max(0, report.available_bytes - report.activation_bytes - device_bytes)
     if request.swap_bytes > left:
         raise ConfigError(
             f"swap_space={request.swap_bytes / GIB:g} GiB is larger than the memory that is left beside model and KV "

@@ -40,15 +40,9 @@ class KVEventLog:
 
     def _add_stored(self, table: BlockTable, number: int, run: list[int]) -> None:
         size, first, last = self._groups[number].block_size, run[0], run[-1] + 1
-        self._events.append(
-            BlockStored(
-                block_hashes=table.hashes[first:last],
-                parent_block_hash=table.hashes[first - 1] if first else None,
-                token_ids=table.tokens(first * size, last * size),
-                block_size=size,
-                group_idx=self._name(number),
-            )
-        )
+        parent, tokens = table.hashes[first - 1] if first else None, table.tokens(first * size, last * size)
+        stored = BlockStored(table.hashes[first:last], parent, tokens, size, group_idx=self._name(number))
+        self._events.append(stored)
 
     def _removed(self, group_idx: int | None, block_hash: bytes) -> None:
         last = self._events[-1] if self._events else None

@@ -53,14 +53,12 @@ class PromptAdapterRequest:
 AdapterRequest = LoRARequest | PromptAdapterRequest  # both begin with name, id and path
 
 
-def one_adapter(
-    lora_request: AdapterRequest | None, prompt_adapter_request: AdapterRequest | None
-) -> AdapterRequest | None:
+def one_adapter(lora_request: AdapterRequest | None, other: AdapterRequest | None) -> AdapterRequest | None:
     """What a request runs with, of the two that may be named. Raises InvalidRequestError for both."""
-    if lora_request is not None and prompt_adapter_request is not None:
+    if lora_request is not None and other is not None:
         message = "a request runs with a LoRA or with a prompt adapter: leave out lora_request or this"
         raise InvalidRequestError(f"{message}.", "prompt_adapter_request")
-    return lora_request if prompt_adapter_request is None else prompt_adapter_request
+    return lora_request if other is None else other
 
 
 def _check(request: AdapterRequest, param: str) -> None:

@@ -30,7 +30,6 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int  # of a step's transient tensors, measured by a real execute
     groups: list[CacheGroup]
     block_bytes: list[int]  # by group: one block, keys and values of the group's layers
-    host_bytes: int | None = None  # free in a host memory apart from the device's; None: there is but one memory
     copy_bytes_per_second: float = 0.0  # between device and host blocks; 0.0: not measured
     stored: list[list[bytes]] | None = None  # by group, the names of blocks on the disk; None: there is no such tier
 

@@ -77,9 +77,8 @@ class Packed(QuantizationMethod):
 
     def matrix(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:
         """The packed matrix that `create_weights` made."""
-        return PackedMatrix(
-            weights["packed"].data, weights.get("scales"), shape.out_features, shape.in_features, self.type
-        )
+        scales, sizes = weights.get("scales"), (shape.out_features, shape.in_features)
+        return PackedMatrix(weights["packed"].data, scales, *sizes, self.type)
 
 
 class PackedParts(QuantizationMethod):
@@ -108,9 +107,8 @@ class PackedParts(QuantizationMethod):
         method.load({"packed": weights[f"packed_{first}"]}, part, name, loaded, start - first)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
-        parts = [
-            method.matrix({"packed": weights[f"packed_{first}"]}, part) for first, method, part in self._matrices(shape)
-        ]
+        made = self._matrices(shape)
+        parts = [method.matrix({"packed": weights[f"packed_{first}"]}, part) for first, method, part in made]
         return ops.linear(x, parts, weights.get("bias"), torch.float32 if wide else None)
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:

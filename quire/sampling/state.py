@@ -132,9 +132,8 @@ class SamplingState:
         repeats = params.repetition_penalty != 1.0
         if repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self.counts = TokenCounts(tokens, with_prompt=repeats)  # the prompt counts for this penalty only
-        self._always_processes = bool(self.counts or self.logits_processors or self.bad_sequences) or not (
-            self.allowed_token_ids is self.bad_token_ids is self.bias_ids is None
-        )
+        by_ids = not (self.allowed_token_ids is self.bad_token_ids is self.bias_ids is None)
+        self._always_processes = bool(self.counts or self.logits_processors or self.bad_sequences) or by_ids
         # The native sampler's copy of all this (native.py): for good, or to be brought up to date at every step.
         self.record: bytes | None = None
         self.live_record: bytearray | None = None
@@ -173,7 +172,5 @@ def _wants_prompt(processor: Callable[..., Any]) -> bool:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a builtin without signature
         return False
-    required = (
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    )
-    return sum(1 for _ in required) >= 3
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is p.empty and p.kind in positional for p in parameters) >= 3

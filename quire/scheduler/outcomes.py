@@ -19,6 +19,7 @@ from quire.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _NONE, _DRAW, _RANK = Sampling.NONE, Sampling.DRAW, Sampling.RANK
 _RUNNING, _PREPARING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREPARING, SequenceStatus.FINISHED
+Outputs = list[SequenceOutput]
 MANY_GUIDED = 8  # requests with a grammar, from which on a thread of their own is worth its while
 
 
@@ -62,9 +63,7 @@ class Outcomes:
 
     # Results.
 
-    def take(
-        self, sequences: list[Sequence], scheduled: list[ScheduledSequence], results: list[SequenceResult]
-    ) -> list[SequenceOutput]:
+    def take(self, sequences: list[Sequence], items: list[ScheduledSequence], results: list[SequenceResult]) -> Outputs:
         """Take in what a step brought its sequences; results of those that have ended are dropped."""
         # Whole requests fail, so before anything is made of their other sequences' results.
         outputs = self._take_failures(sequences, results)
@@ -72,7 +71,7 @@ class Outcomes:
         served: dict[str, SequenceGroup] = {}
         if self._planner.watches_service:
             served = {s.group.request_id: s.group for s in sequences if s.status is not _FINISHED}
-        for sequence, item, found in zip(sequences, scheduled, results, strict=True):
+        for sequence, item, found in zip(sequences, items, results, strict=True):
             if sequence.status is _FINISHED:
                 continue
             sequence.num_in_flight -= 1
@@ -97,8 +96,8 @@ class Outcomes:
                     self._planner.note_served(group, len(output.new_token_ids))
         return outputs
 
-    def _take_failures(self, sequences: list[Sequence], results: list[SequenceResult]) -> list[SequenceOutput]:
-        outputs: list[SequenceOutput] = []
+    def _take_failures(self, sequences: list[Sequence], results: list[SequenceResult]) -> Outputs:
+        outputs: Outputs = []
         found = [(s, one.failure) for s, one in zip(sequences, results, strict=True) if one.failure is not None]
         for sequence, failure in found:
             if sequence.matcher is not None and (error := sequence.matcher.error) is not None:
@@ -107,9 +106,7 @@ class Outcomes:
                 outputs += self.end_request(sequence.group, "error", failure)
         return outputs
 
-    def _decode(
-        self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult, outputs: list[SequenceOutput]
-    ) -> bool:
+    def _decode(self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult, outputs: Outputs) -> bool:
         """Most results by far, in one go: a running sequence has got one token and goes on; False for all others."""
         group, tokens = sequence.group, found.token_ids
         num_tokens = sequence.num_tokens + 1
@@ -147,7 +144,7 @@ class Outcomes:
         outputs.append(SequenceOutput(group.request_id, sequence.index, tokens, found.logprobs, num_cached))
         return True
 
-    def _draw(self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult) -> list[SequenceOutput]:
+    def _draw(self, sequence: Sequence, item: ScheduledSequence, found: SequenceResult) -> Outputs:
         """A sequence goes on by the tokens drawn for it, or ends with one of them."""
         tokens, logprobs, group = found.token_ids, found.logprobs, sequence.group
         if item.num_drafts and not item.draft_token_ids:
@@ -155,7 +152,7 @@ class Outcomes:
         num_used, reason, stop_reason = self._extend(sequence, tokens)
         # After the tokens: a block that accepted drafts have filled is named by them.
         self._advance(sequence, item.num_new_tokens - item.num_drafts + len(tokens) - 1)
-        outputs: list[SequenceOutput] = []
+        outputs: Outputs = []
         if sequence.index in group.unfinished:
             tokens, logprobs = tokens[:num_used], logprobs and logprobs[:num_used]
             outputs = [group.output(sequence.index, tokens, logprobs, found.prompt_logprobs, (reason, stop_reason))]
@@ -173,7 +170,7 @@ class Outcomes:
             self._drop(sequence)
         return outputs
 
-    def _branch(self, parent: Sequence, sampling: Sampling, found: SequenceResult) -> list[SequenceOutput]:
+    def _branch(self, parent: Sequence, sampling: Sampling, found: SequenceResult) -> Outputs:
         """Several sequences may go on from one, each with an output of its own; of beams, all at once or none yet."""
         group, prompt_logprobs, outputs = parent.group, found.prompt_logprobs, []
         branches = group.continuation.advance(parent.index, len(parent.output_token_ids), found)
@@ -205,7 +202,7 @@ class Outcomes:
             self._settle(parent, 0)
         return outputs
 
-    def _choose(self, group: SequenceGroup, branches: list[Branch]) -> list[SequenceOutput]:
+    def _choose(self, group: SequenceGroup, branches: list[Branch]) -> Outputs:
         """All beams of a request go on, or its outputs are complete.
 
         Those that nothing goes on from end first, so that others can have their places.
@@ -236,9 +233,9 @@ class Outcomes:
             self._planner.note_served(group, len(branches))
         return []
 
-    def _tell_endings(self, group: SequenceGroup) -> list[SequenceOutput]:
+    def _tell_endings(self, group: SequenceGroup) -> Outputs:
         """A request is over: its outputs, whole; an error in place of those that there are not."""
-        outputs: list[SequenceOutput] = []
+        outputs: Outputs = []
         endings = group.continuation.endings()
         for index, (logprobs, end) in enumerate(endings):
             if index in group.unfinished:
@@ -324,7 +321,7 @@ class Outcomes:
 
     # Ends.
 
-    def end_request(self, group: SequenceGroup, reason: str, failure: Failure | None = None) -> list[SequenceOutput]:
+    def end_request(self, group: SequenceGroup, reason: str, failure: Failure | None = None) -> Outputs:
         """End all unfinished sequences of a request, each with an output."""
         outputs = [group.output(index, [], end=(reason, None)) for index in sorted(group.unfinished)]
         if failure is not None:

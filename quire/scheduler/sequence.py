@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from quire.kvcache.table import BlockTable
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest
 from quire.protocol.step import NewSequence, PromptLogprobs, Sampling, ScheduledSequence, SequenceOutput, TokenLogprobs
 from quire.scheduler.continuation import Continuation
 from quire.structured.matcher import Grammar, Matcher
@@ -43,7 +43,6 @@ class SequenceGroup:
 
     def __init__(self, request: NewRequest, order: int, continuation: Continuation, max_model_len: int) -> None:
         task = request.task
-        assert isinstance(task, SamplingTask), "only sampling requests are taken"
         self.request, self.order, self.continuation = request, order, continuation
         self.request_id, self.task, self.stop_token_ids = request.request_id, task, task.stop_token_ids
         self.limit = min(len(request.prompt_token_ids) + task.max_tokens, max_model_len)

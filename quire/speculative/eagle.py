@@ -17,6 +17,8 @@ from quire.sampling.state import SamplingState
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 from quire.speculative.drawing import Order, drafting_state
 
+Ints = Sequence[int]
+
 _MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
 _MOST_HELD_OF_ALL = 16384
 
@@ -39,9 +41,7 @@ class EagleRunner(ABC):
         """What the head reads of the model's hidden states, [T, H]."""
 
     @abstractmethod
-    def read(
-        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
-    ) -> None:
+    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor) -> None:
         """Read so many tokens of each from a position on, with the hidden state before each; draw none."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ from quire.models.weights import CheckpointFormat, weight_slots
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.drawing import Order
-from quire.speculative.eagle import EagleProposer, EagleRunner
+from quire.speculative.eagle import EagleProposer, EagleRunner, Ints
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, rank_tokens
@@ -94,9 +94,7 @@ class RowEagleRunner(EagleRunner):
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(taps or [hidden])
 
-    def read(
-        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
-    ) -> None:
+    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor) -> None:
         self._run(rows, starts, counts, hidden)
 
     def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
@@ -143,9 +141,7 @@ class RowEagleRunner(EagleRunner):
         input_ids, step = self._device.upload(batch.arrays, self._caches)
         return self._head(input_ids, hidden, step)
 
-    def _run(
-        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
-    ) -> Tensor:
+    def _run(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor) -> Tensor:
         """What the head makes of the last token of each, [R, H]."""
         batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
         return self._device.take_rows(self._compute(batch, hidden), [end - 1 for end in batch.ends])

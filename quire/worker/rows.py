@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config.draft_tree import DraftTree
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest
 from quire.protocol.step import Failure, Fork, NewSequence, ScheduledSequence
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
@@ -64,8 +64,7 @@ class Row:
     @property
     def prompt_logprobs(self) -> int | None:
         """How many logprobs its request wants at each prompt token; None: not asked for."""
-        task = self.request.task
-        return task.params.prompt_logprobs if isinstance(task, SamplingTask) else None
+        return self.request.task.params.prompt_logprobs
 
 
 class RowTable:

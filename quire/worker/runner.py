@@ -250,15 +250,9 @@ class ModelRunner:
                 self.pace.wake()
 
     def _make_state(self, row: Row, task: SamplingTask, params: SamplingParams) -> SamplingState:
-        return SamplingState(
-            params,
-            row.tokens,
-            seed=task.seed,
-            sequence_index=row.sequence_index,
-            vocab_size=self.model.vocab_size,
-            stop_token_ids=task.stop_token_ids,
-            bad_words_token_ids=task.bad_words_token_ids,
-        )
+        numbers = {"seed": task.seed, "sequence_index": row.sequence_index, "vocab_size": self.model.vocab_size}
+        stops, words = task.stop_token_ids, task.bad_words_token_ids
+        return SamplingState(params, row.tokens, stop_token_ids=stops, bad_words_token_ids=words, **numbers)
 
     # ---- after it
 
@@ -409,9 +403,8 @@ class ModelRunner:
                 self._known_seconds, self._num_drafted = self._known_seconds + seconds - begun.reading, len(seen)
         for place, drafted, drafts in zip(places, seen, proposed, strict=True):
             if drafts:
-                assert len(drafts) <= proposer.max_drafts, (
-                    f"{len(drafts)} drafts, at most {proposer.max_drafts} are allowed"
-                )
+                most = proposer.max_drafts
+                assert len(drafts) <= most, f"{len(drafts)} drafts, at most {most} are allowed"
                 found[place] = list(drafts)
                 if lanes[place].drafted is not None and self.judge is not None and self.judge.restores:
                     found[place].append(NO_DRAFT)  # however they are judged, the token after them is drawn

@@ -115,9 +115,8 @@ class Worker:
         self._store.finish()
         if config.max_loras:
             name, most, rank = self._model.form.checkpoint_name, config.max_loras, config.max_lora_rank
-            self._model.lora = LoraSlots(
-                self._model, name, most, rank, dtype=self._model.dtype, native=device.packs_weights
-            )
+            dtype, native = self._model.dtype, device.packs_weights
+            self._model.lora = LoraSlots(self._model, name, most, rank, dtype=dtype, native=native)
             self._adapters = Adapters(self._model, config.max_cpu_loras)
         self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
         held = [*self._model.parameters()]

@@ -50,7 +50,7 @@ class _Route:
     __slots__ = ("aborted", "left", "moved", "rank", "request", "request_id")
 
     def __init__(self, request: NewRequest) -> None:
-        num_sequences = request.task.num_sequences if isinstance(request.task, SamplingTask) else 1
+        num_sequences = request.task.num_sequences
         self.request_id = request.request_id
         self.request: NewRequest | None = request  # until something of it has come
         self.rank: int | None = None  # None: it waits for an engine

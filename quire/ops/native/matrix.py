@@ -85,9 +85,8 @@ class PackedMatrix:
     def __post_init__(self) -> None:
         expected = self.data_shape(self.rows, self.cols, self.type)
         if self.data.dtype != torch.uint8 or tuple(self.data.shape) != expected or not self.data.is_contiguous():
-            raise ValueError(
-                f"data must be contiguous uint8 {expected}, got {self.data.dtype} {tuple(self.data.shape)}"
-            )
+            got = f"{self.data.dtype} {tuple(self.data.shape)}"
+            raise ValueError(f"data must be contiguous uint8 {expected}, got {got}")
         if (self.scales is None) == (self.type in SCALED):
             raise ValueError("scales belong to Type.I8 and Type.W8A8, and to them only")
         if self.scales is not None and (self.scales.dtype != torch.float32 or self.scales.numel() != self.rows):
@@ -95,10 +94,8 @@ class PackedMatrix:
 
     def struct(self) -> ctypes.Structure:
         """For a kernel call; holds no reference to the tensors."""
-        scales = None if self.scales is None else self.scales.data_ptr()
-        return c_struct("Matrix")(
-            data=self.data.data_ptr(), scales=scales, rows=self.rows, cols=self.cols, type=self.type
-        )
+        data, scales = self.data.data_ptr(), None if self.scales is None else self.scales.data_ptr()
+        return c_struct("Matrix")(data=data, scales=scales, rows=self.rows, cols=self.cols, type=self.type)
 
     def pack(self, source: Tensor, start: int, target: Target | None = None) -> None:
         """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type.

@@ -253,9 +253,8 @@ class Program:
             raise ValueError(f"the program has {self._plan.num_brought} bound tensors, got {len(tensors)}")
         for tensor, (width, type) in zip(tensors, self._bound, strict=False):
             if tuple(tensor.shape) != (num_rows, width) or TYPE_OF.get(tensor.dtype) != type or tensor.stride(1) != 1:
-                raise ValueError(
-                    f"expected {type.name} [{num_rows}, {width}], got {tensor.dtype} {tuple(tensor.shape)}"
-                )
+                got = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"expected {type.name} [{num_rows}, {width}], got {got}")
 
     def _check_step(self, num_rows: int, steps: tuple[StepData, ...], caches: Caches | None) -> None:
         if bool(steps) != self._plan.needs_step or any(step.ids.shape[0] != num_rows for step in steps):

@@ -6,7 +6,7 @@ Registered in `quire.scheduler.policies.registry`.
 from typing import Any
 
 from quire.config.scheduler import PolicyOptions
-from quire.protocol.requests import NewRequest, SamplingTask
+from quire.protocol.requests import NewRequest
 from quire.scheduler.policies.base import Key, Policy
 
 
@@ -52,5 +52,4 @@ class ShortestFirst(Policy):
 
 def _num_tokens(request: NewRequest) -> int:
     """Tokens to compute and to draw before a request has surely ended."""
-    assert isinstance(request.task, SamplingTask), "only sampling requests are taken"
     return len(request.prompt_token_ids) + request.task.max_tokens

@@ -143,11 +143,8 @@ class WeightStore:
             place.path.parent.mkdir(parents=True, exist_ok=True)
             cache.remove_partials(place.path.parent)
             if not cache.make_room(place, self._size):
-                logger.warning(
-                    "packed weights are not kept on disk: they take %.1f GiB, weight_cache_size is %.1f GiB; raise it",
-                    self._size / 2**30,
-                    place.limit / 2**30,
-                )
+                sizes = f"they take {self._size / 2**30:.1f} GiB, weight_cache_size is {place.limit / 2**30:.1f} GiB"
+                logger.warning("packed weights are not kept on disk: %s; raise it", sizes)
                 return
             with _new_file(place.path) as file:
                 self._write_to(file, place)
