@@ -11,10 +11,11 @@ from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
 from quire.entrypoints.server.errors import ErrorInfo, describe
+from quire.entrypoints.server.parsers.base import ContentEvent
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import Read, TurnRequest, next_of, outputs_of
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn import Delta, Turn
+from quire.entrypoints.server.turn import Delta, Finish, Turn
 from quire.errors import QuireError
 
 logger = logging.getLogger("quire")
@@ -29,6 +30,7 @@ class EventWriter(Protocol):
     """Writes what comes of one turn, of one choice; what an API has no form for stays as it is here."""
 
     turn: Turn
+    finish: Finish | None = None  # once it has come
 
     def open(self) -> list[Event]:
         """The first events, before anything is computed."""
@@ -36,7 +38,12 @@ class EventWriter(Protocol):
 
     def take(self, delta: Delta) -> list[Event]:
         """The events of a piece."""
-        ...
+        self.finish = delta.finish or self.finish
+        return [event for part in delta.events for event in self.part(part)]
+
+    def part(self, part: ContentEvent) -> list[Event]:
+        """Those of a part of it: more text, more of a thought or of a call."""
+        return []
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         """The last events; the answer is complete then."""

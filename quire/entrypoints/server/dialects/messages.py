@@ -15,7 +15,7 @@ from quire.entrypoints.server.messages_request import ConversationRequest
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn import Delta, Finish, Turn, arguments_of
+from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -58,7 +58,6 @@ class MessageWriter(EventWriter):
         self._content: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the block under way, which is the last
         self._pieces: list[str] = []
-        self._finish: Finish | None = None
 
     def answer(self) -> dict[str, Any]:
         content = [dict(block) for block in self._content]
@@ -67,23 +66,19 @@ class MessageWriter(EventWriter):
     def open(self) -> list[Event]:
         return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
 
-    def take(self, delta: Delta) -> list[Event]:
-        events: list[Event] = []
-        self._finish = delta.finish or self._finish
-        for event in delta.events:
-            match event:
-                case TextDelta(text):
-                    events += self._begin({"type": "text", "text": ""}) + [self._piece(text)]
-                case ReasoningDelta(text):
-                    events += self._begin({"type": "thinking", "thinking": "", "signature": ""}) + [self._piece(text)]
-                case ToolCallStart():
-                    block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                    events += self._close_block() + self._begin(block)
-                case ToolCallDelta():
-                    events.append(self._piece(event.arguments))
-                case ToolCallEnd():
-                    events += self._close_block()
-        return events
+    def part(self, part: ContentEvent) -> list[Event]:
+        match part:
+            case TextDelta(text):
+                return self._begin({"type": "text", "text": ""}) + [self._piece(text)]
+            case ReasoningDelta(text):
+                return self._begin({"type": "thinking", "thinking": "", "signature": ""}) + [self._piece(text)]
+            case ToolCallStart():
+                block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+                return self._close_block() + self._begin(block)
+            case ToolCallDelta():
+                return [self._piece(part.arguments)]
+            case ToolCallEnd():
+                return self._close_block()
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         events = [] if self._content else self._begin({"type": "text", "text": ""})
@@ -107,12 +102,12 @@ class MessageWriter(EventWriter):
     def _stop(self) -> dict[str, str | None]:
         """Why it ended, and the sequence that did it."""
         reason, sequence = None, None
-        if self._finish is not None and self._finish.reason == "length":
+        if self.finish is not None and self.finish.reason == "length":
             reason = "model_context_window_exceeded" if self._is_capped else "max_tokens"
-        elif self._finish is not None and any(block["type"] == "tool_use" for block in self._content):
+        elif self.finish is not None and any(block["type"] == "tool_use" for block in self._content):
             reason = "tool_use"
-        elif self._finish is not None:
-            sequence = self._finish.stop_reason if isinstance(self._finish.stop_reason, str) else None
+        elif self.finish is not None:
+            sequence = self.finish.stop_reason if isinstance(self.finish.stop_reason, str) else None
             reason = "end_turn" if sequence is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": sequence}
 

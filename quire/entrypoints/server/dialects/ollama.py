@@ -25,7 +25,7 @@ from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
-from quire.entrypoints.server.turn import Delta, Finish, Turn, arguments_of
+from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
@@ -80,28 +80,24 @@ class OllamaWriter(EventWriter):
         self._thought: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._arguments = ""
-        self._finish: Finish | None = None
 
-    def take(self, delta: Delta) -> list[Event]:
-        events: list[Event] = []
-        self._finish = delta.finish or self._finish
-        for event in delta.events:
-            match event:
-                case TextDelta(text):
-                    self._text.append(text)
-                    events.append(self._piece(text))
-                case ReasoningDelta(text):
-                    self._thought.append(text)
-                    events.append(self._piece(thought=text))
-                case ToolCallStart():
-                    self._calls.append({"function": {"name": event.name, "arguments": {}}})
-                    self._arguments = ""
-                case ToolCallDelta():
-                    self._arguments += event.arguments
-                case ToolCallEnd():
-                    self._calls[-1]["function"]["arguments"] = arguments_of(self._arguments)
-                    events.append(self._piece(calls=self._calls[-1:]))
-        return events
+    def part(self, part: ContentEvent) -> list[Event]:
+        match part:
+            case TextDelta(text):
+                self._text.append(text)
+                return [self._piece(text)]
+            case ReasoningDelta(text):
+                self._thought.append(text)
+                return [self._piece(thought=text)]
+            case ToolCallStart():
+                self._calls.append({"function": {"name": part.name, "arguments": {}}})
+                self._arguments = ""
+            case ToolCallDelta():
+                self._arguments += part.arguments
+            case ToolCallEnd():
+                self._calls[-1]["function"]["arguments"] = arguments_of(self._arguments)
+                return [self._piece(calls=self._calls[-1:])]
+        return []
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
         return [self._piece() | self._end()]
@@ -123,7 +119,7 @@ class OllamaWriter(EventWriter):
 
     def _end(self) -> dict[str, Any]:
         """Why it ended, what it took; times in nanoseconds."""
-        reason = "length" if self._finish is not None and self._finish.reason == "length" else "stop"
+        reason = "length" if self.finish is not None and self.finish.reason == "length" else "stop"
         num_input, num_output, _ = self.turn.counts()
         timings, names = timings_of(self.turn), ("queue_ms", "prompt_ms", "predicted_ms")
         queue, prompt, output = (int(1e6 * getattr(timings, name, 0)) for name in names)

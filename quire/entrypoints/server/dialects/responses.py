@@ -13,13 +13,13 @@ from quire.entrypoints.server.dialects.chat import ChatWriter
 from quire.entrypoints.server.dialects.responses_input import Item, chat_fields, messages_of, read_items, without_oldest
 from quire.entrypoints.server.dialects.through_chat import read_through_chat
 from quire.entrypoints.server.errors import ErrorInfo
-from quire.entrypoints.server.event_service import Event
+from quire.entrypoints.server.event_service import Event, EventWriter
 from quire.entrypoints.server.parsers.base import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.entrypoints.server.responses import TokenLogprob
 from quire.entrypoints.server.responses_request import ResponsesRequest
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
-from quire.entrypoints.server.turn import Delta, Finish
+from quire.entrypoints.server.turn import ContentEvent, Delta
 from quire.errors import InvalidRequestError
 
 _NAMES = {
@@ -132,7 +132,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
     return shown
 
 
-class ResponseWriter:
+class ResponseWriter(EventWriter):
     """Writes one response. See `EventWriter`.
 
     Attributes:
@@ -150,7 +150,6 @@ class ResponseWriter:
         self._waiting: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._thoughts: list[str] = []
         self._number = -1  # of the last event
-        self._finish: Finish | None = None
         self._end: dict[str, Any] = {"error": None, "incomplete_details": None, "completed_at": None}  # and usage
 
     @property
@@ -177,30 +176,29 @@ class ResponseWriter:
         return [*events, self._event("response.in_progress", response=self.answer())]
 
     def take(self, delta: Delta) -> list[Event]:
-        events: list[Event] = []
         if (logprobs := self._chat.logprobs(delta)) is not None:
             self._waiting += [_logprob(entry) for entry in logprobs.content]
-        self._finish = delta.finish or self._finish
-        for event in delta.events:
-            match event:
-                case TextDelta(text):
-                    events += self._begin("message", "msg") + [self._text_delta(text)]
-                case ReasoningDelta(text):
-                    self._thoughts.append(text)
-                    events += self._begin("reasoning", "rs") + [self._piece("response.reasoning_text.delta", text)]
-                case ToolCallStart():
-                    call = {"call_id": event.id, "name": event.name, "arguments": ""}
-                    events += self._close_item() + self._begin("function_call", "fc", **call)
-                case ToolCallDelta():
-                    events.append(self._piece("response.function_call_arguments.delta", event.arguments))
-                case ToolCallEnd():
-                    events += self._close_item()
-            if not isinstance(event, TextDelta):
-                self._waiting = []
-        return events
+        return super().take(delta)
+
+    def part(self, part: ContentEvent) -> list[Event]:
+        if not isinstance(part, TextDelta):
+            self._waiting = []
+        match part:
+            case TextDelta(text):
+                return self._begin("message", "msg") + [self._text_delta(text)]
+            case ReasoningDelta(text):
+                self._thoughts.append(text)
+                return self._begin("reasoning", "rs") + [self._piece("response.reasoning_text.delta", text)]
+            case ToolCallStart():
+                call = {"call_id": part.id, "name": part.name, "arguments": ""}
+                return self._close_item() + self._begin("function_call", "fc", **call)
+            case ToolCallDelta():
+                return [self._piece("response.function_call_arguments.delta", part.arguments)]
+            case ToolCallEnd():
+                return self._close_item()
 
     def close(self, num_reasoning_tokens: int) -> list[Event]:
-        is_cut = self._finish is not None and self._finish.reason == "length"
+        is_cut = self.finish is not None and self.finish.reason == "length"
         events = [] if self._output else self._begin("message", "msg")
         events += self._close_item("incomplete" if is_cut else "completed")
         num_input, num_output, num_cached = self.turn.counts()
