@@ -10,7 +10,14 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these do other tests do as well, and each takes some five seconds.
 _NIGHTLY = {"async_streaming", "chat_batch", "data_parallel", "prefix_caching", "reproducibility", "sleep_mode"}
-_NIGHTLY |= {"generate", "llm_engine", "logits_processor", "metrics", "speculation"}  # others' code, mostly
+_NIGHTLY |= {
+    "embeddings",
+    "generate",
+    "llm_engine",
+    "logits_processor",
+    "metrics",
+    "speculation",
+}  # others' code, mostly
 
 _LAST_WORDS = {
     "prefix_caching": "Generated texts are the same: True",
