@@ -39,10 +39,12 @@ POSTS = [
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/admin/limits"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/completions/render", "/v1/chat/completions/render", "/apply-template"),
-    *("/completion", "/api/chat", "/api/generate", "/api/show"),
+    *("/completion", "/api/chat", "/api/generate", "/api/show", "/v1/embeddings"),
+    *("/embedding", "/api/embed", "/api/embeddings"),
 ]
 # Bodies that others have, too, or that are read as theirs.
-ALIKE = [path for path in POSTS if path.endswith(("/render", "_tokens", "-template")) or path.startswith("/api/")]
+_READ_SO = ("/render", "_tokens", "-template", "/embedding")
+ALIKE = [path for path in POSTS if path.endswith(_READ_SO) or path.startswith("/api/")]
 GETS = [
     *(
         "/v1/models",
