@@ -132,7 +132,7 @@ def test_methods_that_are_not_there(llm: LLM) -> None:
 
     assert AsyncLLMEngine is AsyncLLM
     asyncio.run(_refusals(AsyncLLM.from_engine_args(EngineArgs(max_model_len=64))))
-    for owner, name in ((llm, "encode"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
+    for owner, name in ((llm, "score"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
         with pytest.raises(NotYetSupportedError, match=f"^{type(owner).__name__}.{name} is not supported"):
             getattr(owner, name)
         assert not hasattr(owner, name)
