@@ -132,8 +132,48 @@ inline void pack_blocks_row(const Matrix& m, int64_t row, const uint8_t* source)
     });
 }
 
-inline float tiny_float(uint8_t code) {  // its bits as an f16, whose exponent is counted from elsewhere
-    return half_to_float(uint16_t((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
+// Lanes of bytes and words as integers. GCC 12 would convert bytes one by one.
+QUIRE_INLINE vi signed_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+    vb bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, vi);
+#endif
+}
+QUIRE_INLINE vi words_of(const void* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+    vh words;
+    std::memcpy(&words, p, sizeof words);
+    return __builtin_convertvector(words, vi);
+#endif
+}
+QUIRE_INLINE vf numbers_of(vi x) { return __builtin_convertvector(x, vf); }
+
+QUIRE_INLINE vf halves_of(vi halves) {  // as half_to_float
+    const vi magnitude = halves & 0x7fff, exponent = magnitude >= 0x7c00 ? splat_int(224 << 23) : splat_int(112 << 23);
+    const vf value = select(magnitude < 0x400, numbers_of(magnitude) * 0x1p-24f, as_float((magnitude << 13) + exponent));
+    return as_float(as_int(value) | (halves & 0x8000) << 16);
+}
+
+// To the nearest of bf16; of what is not a number the bits must not be all ones.
+QUIRE_INLINE vf rounded_to_bf16(vf x) {
+    const vu bits = (vu)x;
+    return (vf)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+}
+
+// Floats of eight bits: e4m3, without infinities.
+QUIRE_INLINE vf tiny_floats(vi codes) {
+    const vi magnitude = codes & 0x7f;
+    const vf value = select(magnitude < 8, numbers_of(magnitude) * 0x1p-9f, as_float((magnitude << 20) + (120 << 23)));
+    return as_float(as_int(value) | (codes & 0x80) << 24);
 }
 
 // What the codes of a tile's rows are multiplied with, and what is added. Tiles are read one after the other, a superblock's
@@ -157,7 +197,7 @@ struct BlockScales {
                 std::memcpy(scale[0] + i * f.striped(), from, f.striped() * 4);
                 std::memcpy(zeros + i * f.striped(), from + f.striped() * 4, f.striped());
             }
-            for (int r = 0; r < 16; r += kLanes) store(shift[0] + r, __builtin_convertvector(signed_bytes(zeros + r), vf));
+            for (int r = 0; r < 16; r += kLanes) store(shift[0] + r, numbers_of(signed_bytes(zeros + r)));
             keep_in_memory();
 #if defined(__AVX512BF16__)
             const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -185,10 +225,10 @@ struct BlockScales {
             for (int g = 0; g < f.groups; g++)
                 for (int r = 0; r < 16; r += kLanes) {
                     const vi counts = signed_bytes(tile + f.scales() + 16 * g + r);
-                    store(scale[g] + r, load(d + r) * __builtin_convertvector(f.nibble_scales() ? counts & 15 : counts, vf));
+                    store(scale[g] + r, load(d + r) * numbers_of(f.nibble_scales() ? counts & 15 : counts));
                     if (!f.has_min) continue;
                     const vi mins = f.nibble_scales() ? counts >> 4 & 15 : signed_bytes(tile + f.mins() + 16 * g + r);
-                    store(shift[g] + r, -load(m + r) * __builtin_convertvector(mins, vf));
+                    store(shift[g] + r, -load(m + r) * numbers_of(mins));
                 }
         }
         for (int g = 0; g < f.groups && !f.has_min; g++)
@@ -196,62 +236,77 @@ struct BlockScales {
         keep_in_memory();
     }
 
+    // What is not a number becomes one that can be rounded.
+    QUIRE_ALWAYS void quiet() {
+        auto set = [](float* p) QUIRE_ALWAYS {
+            for (int r = 0; r < 16; r += kLanes) store(p + r, select(load(p + r) == load(p + r), load(p + r), splat(to_float(bf16(0x7fc0)))));
+        };
+        for (int g = 0; g < f.groups; g++) set(scale[g]), set(shift[g]);
+        keep_in_memory();
+    }
+
 private:
     // From where each is read into all lanes: out of the register that it was made in, that would take shuffles.
     QUIRE_ALWAYS void keep_in_memory() { asm volatile("" : "+m"(scale), "+m"(shift)); }
-    QUIRE_ALWAYS static vi signed_bytes(const uint8_t* p) {
-#if defined(__AVX512F__)  // GCC 12 would move byte by byte
-        return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-        return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-#else
-        vb bytes;
-        std::memcpy(&bytes, p, sizeof bytes);
-        return __builtin_convertvector(bytes, vi);
-#endif
-    }
     QUIRE_ALWAYS static void to_floats(const uint8_t* halves, float* out) {
 #if defined(__AVX512F__)
         _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
 #else
-        for (int r = 0; r < 16; r++) out[r] = half_to_float(half_at(halves + 2 * r));
+        for (int r = 0; r < 16; r += kLanes) store(out + r, halves_of(words_of(halves + 2 * r)));
 #endif
     }
 };
 
-// A row of a tile as float32, whose scales have been read.
-template <Type kType>
-inline void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType>& scales, int row, float* out) {
+// A row of a tile as float32, whose scales have been read; `kRounded` as bf16 has it.
+template <Type kType, bool kRounded>
+QUIRE_INLINE void unpack_blocks_row(const uint8_t* tile, const BlockScales<kType>& scales, int row, float* out) {
     constexpr BlockFormat f = block_format(kType);
     constexpr int low = f.bits >= 4 ? 4 : 0;
-    int32_t codes[32] = {};
-    auto plane = [&](const uint8_t* p, int first, int bits) {
-        const int shared = 16 / bits, shift = row % shared * bits, mask = (1 << bits) - 1;
-        const uint16_t* words = reinterpret_cast<const uint16_t*>(p) + row / shared * 32;
-        for (int c = 0; c < 32; c++) codes[c] |= (words[word_of(f, c)] >> shift & mask) << first;
-    };
-    for (int c = 0; c < 32 && f.bits == 8; c++) codes[c] = int8_t(tile[row * 32 + c]);
-    if (f.bits < 8 && low) plane(tile, 0, 4);
-    if (f.ones() > f.twos()) plane(tile + f.twos(), low, 2);
-    if (f.bits == 3 || f.bits == 5) plane(tile + f.ones(), f.bits - 1, 1);
-    for (int c = 0; c < 32; c++) {
+    for (int c = 0; c < 32; c += kLanes) {
         const int g = c * f.groups / 32;
-        if constexpr (f.is_own()) {
-            const float zero = scales.shift[0][row], code = float(codes[c]);
-            out[c] = (f.curved ? kCurves[int(zero)][codes[c] & 15] : f.tiny ? tiny_float(uint8_t(codes[c])) : code - zero) * scales.scale[0][row];
-            continue;
+        const float scale = scales.scale[g][row], shift = scales.shift[g][row];
+        vi codes{};
+        auto plane = [&](const uint8_t* p, int first, int bits) QUIRE_ALWAYS {
+            const int shared = 16 / bits, right = row % shared * bits;
+            const uint16_t* words = reinterpret_cast<const uint16_t*>(p) + row / shared * 32;
+            vi from;
+            if constexpr (f.bits == 6) std::memcpy(&from, words + c % 16 * 2, sizeof from);  // of columns c and c + 16
+            else from = words_of(words + c);
+            codes |= (from >> (f.bits == 6 ? right + c / 16 * 16 : right) & ((1 << bits) - 1)) << first;
+        };
+        if (f.bits == 8) codes = signed_bytes(tile + row * 32 + c);
+        if (f.bits < 8 && low) plane(tile, 0, 4);
+        if (f.ones() > f.twos()) plane(tile + f.twos(), low, 2);
+        if (f.bits == 3 || f.bits == 5) plane(tile + f.ones(), f.bits - 1, 1);
+        vf value;
+        if constexpr (f.curved) {
+            const float* curve = f.is_own() ? kCurves[int(shift)] : kCurve;
+            for (int i = 0; i < kLanes; i++) value[i] = curve[codes[i] & 15];
+        } else {
+            value = f.tiny ? tiny_floats(codes) : numbers_of(codes);
         }
-        out[c] = (f.curved ? kCurve[codes[c] & 15] : float(codes[c])) * scales.scale[g][row] + scales.shift[g][row];
+        if constexpr (f.is_own()) value = (f.curved || f.tiny ? value : value - shift) * scale;
+        else value = value * scale + shift;
+        store(out + c, kRounded ? rounded_to_bf16(value) : value);
     }
 }
 
-// Rows [first, first + count) of a block of 16, [tile][row] of 32 floats.
-inline void unpack_blocks(const Matrix& m, int64_t block, int64_t num_tiles, int first, int count, float* out) {
+// Rows [first, first + count) of tiles [begin, end) of a block of 16, the first tile a superblock's: [tile][row] of 32 floats.
+template <bool kRounded = false>
+inline void unpack_blocks(const Matrix& m, int64_t block, int64_t begin, int64_t end, int first, int count, float* out) {
     with_blocks(m.type, [&](auto type) {
+        constexpr int64_t bytes = block_format(type).tile_bytes();
         BlockScales<type> scales;
-        for (int64_t t = 0; t < num_tiles; t++) {
-            scales.read(m.tile(block, t), t);
-            for (int row = first; row < first + count; row++, out += 32) unpack_blocks_row<type>(m.tile(block, t), scales, row, out);
+        const uint8_t* tile = m.tile(block, begin);
+        for (int64_t t = begin; t < end; t++, tile += bytes) {
+            scales.read(tile, t);
+            if constexpr (kRounded) {  // whole tiles
+                scales.quiet();
+#pragma GCC unroll 16
+                for (int row = 0; row < 16; row++, out += 32) unpack_blocks_row<type, true>(tile, scales, row, out);
+            } else {
+                for (int row = first; row < first + count; row++, out += 32) unpack_blocks_row<type, false>(tile, scales, row, out);
+            }
         }
     });
 }

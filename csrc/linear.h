@@ -140,37 +140,55 @@ constexpr bool kManyRegisters = true;  // 32 of them
 constexpr bool kManyRegisters = false;
 #endif
 constexpr int kTileN = 4;                                                       // weight rows of a register tile
-constexpr int kTileM = kManyRegisters ? 4 : 2;                                  // rows of x
+constexpr int kTileM = kManyRegisters ? 4 : 3;                                  // rows of x
 constexpr int64_t kVectorRows = 64;                                             // rows of x that share a block's weights
 
-// sums[m][n] for kTileN weight rows and up to kTileM rows of x, over all of k.
-template <class W, int M>
-inline void dot_tile(const W* weights, int64_t num_tiles, const float* x, int64_t x_stride, float* sums) {
-    vf acc[kTileN][M] = {};
+// Lanes' sums between the pieces of k that they are of, [16][rows] of kLanes; a piece may be the first one, the last one or both.
+struct LaneSums {
+    float* lanes;
+    bool first, last;
+};
+
+// sums[m][n] for N weight rows and M rows of x, over all of k or a piece of it.
+template <class W, int N, int M>
+inline void dot_tile(const W* weights, int64_t num_tiles, const float* x, int64_t x_stride, LaneSums between, float* sums) {
+    vf acc[N][M] = {};
+    for (int n = 0; n < N && !between.first; n++)
+        for (int m = 0; m < M; m++) acc[n][m] = load(between.lanes + (n * M + m) * kLanes);
     for (int64_t t = 0; t < num_tiles; t++, weights += 512) {
         for (int c = 0; c < 32; c += kLanes) {
-            vf w[kTileN];
-            for (int n = 0; n < kTileN; n++) w[n] = load(weights + n * 32 + c);
+            vf w[N];
+            for (int n = 0; n < N; n++) w[n] = load(weights + n * 32 + c);
             for (int m = 0; m < M; m++) {
                 vf v = load(x + m * x_stride + t * 32 + c);
-                for (int n = 0; n < kTileN; n++) acc[n][m] += w[n] * v;
+                for (int n = 0; n < N; n++) acc[n][m] += w[n] * v;
             }
         }
     }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < kTileN; n++) sums[m * 16 + n] = hsum(acc[n][m]);
+    for (int n = 0; n < N && !between.last; n++)
+        for (int m = 0; m < M; m++) store(between.lanes + (n * M + m) * kLanes, acc[n][m]);
+    for (int m = 0; m < M && between.last; m++)
+        for (int n = 0; n < N; n++) sums[m * 16 + n] = hsum(acc[n][m]);
 }
 
 template <class W>
-void dot_block(const W* weights, int64_t num_tiles, const float* x, int64_t x_stride, int64_t num_rows, float* sums) {
-    for (int64_t n = 0; n < 16; n += kTileN) {
-        int64_t m = 0;
-        for (; m + kTileM <= num_rows; m += kTileM)
-            dot_tile<W, kTileM>(weights + n * 32, num_tiles, x + m * x_stride, x_stride, sums + m * 16 + n);
-        for (; m < num_rows; m++)
-            dot_tile<W, 1>(weights + n * 32, num_tiles, x + m * x_stride, x_stride, sums + m * 16 + n);
-    }
+void dot_block(const W* weights, int64_t num_tiles, const float* x, int64_t x_stride, int64_t num_rows, LaneSums between, float* sums) {
+    constexpr int kAlone = 2 * kTileN;  // weight rows that the last rows of x meet one by one: enough sums to hide what adding takes
+    constexpr int kRows = kManyRegisters || sizeof(W) == 4 ? kTileM : kTileM - 1;  // what becomes a float first takes registers
+    int64_t m = 0;
+    auto rows_of = [&](auto n_rows, auto m_rows) {
+        for (int64_t n = 0; n < 16; n += n_rows) {
+            const LaneSums part{between.lanes + (m * 16 + n * m_rows) * kLanes, between.first, between.last};
+            dot_tile<W, n_rows, m_rows>(weights + n * 32, num_tiles, x + m * x_stride, x_stride, part, sums + m * 16 + n);
+        }
+        m += m_rows;
+    };
+    while (m + kRows <= num_rows) rows_of(std::integral_constant<int, kTileN>(), std::integral_constant<int, kRows>());
+    while (m < num_rows) rows_of(std::integral_constant<int, kAlone>(), std::integral_constant<int, 1>());
 }
+
+constexpr int64_t kPieceRows = 8;      // up to so many rows of x meet a block's weights as they are unpacked,
+constexpr int64_t kUnpackedTiles = 8;  // so many tiles at a time, a superblock: they stay in L1
 
 inline void linear(const LinearArgs& a, Context& context) {
     const Matrix& w = a.weight;
@@ -190,30 +208,31 @@ inline void linear(const LinearArgs& a, Context& context) {
     const bool gated = is_gated(a.epilogue);
     const int64_t up_offset = gated ? w.num_blocks() / 2 : 0;
     const int64_t num_blocks = gated ? w.num_blocks() / 2 : w.num_blocks();
+    const bool is_packed = w.type != Type::f32 && w.type != Type::bf16;
+    // As the levels that multiply bf16 have blocks' values; float32 models keep what they are.
+    const bool rounded = a.type == Type::bf16;
+    const int64_t piece = is_packed && a.num_rows <= kPieceRows && tiles > kUnpackedTiles ? kUnpackedTiles : tiles;
     context.pool.run(num_blocks, [&](int64_t block, int thread) {
-        float* unpacked = nullptr;
-        if (w.type != Type::f32 && w.type != Type::bf16) unpacked = context.thread_scratch[thread].get<float>(2 * 512 * tiles);
         const int num_parts = gated ? 2 : 1;
-        const uint8_t* weights[2];
-        for (int part = 0; part < num_parts; part++) {
-            weights[part] = w.tile(block + part * up_offset, 0);
-            if (!unpacked) continue;
-            float* values = unpacked + part * 512 * tiles;
-            unpack_block(w, block + part * up_offset, values);
-            // As the levels that multiply bf16 have them; float32 models keep what they are.
-            for (int64_t i = 0; i < 512 * tiles && is_blocks(w.type) && a.type == Type::bf16; i++) values[i] = to_float(to_bf16(values[i]));
-        }
+        float* unpacked = is_packed ? context.thread_scratch[thread].get<float>(num_parts * 512 * piece) : nullptr;
         alignas(64) float sums[2][kVectorRows * 16];
-        for (int64_t m = 0; m < a.num_rows; m += kVectorRows) {
-            int64_t rows = a.num_rows - m < kVectorRows ? a.num_rows - m : kVectorRows;
-            for (int part = 0; part < num_parts; part++) {
-                if (w.type == Type::bf16)
-                    dot_block(reinterpret_cast<const bf16*>(weights[part]), tiles, x + m * padded, padded, rows, sums[part]);
-                else
-                    dot_block(unpacked ? unpacked + part * 512 * tiles : reinterpret_cast<const float*>(weights[part]), tiles,
-                              x + m * padded, padded, rows, sums[part]);
+        alignas(64) float lanes[2][16 * kPieceRows * kLanes];
+        for (int64_t t = 0; t < tiles; t += piece) {
+            const int64_t end = t + piece < tiles ? t + piece : tiles;
+            for (int part = 0; part < num_parts && is_packed; part++)
+                unpack_tiles(w, block + part * up_offset, t, end, rounded, unpacked + part * 512 * piece);
+            for (int64_t m = 0; m < a.num_rows; m += kVectorRows) {
+                const int64_t rows = a.num_rows - m < kVectorRows ? a.num_rows - m : kVectorRows;
+                for (int part = 0; part < num_parts; part++) {
+                    auto dot = [&](auto* weights) {
+                        dot_block(weights, end - t, x + m * padded + t * 32, padded, rows, {lanes[part], t == 0, end == tiles}, sums[part]);
+                    };
+                    const uint8_t* weights = w.tile(block + part * up_offset, t);
+                    if (w.type == Type::bf16) dot(reinterpret_cast<const bf16*>(weights));
+                    else dot(is_packed ? unpacked + part * 512 * piece : reinterpret_cast<const float*>(weights));
+                }
+                if (end == tiles) finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + up_offset) * 16, m, rows});
             }
-            finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + up_offset) * 16, m, rows});
         }
     });
 }

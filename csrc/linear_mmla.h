@@ -76,7 +76,7 @@ inline void linear_mmla(const LinearArgs& a, Context& context) {
             if (w.type == Type::bf16) continue;
             float* values = context.thread_scratch[thread].get<float>(512 * tiles);
             bf16* rounded = context.thread_scratch2[thread].get<bf16>(parts * 512 * tiles) + part * 512 * tiles;
-            unpack_block(w, block + part * num_blocks, values);
+            unpack_tiles(w, block + part * num_blocks, 0, tiles, false, values);
             for (int64_t i = 0; i < 512 * tiles; i += kLanes) store(rounded + i, load(values + i));
             weights[part] = rounded;
         }

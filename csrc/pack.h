@@ -18,7 +18,6 @@ namespace quire::QUIRE_NS {
 
 inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }
 inline int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
-inline float i8_value(uint8_t q) { return q & 128 ? -float(q & 127) : float(q & 127); }
 
 // One tile's row of 32 values -> floats, without the row's scale in i8.
 inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, float* out) {
@@ -30,7 +29,12 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             for (int c = 0; c < 32; c += kLanes) store(out + c, load(reinterpret_cast<const bf16*>(tile) + row * 32 + c));
             break;
         case Type::i8:
-            for (int c = 0; c < 32; c++) out[c] = i8_value(tile[i8_offset(row, c)]);
+            for (int c = 0; c < 32; c += kLanes) {
+                uint8_t bytes[kLanes];
+                for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + i8_offset(row, c + i), kLanes < 8 ? kLanes : 8);
+                const vi q = signed_bytes(bytes);
+                store(out + c, as_float(as_int(numbers_of(q & 127)) | (q & 128) << 24));
+            }
             break;
         case Type::w8a8:
             for (int c = 0; c < 32; c++) out[c] = float(tile[w8a8_offset(row, c)]) - 128.0f;
@@ -38,25 +42,27 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
         default: {  // i4
             float scale = to_float(reinterpret_cast<const bf16*>(tile)[row]);
             const uint16_t* words = reinterpret_cast<const uint16_t*>(tile + 32) + row / 4 * 32;
-            int shift = int(row % 4) * 4;
             // Rounded to bf16, as the AMX kernel multiplies: every level has the same weights.
-            for (int c = 0; c < 32; c++) out[c] = to_float(to_bf16(scale * float((words[c] >> shift & 15) - 8)));
+            for (int c = 0; c < 32; c += kLanes) {
+                const vi codes = words_of(words + c) >> int(row % 4) * 4 & 15;
+                store(out + c, rounded_to_bf16(numbers_of(codes - 8) * scale));
+            }
             break;
         }
     }
 }
 
-// A whole block of 16 rows as f32 tiles of 16 x 32, without i8's scales.
-inline void unpack_block(const Matrix& m, int64_t block, float* out) {
-    if (is_blocks(m.type)) return unpack_blocks(m, block, m.num_tiles(), 0, 16, out);
-    for (int64_t t = 0; t < m.num_tiles(); t++)
-        for (int64_t row = 0; row < 16; row++) unpack_tile_row(m, m.tile(block, t), row, out + t * 512 + row * 32);
+// Tiles [begin, end) of a block of 16 rows as f32 tiles of 16 x 32, without i8's scales; `rounded`: blocks' values as bf16 has them.
+inline void unpack_tiles(const Matrix& m, int64_t block, int64_t begin, int64_t end, bool rounded, float* out) {
+    if (is_blocks(m.type)) return rounded ? unpack_blocks<true>(m, block, begin, end, 0, 16, out) : unpack_blocks(m, block, begin, end, 0, 16, out);
+    for (int64_t t = begin; t < end; t++)
+        for (int64_t row = 0; row < 16; row++, out += 32) unpack_tile_row(m, m.tile(block, t), row, out);
 }
 
 inline void unpack_row(const Matrix& m, int64_t row, float* out) {
     float values[32];
     float scale = m.scales ? m.scales[row] : 1.0f;
-    if (is_blocks(m.type)) return unpack_blocks(m, row / 16, m.cols / 32, int(row % 16), 1, out);  // which have whole tiles
+    if (is_blocks(m.type)) return unpack_blocks(m, row / 16, 0, m.cols / 32, int(row % 16), 1, out);  // which have whole tiles
     for (int64_t t = 0; t < m.num_tiles(); t++) {
         unpack_tile_row(m, m.tile(row / 16, t), row % 16, values);
         int64_t count = m.cols - t * 32 < 32 ? m.cols - t * 32 : 32;

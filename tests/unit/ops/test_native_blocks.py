@@ -147,6 +147,18 @@ def test_products_are_those_of_the_values(level: str, dtype: torch.dtype, type: 
             assert torch.equal(product(x[:rows]), whole[:rows]), rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("type", [Type.Q4_0, Type.Q8_0, Type.Q4_K])
+def test_a_broken_scale_shows(level: str, type: Type, dtype: torch.dtype) -> None:
+    """What is not a number may have any bits: rounding must not make a number of it."""
+    source = blocks_of(type, 20, 256)
+    for row, bits in ((1, 0x7FFF), (17, 0xFE00)):
+        source[row, :2] = torch.tensor([bits & 255, bits >> 8], dtype=torch.uint8)
+    broken = Product(matrix_of(source, type, 256), dtype)(draw(MAX_ROWS, 256, dtype=dtype)).isnan()
+    assert broken[:, [1, 17]].all()
+    assert broken.sum() == 2 * len(broken)
+
+
 @pytest.mark.parametrize("type", BLOCKS + OWN)
 def test_parts_in_any_order(level: str, type: Type) -> None:
     """Rows of a merged layer begin within blocks of 16; every level makes the same bytes of them."""
