@@ -72,6 +72,8 @@ class _RequestRecord:
         self.failed = False
         self.error: InvalidRequestError | None = None
         self._interval = args.stream_interval
+        adapter = None if request.num_virtual else request.adapter
+        self._lora_request = adapter and LoRARequest(adapter.name, adapter.adapter_id, adapter.path)
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
@@ -79,7 +81,7 @@ class _RequestRecord:
 
     @property
     def finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences)
+        return None not in [s.finish_reason for s in self.sequences]
 
     def update(self, news: SequenceOutput, now: float) -> bool:
         """Take in one sequence's news; returns whether a stop string ended the sequence just now."""
@@ -96,7 +98,7 @@ class _RequestRecord:
             stop_string, num_used = sequence.detokenizer.update(tokens, news.finish_reason == "stop")
             tokens = tokens[:num_used]
         sequence.token_ids.extend(tokens)
-        for entry in (news.logprobs or [])[: len(tokens)]:
+        for entry in news.logprobs[: len(tokens)] if news.logprobs else ():
             sequence.cumulative_logprob += entry.logprobs[0]
             if self.params.logprobs is not None:
                 sequence.logprobs.append(self._logprob_dict(entry))
@@ -139,18 +141,17 @@ class _RequestRecord:
             chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: params.n]
         if finished and self.metrics is not None:
             self.metrics.finished_time = now
-        told = [(rank, s) for rank, s in enumerate(chosen) if not delta or finished or self._is_due(s)]
-        adapter = None if self.request.num_virtual else self.request.adapter
+        whole = not delta or finished
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
-            outputs=[s.completion(params, delta, rank) for rank, s in told],
+            outputs=[s.completion(params, delta, i) for i, s in enumerate(chosen) if whole or self._is_due(s)],
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
-            lora_request=adapter and LoRARequest(adapter.name, adapter.adapter_id, adapter.path),
+            lora_request=self._lora_request,
             error=self.error,
             pooled=self.pooled,
         )
@@ -234,9 +235,8 @@ class OutputProcessor:
                 logger.exception("request %s: its output could not be processed", quoted(item.request_id))
                 result.stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
         for request_id, record in touched.items():
-            output = record.output(now)
-            if record.finished:
-                del self._records[request_id]
-            if output is not None and (output.finished or output.outputs):
+            if (output := record.output(now)) is not None and (output.finished or output.outputs):
                 result.outputs.append(output)
+                if output.finished:
+                    del self._records[request_id]
         return result

@@ -55,9 +55,9 @@ class Lane(Draw):
     )  # fmt: skip
 
     def __init__(self, state: SamplingState, first_row: int, num_drafts: int = 0, num_samples: int = 1) -> None:
-        super().__init__(state, first_row, num_samples)
-        self.first_row = first_row
-        self.num_drafts = num_drafts
+        # Not by the base's: a call a row of every step.
+        self.state, self.num_samples, self.num_drafts = state, num_samples, num_drafts
+        self.row, self.first_row, self.mask, self.ahead = first_row, first_row, None, 0
         self.masks: dict[int, Mask] | None = None
         self.tree: DraftTree | None = None
         self.drafted: Any = None

@@ -113,11 +113,12 @@ def _rank_one(logits: Tensor, draw: Draw) -> TokenLogprobs | Failure:
 
 def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> SamplerOutput:
     logits = logits.cpu()
-    output = SamplerOutput([[] for _ in draws], [None] * len(draws))
+    output = SamplerOutput([[]] * len(draws), [None] * len(draws))
     in_numpy = native.library() is None  # all of them, or those that the compiled sampler can't do
     special = [i for i, draw in enumerate(draws) if in_numpy or draw.state.logits_processors]
-    if others := [i for i in range(len(draws)) if i not in special]:
-        drawn, errors, listed = native.sample_rows(target or default_target(), logits, [draws[i] for i in others])
+    if others := [i for i in range(len(draws)) if i not in special] if special else range(len(draws)):
+        plain = [draws[i] for i in others] if special else draws
+        drawn, errors, listed = native.sample_rows(target or default_target(), logits, plain)
         for place, i in enumerate(others):
             output.token_ids[i], output.logprobs[i] = drawn[place], listed.get(place)
         output.failures.update((others[place], _unusable(native.MAXIMA[errors[place]]).failure) for place in errors)

@@ -35,11 +35,10 @@ class IncrementalDetokenizer:
     @property
     def output_text(self) -> str:
         """All text so far, with what a delta would still hold back."""
-        sent = "".join(self._pieces[: self._num_sent_pieces])
-        rest = "".join(self._pieces[self._num_sent_pieces :])
-        self._pieces[:] = [sent, rest]
+        text = "".join(self._pieces)
+        self._pieces[:] = [text[: self._num_sent], text[self._num_sent :]]
         self._num_sent_pieces = 1
-        return sent + rest
+        return text
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> tuple[str | None, int]:
         """Take new output tokens.

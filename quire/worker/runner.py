@@ -286,7 +286,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden, begun.adapters and begun.adapters.of(token_rows))
         if guide is not None:
             self._attach_masks(guide, lanes)
-        ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling == Sampling.RANK}
+        ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling is Sampling.RANK}
         if ranked:
             self._rank(logits, ranked, results)
         if self.judge is None:
