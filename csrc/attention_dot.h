@@ -8,26 +8,32 @@
 
 namespace quire::QUIRE_NS {
 
-constexpr int kDotRows = 6;           // rows whose sums of 64 columns stay in registers
-constexpr int64_t kDotTaskRows = 96;  // of a task, which share each gathered chunk
-constexpr int kDirectRows = 4;        // up to so many rows meet keys and values as they lie in memory
+constexpr int kDotRows = 6;            // rows whose sums of 64 columns stay in registers
+constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
+constexpr int kDirectRows = 4;         // up to so many rows meet keys and values as they lie in memory
+constexpr int64_t kManyRows = 48;      // of products so long that the next chunk is fetched during them, and not while gathering
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
 struct DotScratch {
     uint32_t *keys, *values;           // [D / 2][64] and [32][D]
     float *key_scales, *value_scales;  // [64], of an i8 cache
-    float* scores;                     // [kDotRows][64]
-    uint32_t* weights;                 // [kDotRows][32]
+    float* scores;                     // [row][64]
+    uint32_t* weights;                 // [row][32]
     uint32_t* queries;                 // [row][D / 2]
+    float *decays, *sums;              // [row], what the sums so far shrink by; of a chunk's weights
+    uint64_t* seen;                    // [row], a bit for each key of the chunk
 
     DotScratch(Scratch& scratch, int64_t dim, int64_t num_rows) {
-        keys = scratch.get<uint32_t>(2 * kChunk / 2 * dim + 2 * kChunk + kDotRows * (kChunk + kChunk / 2) + num_rows * dim / 2);
+        keys = scratch.get<uint32_t>(2 * kChunk / 2 * dim + 2 * kChunk + num_rows * (kChunk + kChunk / 2 + dim / 2 + 4));
         values = keys + kChunk / 2 * dim;
         key_scales = reinterpret_cast<float*>(values + kChunk / 2 * dim);
         value_scales = key_scales + kChunk;
         scores = value_scales + kChunk;
-        weights = reinterpret_cast<uint32_t*>(scores + kDotRows * kChunk);
-        queries = weights + kDotRows * kChunk / 2;
+        weights = reinterpret_cast<uint32_t*>(scores + num_rows * kChunk);
+        queries = weights + num_rows * kChunk / 2;
+        seen = reinterpret_cast<uint64_t*>(queries + num_rows * dim / 2);
+        decays = reinterpret_cast<float*>(seen + num_rows);
+        sums = decays + num_rows;
     }
 };
 
@@ -38,10 +44,31 @@ inline __m512i load_halves(const int8_t* p, __mmask16 there) {  // small integer
 }
 inline __mmask16 first_lanes(int64_t n) { return n < 16 ? __mmask16((1u << n) - 1) : __mmask16(0xffff); }
 
+// 32 elements as bf16.
+inline __m512i load_32(const bf16* p) { return _mm512_loadu_si512(p); }
+inline __m512i load_32(const int8_t* p) {  // small integers are exact in bf16
+    auto half = [&](int64_t i) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i)))); };
+    return (__m512i)_mm512_cvtne2ps_pbh(half(16), half(0));
+}
+
+// Which of two vectors' 32 elements make pairs from `first` on.
+inline __m512i in_turn(int first) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i even = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
+    return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(32)), 16));
+}
+
 // Up to `count` elements of two arrays in turn, as pairs.
 template <class Cached>
 inline void zip(const Cached* even, const Cached* odd, int64_t count, uint32_t* out) {
-    for (int64_t i = 0; i < count; i += 16) {
+    const __m512i first = in_turn(0), second = in_turn(16);
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const __m512i a = load_32(even + i), b = load_32(odd + i);
+        _mm512_storeu_si512(out + i, _mm512_permutex2var_epi16(a, first, b));
+        _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi16(a, second, b));
+    }
+    for (; i < count; i += 16) {
         const __mmask16 there = first_lanes(count - i);
         const __m512i upper = _mm512_slli_epi32(load_halves(odd + i, there), 16);
         _mm512_mask_storeu_epi32(out + i, there, _mm512_or_si512(load_halves(even + i, there), upper));
@@ -92,58 +119,74 @@ void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, 
     });
 }
 
-// out[row][16 * kVectors] = out * keep[row] + the products of pairs; without `keep`, the products alone.
-template <int kRows, int kVectors>
+// Calls body with the constants below kCount: loops that GCC unrolls late leave an array of sums in memory.
+template <class Body, int... kAt>
+QUIRE_INLINE void each(const Body& body, std::integer_sequence<int, kAt...>) {
+    (body(std::integral_constant<int, kAt>()), ...);
+}
+template <int kCount, class Body>
+QUIRE_INLINE void times(const Body& body) {
+    each(body, std::make_integer_sequence<int, kCount>());
+}
+
+// out[row][16 * kVectors] = out * keep[row] + the products of pairs; not kKeep: the products alone.
+template <bool kKeep, int kRows, int kVectors>
 inline void dot_pairs(const uint32_t* x, int64_t x_stride, const uint32_t* y, int64_t y_stride, int64_t num_pairs, const float* keep,
                       float* out, int64_t out_stride) {
     __m512 acc[kRows][kVectors];
-    for (int r = 0; r < kRows; r++)
-        for (int j = 0; j < kVectors; j++)
-            acc[r][j] = keep ? _mm512_mul_ps(_mm512_loadu_ps(out + r * out_stride + j * 16), _mm512_set1_ps(keep[r])) : _mm512_setzero_ps();
+    times<kRows>([&](auto r) {
+        times<kVectors>([&](auto j) {
+            acc[r][j] = kKeep ? _mm512_mul_ps(_mm512_loadu_ps(out + r * out_stride + j * 16), _mm512_set1_ps(keep[r])) : _mm512_setzero_ps();
+        });
+    });
     for (int64_t p = 0; p < num_pairs; p++, y += y_stride) {
         __m512bh columns[kVectors];
-        for (int j = 0; j < kVectors; j++) columns[j] = (__m512bh)_mm512_loadu_si512(y + j * 16);
-        for (int r = 0; r < kRows; r++) {
+        times<kVectors>([&](auto j) { columns[j] = (__m512bh)_mm512_loadu_si512(y + j * 16); });
+        times<kRows>([&](auto r) {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(x[r * x_stride + p]));
-            for (int j = 0; j < kVectors; j++) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], columns[j], pair);
-        }
+            times<kVectors>([&](auto j) { acc[r][j] = _mm512_dpbf16_ps(acc[r][j], columns[j], pair); });
+        });
     }
-    for (int r = 0; r < kRows; r++)
-        for (int j = 0; j < kVectors; j++) _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]);
+    times<kRows>([&](auto r) { times<kVectors>([&](auto j) { _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]); }); });
 }
 
-// The softmax of a row's scores: updates its maximum and total, leaves its weights, and returns what its sums shrink by.
-// `seen` has a bit for each key.
+// The softmax of rows' scores of a chunk: updates their maxima and totals, leaves weights, and what the rows' sums shrink by.
+// Step by step for all rows: one row's steps wait for each other.
 template <bool kScaled, bool kCapped>
-QUIRE_ONE_COPY float weigh_row(const DotScratch& s, int64_t r, uint64_t seen, ScoreFactors factors, float& highest, float& total) {
-    const __m512 scale = _mm512_set1_ps(factors.outer), before = _mm512_set1_ps(highest);
-    __m512 raw[4], most = before;
-    for (int j = 0; j < 4; j++) {
-        raw[j] = _mm512_loadu_ps(s.scores + r * kChunk + j * 16);
-        if (kScaled) raw[j] = _mm512_mul_ps(raw[j], _mm512_loadu_ps(s.key_scales + j * 16));
-        if (kCapped) raw[j] = tanh_of(raw[j], factors.inner);
-        most = _mm512_mask_max_ps(most, __mmask16(seen >> 16 * j), most, _mm512_mul_ps(raw[j], scale));
+QUIRE_ONE_COPY void weigh_rows(const DotScratch& s, int64_t num_rows, ScoreFactors factors, float* highest, float* totals) {
+    const __m512 scale = _mm512_set1_ps(factors.outer);
+    for (int64_t r = 0; r < num_rows; r++) {
+        float* scores = s.scores + r * kChunk;
+        s.decays[r] = highest[r];
+        __m512 most = _mm512_set1_ps(highest[r]);
+        for (int j = 0; j < 4; j++) {
+            __m512 raw = _mm512_loadu_ps(scores + j * 16);
+            if (kScaled) raw = _mm512_mul_ps(raw, _mm512_loadu_ps(s.key_scales + j * 16));
+            if (kCapped) raw = tanh_of(raw, factors.inner);
+            if (kScaled || kCapped) _mm512_storeu_ps(scores + j * 16, raw);
+            most = _mm512_mask_max_ps(most, __mmask16(s.seen[r] >> 16 * j), most, _mm512_mul_ps(raw, scale));
+        }
+        highest[r] = _mm512_reduce_max_ps(most);
     }
-    const __m512 now = _mm512_set1_ps(_mm512_reduce_max_ps(most)), base = _mm512_sub_ps(_mm512_setzero_ps(), now);
-    __m512 sum = _mm512_setzero_ps();
-    for (int j = 0; j < 4; j++) {
-        const __mmask16 there = __mmask16(seen >> 16 * j);
-        __m512 weight = _mm512_maskz_mov_ps(there, exp2_of(_mm512_fmadd_ps(raw[j], scale, base)));
-        sum = _mm512_add_ps(sum, weight);
-        if (kScaled) weight = _mm512_maskz_mul_ps(there, weight, _mm512_loadu_ps(s.value_scales + j * 16));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.weights + r * kChunk / 2 + j * 8), (__m256i)_mm512_cvtneps_pbh(weight));
+    for (int64_t r = 0; r < num_rows; r++) {
+        const __m512 base = _mm512_set1_ps(-highest[r]);
+        __m512 sum = _mm512_setzero_ps();
+        for (int j = 0; j < 4; j++) {
+            const __mmask16 there = __mmask16(s.seen[r] >> 16 * j);
+            __m512 weight = exp2_of(_mm512_fmadd_ps(_mm512_loadu_ps(s.scores + r * kChunk + j * 16), scale, base), there);
+            sum = _mm512_add_ps(sum, weight);
+            if (kScaled) weight = _mm512_maskz_mul_ps(there, weight, _mm512_loadu_ps(s.value_scales + j * 16));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.weights + r * kChunk / 2 + j * 8), (__m256i)_mm512_cvtneps_pbh(weight));
+        }
+        s.sums[r] = _mm512_reduce_add_ps(sum);
     }
-    const float decay = _mm512_cvtss_f32(exp2_of(_mm512_sub_ps(before, now)));
-    highest = _mm512_cvtss_f32(now);
-    total = plain(total * decay) + _mm512_reduce_add_ps(sum);
-    return decay;
-}
-
-// 32 elements as bf16.
-inline __m512i load_32(const bf16* p) { return _mm512_loadu_si512(p); }
-inline __m512i load_32(const int8_t* p) {  // small integers are exact in bf16
-    auto half = [&](int64_t i) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i)))); };
-    return (__m512i)_mm512_cvtne2ps_pbh(half(16), half(0));
+    for (int64_t r = 0; r < num_rows; r += 16) {
+        const __mmask16 there = first_lanes(num_rows - r);
+        auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + r); };
+        const __m512 decay = exp2_of(_mm512_sub_ps(load(s.decays), load(highest)));
+        _mm512_mask_storeu_ps(s.decays + r, there, decay);
+        _mm512_mask_storeu_ps(totals + r, there, _mm512_add_ps(plain(_mm512_mul_ps(load(totals), decay)), load(s.sums)));
+    }
 }
 
 // A whole chunk of two blocks of 32 keys where it lies, in the order in which it is read: keys and keys, values and values.
@@ -238,16 +281,18 @@ struct DotKernel {
     const AttentionArgs& a;
     Context& context;
 
-    // What keys weigh for kRows rows, from `row` of the range on, and what the rows' sums shrink by.
-    template <int kRows>
-    void weigh(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, ScoreFactors factors, Partial partial, float (&decay)[kRows]) const {
-        for (int64_t r = 0; r < kRows; r++) {
-            const int64_t at = sight.range.begin + row + r;
-            const int64_t first = sight.lowest_key(at) - chunk, last = sight.position(at) - chunk;
-            uint64_t seen = first >= kChunk || last < 0 ? 0 : ~uint64_t(0) >> (last < kChunk ? kChunk - 1 - last : 0);
-            if (first > 0 && seen) seen = seen >> first << first;
-            decay[r] = weigh_row<sizeof(Cached) == 1, kCapped>(s, r, seen, factors, partial.highest[row + r], partial.total[row + r]);
+    // What keys weigh for rows from `row` of the range on, whose scores are the first ones, and what the rows' sums shrink by.
+    void weigh(const Sight& sight, const DotScratch& s, int64_t row, int64_t num_rows, int64_t chunk, ScoreFactors factors, Partial partial) const {
+        const int64_t begin = sight.range.begin + row;
+        const bool all = !sight.is_several() && sight.position(begin) >= chunk + kChunk - 1 && sight.lowest_key(begin + num_rows - 1) <= chunk;
+        for (int64_t r = 0; r < num_rows; r++) {
+            s.seen[r] = ~uint64_t(0);
+            if (all) continue;
+            const int64_t first = sight.lowest_key(begin + r) - chunk, last = sight.position(begin + r) - chunk;
+            s.seen[r] = first >= kChunk || last < 0 ? 0 : s.seen[r] >> (last < kChunk ? kChunk - 1 - last : 0);
+            if (first > 0 && s.seen[r]) s.seen[r] = s.seen[r] >> first << first;
         }
+        weigh_rows<sizeof(Cached) == 1, kCapped>(s, num_rows, factors, partial.highest + row, partial.total + row);
     }
 
     // A few rows, from `row` of the range on, meet a chunk where it lies.
@@ -260,35 +305,50 @@ struct DotKernel {
             std::memcpy(s.key_scales + block * 32, c.pieces[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.pieces[2 + block] + 32 * c.dim, 32 * sizeof(float));
         }
-        float decay[kRows];
-        weigh<kRows>(sight, s, row, chunk, factors, partial, decay);
+        weigh(sight, s, row, kRows, chunk, factors, partial);
         constexpr int kParts = kRows <= 2 ? 4 : 2;
         float* weighted = partial.weighted + row * c.dim;
         int64_t d = 0;
-        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, d, s.weights, decay, weighted);
-        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, decay, weighted);
+        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, d, s.weights, s.decays, weighted);
+        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, s.decays, weighted);
     }
 
-    // Up to kDotRows rows, from `row` of the range on, meet a gathered chunk.
-    template <int kRows>
-    void attend(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, ScoreFactors factors, Partial partial) const {
-        const int64_t dim = a.cache_shape.padded_dim();
-        dot_pairs<kRows, 4>(s.queries + row * dim / 2, dim / 2, s.keys, kChunk, dim / 2, nullptr, s.scores, kChunk);
-        float decay[kRows];
-        weigh<kRows>(sight, s, row, chunk, factors, partial, decay);
-        float* weighted = partial.weighted + row * dim;
-        int64_t d = 0;
-        for (; d + 64 <= dim; d += 64)
-            dot_pairs<kRows, 4>(s.weights, kChunk / 2, s.values + d, dim, kChunk / 2, decay, weighted + d, dim);
-        if (d < dim) dot_pairs<kRows, 2>(s.weights, kChunk / 2, s.values + d, dim, kChunk / 2, decay, weighted + d, dim);
+    // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them.
+    void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, const NextChunk& next,
+                ScoreFactors factors, Partial partial) const {
+        const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
+        const uint32_t* queries = s.queries + first_row * dim / 2;
+        float* weighted = partial.weighted + first_row * dim;
+        int64_t fetched = 0;
+        auto for_rows = [&](int64_t part, auto body) {  // up to kDotRows at a time; in either part, half of what is fetched
+            for (int64_t row = 0; row < num_rows; row += kDotRows) {
+                const int64_t due = 32 * part + 32 * std::min(row + kDotRows, num_rows) / num_rows;
+                for (; fetched < due; fetched++) next.fetch(fetched);
+                with_rows<kDotRows>(num_rows - row, [&](auto n) { body(row, n); });
+            }
+        };
+        for_rows(0, [&](int64_t row, auto n) {
+            dot_pairs<false, n, 4>(queries + row * dim / 2, dim / 2, s.keys, kChunk, dim / 2, nullptr, s.scores + row * kChunk, kChunk);
+        });
+        weigh(sight, s, first_row, num_rows, chunk, factors, partial);
+        for_rows(1, [&](int64_t row, auto n) {
+            const uint32_t* weights = s.weights + row * kChunk / 2;
+            float* out = weighted + row * dim;
+            int64_t d = 0;
+            for (; d + 64 <= dim; d += 64) dot_pairs<true, n, 4>(weights, kChunk / 2, s.values + d, dim, kChunk / 2, s.decays + row, out + d, dim);
+            if (d < dim) dot_pairs<true, n, 2>(weights, kChunk / 2, s.values + d, dim, kChunk / 2, s.decays + row, out + d, dim);
+        });
     }
 
     QUIRE_ONE_COPY void compute(RowRange range, int64_t low, int64_t high, Partial partial, int thread, const RowRange* after) const {
         Sight sight(a, range);
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = range.end - range.begin;
         const DotScratch s(context.thread_scratch[thread], dim, num_rows);
+        auto query_of = [&](int64_t r) { return static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r, a.query_stride); };
+        for (int64_t r = 0; r < num_rows; r++)
+            for (int64_t i = 0; i < a.cache_shape.head_dim; i += 32) _mm_prefetch(reinterpret_cast<const char*>(query_of(r) + i), _MM_HINT_T0);
         for (int64_t r = 0; r < num_rows; r++) {
-            const bf16* query = static_cast<const bf16*>(a.query) + sight.query_offset(range.begin + r, a.query_stride);
+            const bf16* query = query_of(r);
             std::memset(s.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
             std::memcpy(s.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
             std::memset(partial.weighted + r * dim, 0, dim * sizeof(float));
@@ -304,12 +364,13 @@ struct DotKernel {
                     with_rows<kDirectRows>(end_row - first_row, [&](auto n) { attend_direct<n>(sight, s, first_row, chunk, c, factors, partial); });
                     return;
                 }
-                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, next_of(sight, chunk + kChunk, high, after), s);
-                for (int64_t row = first_row; row < end_row; row += kDotRows) {
-                    const int64_t count = end_row - row < kDotRows ? end_row - row : kDotRows;
-                    if (sight.lowest_key(range.begin + row) >= chunk + kChunk || sight.position(range.begin + row + count - 1) < chunk) continue;
-                    with_rows<kDotRows>(count, [&](auto n) { attend<n>(sight, s, row, chunk, factors, partial); });
-                }
+                const NextChunk next = next_of(sight, chunk + kChunk, high, after), none{};
+                const bool is_many = end_row - first_row >= kManyRows;
+                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? none : next, s);
+                auto sees = [&](int64_t row) { return sight.lowest_key(range.begin + row) < chunk + kChunk && sight.position(range.begin + row) >= chunk; };
+                while (first_row < end_row && !sees(first_row)) first_row++;
+                while (first_row < end_row && !sees(end_row - 1)) end_row--;
+                if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? next : none, factors, partial);
             });
     }
 

@@ -35,8 +35,9 @@ NextChunk next_chunk(const Sight& sight, int64_t chunk, int64_t high) {
 }
 
 // 2^x for x <= 0 or so, to 2e-7; 2^0 is exactly 1, and below -100 it is 0 (rather than a denormal number later on).
-inline __m512 exp2_of(__m512 x) {
-    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ);
+// Where it is not wanted it is 0 too.
+inline __m512 exp2_of(__m512 x, __mmask16 wanted = 0xffff) {
+    const __mmask16 counts = _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(1.33990057e-3f);
