@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 
+#include "caches.h"
 #include "cpu.h"
 #include "operation.h"
 
@@ -79,3 +80,6 @@ QUIRE_API int64_t quire_scratch_bytes(int32_t num_threads) {
     const Call call(num_threads);
     return int64_t(call.context.scratch_bytes());
 }
+
+// Bytes that a core has of the second-level cache that a folder of Linux describes (caches.h); null asks for this machine's.
+QUIRE_API int64_t quire_cache_of(const char* folder) { return folder ? cache_of(folder) : second_level_cache(); }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "block_format.h"
+#include "caches.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -83,6 +84,7 @@ struct Context {
     explicit Context(int num_threads) : pool(num_threads), thread_scratch(num_threads), thread_scratch2(num_threads) {}
     std::mutex mutex;  // held by every call
     ThreadPool pool;
+    const int64_t cache = second_level_cache();  // bytes of it that blocking may count on, a core
     Scratch shared, lora;
     std::vector<Scratch> thread_scratch, thread_scratch2;
 

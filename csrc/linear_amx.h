@@ -31,7 +31,7 @@ constexpr int64_t kAhead = 2048;       // bytes of bf16 weights to prefetch ahea
 constexpr int64_t kCodesAhead = 2048;  // of codes, into L1: they are read by vectors, at once
 constexpr int64_t kFewRows = 32;       // up to here the weights are read once, straight through
 constexpr int64_t kChunkTiles = 8;     // k in tiles that a pair of blocks keeps in L1 when there are many rows: a superblock
-constexpr int64_t kPanelRows = 512;    // rows of x that a task multiplies, a chunk of k at a time out of L2
+constexpr int64_t kMostPanelRows = 512;  // rows of x that a task multiplies, a chunk of k at a time out of L2
 constexpr int64_t kGroupPairs = 4;     // pairs of blocks that share them
 
 inline void prefetch(const uint8_t* p, int64_t bytes) {
@@ -305,7 +305,9 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
         return BlockPair{2 * i, second ? 2 * i + 1 : 2 * i, second};
     };
     const bool few = a.num_rows <= kFewRows;
-    const int64_t panels = few ? 1 : divide_up(a.num_rows, kPanelRows);
+    // A row takes 512 bytes of x and as many of sums: together a quarter of L2.
+    const int64_t fitting = context.cache / 4096 / 32 * 32, panel_rows = fitting < kMostPanelRows ? fitting : kMostPanelRows;
+    const int64_t panels = few ? 1 : divide_up(a.num_rows, panel_rows);
     // About 128 KB of weights a task: enough to stream, few enough to share out evenly.
     const int64_t pair_bytes = 2 * tiles * w.tile_bytes();
     const int64_t group = few ? divide_up(131072, pair_bytes) : kGroupPairs;
@@ -326,8 +328,8 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
         }
         BlockPair pairs[kGroupPairs];
         for (int64_t i = first; i < last; i++) pairs[i - first] = pair(i);
-        const int64_t begin = panel * kPanelRows, end = begin + kPanelRows < a.num_rows ? begin + kPanelRows : a.num_rows;
-        float* sums = context.thread_scratch2[thread].get<float>(kGroupPairs * kPanelRows / 32 * 1024);
+        const int64_t begin = panel * panel_rows, end = begin + panel_rows < a.num_rows ? begin + panel_rows : a.num_rows;
+        float* sums = context.thread_scratch2[thread].get<float>(kGroupPairs * panel_rows / 32 * 1024);
         linear_many_rows(a, x, pairs, last - first, begin, end, scratch, sums);
     });
 }

@@ -14,7 +14,6 @@ namespace quire::QUIRE_NS {
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while few rows are multiplied
 constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way
 constexpr int kPanelTileRows = 6;      // rows whose sums of a block stay in registers
-constexpr int64_t kRowsBytes = 256 << 10, kBlocksBytes = 512 << 10;  // of x and of weights that share L2
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time: a superblock
 
@@ -221,42 +220,69 @@ struct BlockRange {
     int64_t begin, end, next;
 };
 
-// Some rows, block by block, a few tiles at a time, so that what is turned and what comes next stay in L1.
+// Calls body(first row, their number, a constant) for groups of at most kPanelTileRows of so many rows, all about as
+// large: the sums of one or two rows wait for each other.
+template <class Body>
+QUIRE_INLINE void for_row_groups(int64_t num_rows, const Body& body) {
+    int64_t groups = divide_up(num_rows, kPanelTileRows);
+    for (int64_t row = 0; groups; groups--) {
+        const int64_t count = divide_up(num_rows - row, groups);
+        with_rows<kPanelTileRows>(count, [&](auto n) { body(row, n); });
+        row += count;
+    }
+}
+
+// Where tile `t` of the item-th block of weights of a range lies, in the order in which they are multiplied; beyond the end of
+// a block comes the next one, and beyond the last one of the range the first of what comes next.
+inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, int64_t item, int64_t t) {
+    const int64_t tiles = blocks.a.weight.num_tiles(), items = (range.end - range.begin) * blocks.parts;
+    item += t / tiles;
+    const int64_t block = item < items ? range.begin + item / blocks.parts : range.next + (item - items) / blocks.parts;
+    const bool there = block < blocks.count;  // or it is fetched again
+    return blocks.weights(there ? block : range.begin, there ? int(item % blocks.parts) : 0) + t % tiles * blocks.a.weight.tile_bytes();
+}
+
+// Some rows, block by block, a few tiles at a time, so that what is turned stays in L1. The weights that come next are fetched
+// meanwhile, half a piece further than they are needed: what is asked for last has time to come.
 inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, Scratch& scratch) {
     const LinearArgs& a = blocks.a;
-    const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), passes = divide_up(a.num_rows, kPanelTileRows);
-    const int64_t step = round_up(divide_up(bytes, passes), 64);
-    uint8_t* turned = scratch.get<uint8_t>(kPieceTiles * 1024 + passes * kPanelTileRows * 256);
+    const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), groups = divide_up(a.num_rows, kPanelTileRows);
+    const int64_t half = kPieceTiles / 2, first_groups = groups / 2;
+    uint8_t* turned = scratch.get<uint8_t>(kPieceTiles * 1024 + a.num_rows * 256);
     float* carried = reinterpret_cast<float*>(turned + kPieceTiles * 1024);
     alignas(64) float sums[2][kMostRows * 16];
     for (int64_t block = range.begin; block < range.end; block++) {
         for (int part = 0; part < blocks.parts; part++)
             for (int64_t t = 0; t < tiles; t += kPieceTiles) {
                 const int64_t count = tiles - t < kPieceTiles ? tiles - t : kPieceTiles;
-                const uint8_t* weights = blocks.weights(block, part) + t * bytes;
-                turn_block(weights, count, bytes, turned);
-                Fetch fetch{weights + count * bytes, step};
-                for (int64_t row = 0; row < a.num_rows; row += kPanelTileRows) {
+                turn_block(blocks.weights(block, part) + t * bytes, count, bytes, turned);
+                const int64_t item = (block - range.begin) * blocks.parts + part, ahead = t + count + half;
+                auto fetch_of = [&](int64_t at, int64_t in, int64_t num_tiles) {
+                    return Fetch{weights_ahead(blocks, range, item, at), round_up(divide_up(num_tiles * bytes, in * count), 64)};
+                };
+                // Each half from where it lies.
+                Fetch fetch = first_groups ? fetch_of(ahead, first_groups, half) : fetch_of(ahead, 1, kPieceTiles);
+                int64_t group = 0;
+                for_row_groups(a.num_rows, [&](int64_t row, auto n) {
+                    if (first_groups && group++ == first_groups) fetch = fetch_of(ahead + half, groups - first_groups, half);
                     const Carry carry{carried + row * 64, t == 0, t + count == tiles};
-                    with_rows<kPanelTileRows>(a.num_rows - row < kPanelTileRows ? a.num_rows - row : kPanelTileRows, [&](auto n) {
-                        multiply_block<n>(turned, count, rows.x + row * rows.stride + t * 32, rows.stride, fetch, carry, sums[part] + row * 16);
-                    });
-                    fetch.from += count * step;
-                }
+                    multiply_block<n>(turned, count, rows.x + row * rows.stride + t * 32, rows.stride, fetch, carry, sums[part] + row * 16);
+                    fetch.from += count * fetch.step;
+                });
             }
         blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], 0, a.num_rows);
     }
 }
 
-inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned) {
+inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned, int64_t cache) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles(), turned_bytes = tiles * 1024;
     auto place = [&](int64_t block, int part) { return turned + ((block - range.begin) * blocks.parts + part) * turned_bytes; };
     for (int64_t block = range.begin; block < range.end; block++)
         for (int part = 0; part < blocks.parts; part++)
             turn_block(blocks.weights(block, part), tiles, a.weight.tile_bytes(), place(block, part));
-    // As many rows as stay in L2 with the blocks.
-    int64_t panel = kRowsBytes / (rows.stride * 2) / kPanelTileRows * kPanelTileRows;
+    // As many rows as stay in L2 with the blocks: these have half of it, x a quarter.
+    int64_t panel = cache / 4 / (rows.stride * 2) / kPanelTileRows * kPanelTileRows;
     panel = panel < kPanelTileRows ? kPanelTileRows : panel > kMostRows ? kMostRows : panel;
     const int64_t passes = divide_up(a.num_rows < panel ? a.num_rows : panel, kPanelTileRows);
     const int64_t step = round_up(divide_up(a.weight.tile_bytes(), passes), 64);
@@ -267,15 +293,13 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
             const int64_t next = range.next + block - range.begin;
             for (int part = 0; part < blocks.parts; part++) {
                 int64_t fetched = first == 0 && next < blocks.count ? 0 : blocks.bytes;
-                for (int64_t row = 0; row < count; row += kPanelTileRows) {
+                for_row_groups(count, [&](int64_t row, auto n) {
                     const Fetch fetch{blocks.weights(block, part), 0};
                     Fetch ahead = fetched < blocks.bytes ? Fetch{blocks.weights(next, part) + fetched, step} : fetch;
                     fetched += tiles * step;
-                    with_rows<kPanelTileRows>(count - row < kPanelTileRows ? count - row : kPanelTileRows, [&](auto n) {
-                        multiply_block<n>(place(block, part), tiles, rows.x + (first + row) * rows.stride, rows.stride, ahead, {nullptr, true, true},
-                                          sums[part] + row * 16);
-                    });
-                }
+                    multiply_block<n>(place(block, part), tiles, rows.x + (first + row) * rows.stride, rows.stride, ahead, {nullptr, true, true},
+                                      sums[part] + row * 16);
+                });
             }
             blocks.finish(block, 1, sums[0], sums[1], first, count);
         }
@@ -298,13 +322,13 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         return;
     }
     const int64_t turned_bytes = a.weight.num_tiles() * 1024 * blocks.parts, threads = context.pool.size();
-    int64_t group = kBlocksBytes / turned_bytes, fair = blocks.count / (4 * threads);  // no thread waits long for another
+    int64_t group = context.cache / 2 / turned_bytes, fair = blocks.count / (4 * threads);  // no thread waits long for another
     group = group < fair ? group : fair;
     group = group < 1 ? 1 : group > kMostBlocks ? kMostBlocks : group;
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
         const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
         uint8_t* turned = context.thread_scratch[thread].get<uint8_t>(group * turned_bytes);
-        multiply_blocks(blocks, rows, {begin, end, begin + threads * group}, turn_block<kType>, turned);
+        multiply_blocks(blocks, rows, {begin, end, begin + threads * group}, turn_block<kType>, turned, context.cache);
     });
 }
 

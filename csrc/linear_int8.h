@@ -17,7 +17,6 @@
 namespace quire::QUIRE_NS {
 
 constexpr int kIntRows = 12;                  // rows of x whose sums with two blocks of weights stay in registers
-constexpr int64_t kIntBlocksBytes = 256 << 10;  // of weights that panels of x meet in turn: they stay in L2
 
 // x in eight bits.
 struct IntRows {
@@ -203,7 +202,8 @@ inline void linear_int8(const LinearArgs& a, Context& context) {
     const int64_t quads = w.num_tiles() * 8, count = gated ? w.num_blocks() / 2 : w.num_blocks();
     const int64_t at_once = gated ? 1 : 2;  // blocks of the result; two of weights in any case
     const int64_t pairs = divide_up(count, at_once), bytes = 2 * w.num_tiles() * w.tile_bytes();
-    int64_t group = kIntBlocksBytes / bytes, fair = pairs / (4 * context.pool.size());  // no thread waits long for another
+    // As many weights as stay in L2 while panels of x meet them in turn.
+    int64_t group = context.cache / 4 / bytes, fair = pairs / (4 * context.pool.size());  // no thread waits long for another
     group = group < fair ? group : fair;
     group = group < 1 ? 1 : group;
     context.pool.run(divide_up(pairs, group), [&](int64_t task, int) {

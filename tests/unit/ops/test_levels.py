@@ -33,7 +33,7 @@ def driver(compiler: str, directory: Path) -> Path:
     """The program, in `directory`; anew, as it is not worth more."""
     program = directory / "levels"
     flags = ["-std=c++17", "-O1", "-DQUIRE_NS=driver", "-I", "csrc", "-pthread"]
-    run(compiler, *flags, "tests/native/levels.cpp", "csrc/thread_pool.cpp", "-o", program, "-ldl")
+    run(compiler, *flags, "tests/native/levels.cpp", "csrc/thread_pool.cpp", "csrc/caches.cpp", "-o", program, "-ldl")
     return program
 
 
