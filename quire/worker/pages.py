@@ -46,7 +46,8 @@ def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = dtype.itemsize * math.prod(shape)
     if num_bytes < _HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    # Python's default is shared memory, which has huge pages only where an administrator says so.
+    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError, ValueError):
         region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
