@@ -49,7 +49,7 @@ Context& context_of(int num_threads) {
 
 }  // namespace
 
-Call::Call(int num_threads) : context(context_of(num_threads)), lock_(context.mutex) {}
+Call::Call(int num_threads) : context(context_of(num_threads)), lock_(context.mutex) { begin_call(); }
 
 }  // namespace quire
 

@@ -12,10 +12,15 @@
 
 namespace quire {
 
+// Something is computed; what waits for a quiet moment goes on waiting (touch.cpp).
+void begin_call();
+void end_call();
+
 // One call on so many threads, while it lives. Calls on as many threads take turns; others run beside them.
 class Call {
 public:
     explicit Call(int num_threads);
+    ~Call() { end_call(); }
 
     Context& context;
 

@@ -98,15 +98,3 @@ QUIRE_API const char* quire_block_format(int32_t type, int64_t* sizes) {
     return format.name;
 }
 QUIRE_API void quire_move_slots(const Kernels* level, const MoveArgs* args) { level->move_slots(*args); }
-
-// Touches every page of writable memory, on all threads. Contents are kept.
-QUIRE_API void quire_prefault(int32_t num_threads, uint8_t* memory, int64_t num_bytes) {
-    const Call call(num_threads);
-    constexpr int64_t kPage = 4096, kPiece = 2 << 20;
-    call.context.pool.run(divide_up(num_bytes, kPiece), [&](int64_t piece, int) {
-        for (int64_t i = piece * kPiece; i < num_bytes && i < (piece + 1) * kPiece; i += kPage) {
-            volatile uint8_t* p = memory + i;
-            *p = *p;
-        }
-    });
-}

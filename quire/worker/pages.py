@@ -26,10 +26,7 @@ def keep_freed_memory() -> bool:
     By default glibc maps every large tensor anew and returns it to the system when it is freed, so that each step pays
     for the first touch of its pages again: 2.4 ms for each MiB on the reference machine.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: False)
     return bool(mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 

@@ -172,7 +172,7 @@ class Worker:
         return self._files.start()
 
     def initialize_cache(self, layout: CacheLayout) -> None:
-        """Allocate the KV cache; its pages cost memory once they are first written."""
+        """Allocate the KV cache; its pages cost memory once they are first written, or touched ahead of that."""
         config, device, self.place.layout = self._config, self.device, layout
         dtype = device.backend.kv_cache_dtype(self._model.dtype)
         caches: dict[int, torch.Tensor] = {}

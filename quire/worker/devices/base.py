@@ -97,6 +97,8 @@ class Device(ABC):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_touched: int) -> Tensor:
         """A zeroed KV cache of one layer, of which the first `num_touched` blocks are likely to be used soon.
 
+        Eight times as many may be touched ahead of their use, while nothing is computed.
+
         Raises:
             MemoryError, OSError: there is not that much.
         """

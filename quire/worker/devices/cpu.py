@@ -126,6 +126,7 @@ class CpuDevice(Device):
         cache = huge_pages(shape, dtype)
         if self.packs_weights:
             prefault(cache[:num_touched], self.num_threads)
+            prefault(cache[num_touched : 8 * num_touched], 0)  # while the engine waits for requests
         return cache
 
     def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 Pages = Callable[[tuple[int, ...], torch.dtype], Tensor]
 _ALIGNMENT = 4096
-_MADV_POPULATE_READ = 22  # maps all pages that are in memory or on the disk in one call, without copying them
+# Pages are to be huge where they are read from the disk; then all are mapped in one call, without copying them.
+_MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
 _WRITE_BYTES = 8 * 2**20
 _SUMMED = 512  # words of 8 bytes whose sum is one number of a checksum
 
@@ -125,8 +126,9 @@ class WeightStore:
             # Private: what anyone writes to the weights stays in this process.
             size = os.fstat(file).st_size
             self._mapped = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            with contextlib.suppress(OSError, ValueError):  # before Linux 5.14: a fault for each page, later
-                self._mapped.madvise(_MADV_POPULATE_READ)
+            for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_READ):  # what comes from the disk, comes in huge pages
+                with contextlib.suppress(OSError, ValueError):  # before Linux 5.14: a fault for each page, later
+                    self._mapped.madvise(advice)
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("the packed weights in %s can't be used (%s): packing anew", path, error)
             self._entries = []
@@ -153,13 +155,16 @@ class WeightStore:
 
     def _write_to(self, file: int, place: StorePlace) -> None:
         os.posix_fallocate(file, 0, self._size)
-        # In large writes: the kernel then keeps the file in large pages, and reads through them go twice as fast.
         for entry, tensor in zip(self._entries, self._tensors, strict=True):
             entry["checksum"] = checksum(tensor)
             _write_all(file, memoryview(cast(Any, tensor.numpy())), entry["offset"])
         about = {name: getattr(place, name) for name in ("model", "weights", "directory", "content")}
-        about["stamps"] = cache.shared_stamps(place, self._entries)
-        _write_all(file, memoryview(cache.manifest_bytes(about | {"tensors": self._entries})), self._size)
+        about |= {"stamps": cache.shared_stamps(place, self._entries), "tensors": self._entries}
+        _write_all(file, memoryview(cache.manifest_bytes(about)), self._size)
+        # The system keeps what was written in small pages, through which weights are read more slowly. The next start
+        # reads the file, into huge ones.
+        os.fdatasync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def checksum(flat: Tensor) -> int:

@@ -167,6 +167,29 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(a, b) for a, b in zip(first, allocate(store_at(tmp_path / "store.bin")), strict=True))
 
 
+def test_what_was_written_is_dropped_from_memory_once_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies there in small pages, and the next start would read weights through them."""
+    calls: list[tuple[str, int]] = []
+    advise, sync = os.posix_fadvise, os.fdatasync
+
+    def noted_sync(file: int) -> None:
+        calls.append(("sync", os.fstat(file).st_size))
+        sync(file)
+
+    def noted_advice(file: int, offset: int, length: int, advice: int) -> None:
+        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        calls.append(("drop", os.fstat(file).st_size))
+        advise(file, offset, length, advice)
+
+    monkeypatch.setattr(os, "fdatasync", noted_sync)
+    monkeypatch.setattr(os, "posix_fadvise", noted_advice)
+    keep(tmp_path / "weights")
+    size = (tmp_path / "weights").stat().st_size
+    assert calls == [("sync", size), ("drop", size)]
+
+
 def test_a_place_where_no_directory_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     keep(tmp_path / "file" / "store.bin")

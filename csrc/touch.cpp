@@ -1,0 +1,148 @@
+// The first touch of memory, which takes the system up to 3 ms a MB where a virtual machine gives it back when it is free:
+// at once on all threads, or ahead of its use by a thread that waits until nothing is computed.
+#include "api.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <deque>
+#include <system_error>
+#include <thread>
+#if defined(__linux__)
+#include <pthread.h>
+#include <sys/mman.h>
+#endif
+
+namespace quire {
+namespace {
+
+constexpr int64_t kPage = 4096, kPiece = 2 << 20;
+
+using Clock = std::chrono::steady_clock;
+std::atomic<int> g_num_calls{0};  // that run
+std::atomic<int64_t> g_last_end{0};
+
+}  // namespace
+
+void begin_call() { g_num_calls.fetch_add(1, std::memory_order_relaxed); }
+
+void end_call() {
+    g_last_end.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+    g_num_calls.fetch_sub(1, std::memory_order_relaxed);
+}
+
+#if defined(__linux__)
+namespace {
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which older headers lack
+constexpr auto kQuiet = std::chrono::milliseconds(20);
+
+struct Region {
+    uint8_t* begin;
+    int64_t num_bytes;
+};
+
+// What is waiting. Never freed: the thread may outlive static destructors.
+struct Waiting {
+    std::mutex mutex;
+    std::deque<Region> regions;  // a piece of each in turn: a layer's cache is of no use without the others'
+    bool has_thread = false;
+};
+Waiting* g_waiting = new Waiting;
+
+// A forked child has no such thread, and perhaps a mutex that nobody will unlock.
+const bool g_fork_hook = pthread_atfork(nullptr, nullptr, [] { g_waiting = new Waiting; }) == 0;
+
+// Calls body(line) for each line of a file until it returns true; whether it did.
+template <class Body>
+bool for_lines(const char* path, const Body& body) {
+    std::FILE* file = std::fopen(path, "r");
+    bool found = false;
+    char line[512];
+    while (file && !found && std::fgets(line, sizeof line, file)) found = body(line);
+    if (file) std::fclose(file);
+    return found;
+}
+
+// Whether more than an eighth of the machine's memory could still be had.
+bool has_room() {
+    long long total = 0, available = 0;
+    return for_lines("/proc/meminfo", [&](const char* line) {
+        std::sscanf(line, "MemTotal: %lld", &total);
+        return std::sscanf(line, "MemAvailable: %lld", &available) == 1 && available > total / 8;
+    });
+}
+
+// Whether all of it is a process's own memory and no file's: its owner may have freed it, and another have come there since.
+bool is_memory(const Region& region) {
+    const unsigned long begin = reinterpret_cast<uintptr_t>(region.begin), end = begin + region.num_bytes;
+    return for_lines("/proc/self/maps", [&](const char* line) {
+        unsigned long first = 0, last = 0, inode = 1;
+        std::sscanf(line, "%lx-%lx %*s %*s %*s %lu", &first, &last, &inode);
+        return first <= begin && end <= last && inode == 0;
+    });
+}
+
+bool is_quiet() {
+    const auto since = Clock::now().time_since_epoch() - Clock::duration(g_last_end.load(std::memory_order_relaxed));
+    return g_num_calls.load(std::memory_order_relaxed) == 0 && since >= kQuiet;
+}
+
+// The system touches, which keeps what is there; the thread itself reads and writes nothing, as the owner may write
+// meanwhile, or free it.
+void touch_waiting(Waiting& waiting) {
+    for (;;) {
+        while (!is_quiet()) std::this_thread::sleep_for(kQuiet);
+        std::unique_lock<std::mutex> lock(waiting.mutex);
+        if (waiting.regions.empty()) {
+            waiting.has_thread = false;
+            return;
+        }
+        Region region = waiting.regions.front();
+        waiting.regions.pop_front();
+        lock.unlock();
+        const int64_t num_bytes = region.num_bytes < kPiece ? region.num_bytes : kPiece;
+        if (!is_memory(region) || !has_room() || madvise(region.begin, num_bytes, kPopulateWrite) != 0) continue;
+        region = {region.begin + num_bytes, region.num_bytes - num_bytes};
+        lock.lock();
+        if (region.num_bytes) waiting.regions.push_back(region);
+    }
+}
+
+void touch_ahead(uint8_t* memory, int64_t num_bytes) {
+    const int64_t skipped = -int64_t(reinterpret_cast<uintptr_t>(memory)) & (kPage - 1);
+    if (num_bytes - skipped < kPage) return;
+    const std::lock_guard<std::mutex> lock(g_waiting->mutex);
+    g_waiting->regions.push_back({memory + skipped, (num_bytes - skipped) / kPage * kPage});
+    if (g_waiting->has_thread) return;
+    try {
+        std::thread([waiting = g_waiting] { touch_waiting(*waiting); }).detach();
+        g_waiting->has_thread = true;
+    } catch (const std::system_error&) {  // no thread to be had: a step will touch them
+        g_waiting->regions.clear();
+    }
+}
+
+}  // namespace
+#else
+namespace {
+void touch_ahead(uint8_t*, int64_t) {}
+}  // namespace
+#endif
+
+}  // namespace quire
+
+using namespace quire;
+
+// Touches every page of writable memory, on so many threads; with none, returns at once, and pages are touched by and by
+// while nothing is computed and memory is left. Contents are kept.
+QUIRE_API void quire_prefault(int32_t num_threads, uint8_t* memory, int64_t num_bytes) {
+    if (num_threads == 0) return touch_ahead(memory, num_bytes);
+    const Call call(num_threads);
+    call.context.pool.run(divide_up(num_bytes, kPiece), [&](int64_t piece, int) {
+        for (int64_t i = piece * kPiece; i < num_bytes && i < (piece + 1) * kPiece; i += kPage) {
+            volatile uint8_t* p = memory + i;
+            *p = *p;
+        }
+    });
+}

@@ -1,0 +1,77 @@
+"""Memory that is touched ahead of its use, while nothing is computed."""
+
+import ctypes
+import gc
+import mmap
+import platform
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.ops.native.library import library, prefault
+from quire.worker.pages import huge_pages
+
+_VERSION = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+pytestmark = pytest.mark.skipif(
+    library() is None or platform.system() != "Linux" or _VERSION < (5, 14), reason="needs Linux 5.14 and kernels"
+)
+
+
+def resident(tensor: torch.Tensor) -> float:
+    """The share of a tensor's pages that are in memory."""
+    count = -(-tensor.numel() // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), found)
+    assert not failed, ctypes.get_errno()
+    return sum(page & 1 for page in found) / count
+
+
+def wait_until_resident(tensor: torch.Tensor) -> None:
+    deadline = time.monotonic() + 120
+    while resident(tensor) < 1:
+        assert time.monotonic() < deadline, "nothing touches it"
+        time.sleep(0.02)
+
+
+def test_touched_by_and_by_with_its_contents() -> None:
+    tensors = [huge_pages((9 << 20,), torch.uint8) for _ in range(3)]
+    for tensor in tensors:
+        tensor[5 << 20] = 7
+        assert resident(tensor) < 1
+        prefault(tensor, 0)
+    for tensor in tensors:
+        wait_until_resident(tensor)
+        assert tensor[5 << 20] == 7
+        assert tensor.sum() == 7
+
+
+def test_what_was_freed_is_left_alone(tmp_path: Path) -> None:
+    """Neither memory that is gone is touched, nor a file's copy that came to lie in its place."""
+    for _ in range(20):
+        prefault(huge_pages((32 << 20,), torch.uint8), 0)
+        gc.collect()
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(64 << 20))
+    with path.open("rb") as file:
+        copies = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    tensor = torch.frombuffer(copies, dtype=torch.uint8)
+    prefault(tensor, 0)
+    last = huge_pages((4 << 20,), torch.uint8)
+    prefault(last, 0)
+    wait_until_resident(last)  # regions take turns: what came before has had one
+    assert _private_kilobytes(tensor.data_ptr()) == 0
+
+
+def _private_kilobytes(address: int) -> int:
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if not first.endswith(":"):
+            start, end = (int(bound, 16) for bound in first.split("-"))
+            is_here = start <= address < end
+        elif is_here and first == "Anonymous:":
+            return int(others[0])
+    raise AssertionError("no such mapping")
