@@ -36,6 +36,7 @@ namespace {
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which older headers lack
 constexpr auto kQuiet = std::chrono::milliseconds(20);
+constexpr auto kStart = std::chrono::milliseconds(500);  // who computes at once touches by himself what he needs
 
 struct Region {
     uint8_t* begin;
@@ -46,6 +47,7 @@ struct Region {
 struct Waiting {
     std::mutex mutex;
     std::deque<Region> regions;  // a piece of each in turn: a layer's cache is of no use without the others'
+    Clock::time_point since;     // when the last came
     bool has_thread = false;
 };
 Waiting* g_waiting = new Waiting;
@@ -83,6 +85,7 @@ bool is_memory(const Region& region) {
     });
 }
 
+// Whether nothing has been computed for a moment.
 bool is_quiet() {
     const auto since = Clock::now().time_since_epoch() - Clock::duration(g_last_end.load(std::memory_order_relaxed));
     return g_num_calls.load(std::memory_order_relaxed) == 0 && since >= kQuiet;
@@ -97,6 +100,11 @@ void touch_waiting(Waiting& waiting) {
         if (waiting.regions.empty()) {
             waiting.has_thread = false;
             return;
+        }
+        if (Clock::now() - waiting.since < kStart) {
+            lock.unlock();
+            std::this_thread::sleep_for(kQuiet);
+            continue;
         }
         Region region = waiting.regions.front();
         waiting.regions.pop_front();
@@ -114,6 +122,7 @@ void touch_ahead(uint8_t* memory, int64_t num_bytes) {
     if (num_bytes - skipped < kPage) return;
     const std::lock_guard<std::mutex> lock(g_waiting->mutex);
     g_waiting->regions.push_back({memory + skipped, (num_bytes - skipped) / kPage * kPage});
+    g_waiting->since = Clock::now();
     if (g_waiting->has_thread) return;
     try {
         std::thread([waiting = g_waiting] { touch_waiting(*waiting); }).detach();

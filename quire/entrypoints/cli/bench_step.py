@@ -100,18 +100,17 @@ def run(namespace: Namespace) -> None:
     prompts = random_prompts(llm, size, length)
     for prompt in prompts:
         prompt["prompt_token_ids"][:shared] = prompts[0]["prompt_token_ids"][:shared]
-    _steps(llm, model, prompts, 1)  # once untimed
+    _steps(llm, model, prompts, 0)  # once untimed
     phases: dict[str, tuple[float, list[Kernel]]] = {}
     tables: list[tuple[str, float, float, list[Kernel]]] = []
-    for phase, num_outputs in (("prompts", 1), ("decoding", steps + 1)):
-        seconds, num_steps, spent = _steps(llm, model, prompts, num_outputs)
+    for phase, most in (("prompts", 0), ("decoding", steps)):
+        seconds, num_steps, spent, context = _steps(llm, model, prompts, most)
         if phase == "prompts":
             if namespace.enable_prefix_caching:
                 continue  # they were computed above
             title = f"prompts: {size} of {length} tokens in {num_steps} steps; of one step"
             work = Work(num_steps, size * length / num_steps, size / num_steps, *_prompt_keys(size, length, num_steps))
         else:
-            context = length + (num_steps + 1) / 2
             title = f"decoding: {size} sequences of {context:g} tokens" + f", {shared} of them common" * (shared > 0)
             title += "; of one step"
             work = Work(num_steps, size, size, *_decoding_keys(size, context, shared))
@@ -171,27 +170,41 @@ def _better(one: Limits, other: Limits) -> Limits:
 
 
 def _steps(
-    llm: "LLM", model: "CompiledModel", prompts: list[Any], num_outputs: int
-) -> tuple[float, int, list[_Spents]]:
-    """Seconds, steps and what instructions took in them, of layers and head: of prompts (one output) or of decoding."""
+    llm: "LLM", model: "CompiledModel", prompts: list[Any], num_steps: int
+) -> tuple[float, int, list[_Spents], float]:
+    """The prompts' steps (0), or so many that decode: seconds, steps, each instruction's time, tokens of a sequence."""
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=None if num_steps else 1, ignore_eos=True)
     names = [f"step-{number}" for number in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, prompt, params)
-    started: set[str] = set()
-    while num_outputs > 1 and len(started) < len(prompts):
-        started |= {output.request_id for output in engine.step()}
-    before, num_steps, is_whole = model.spent(), 0, True
+    lengths: dict[str, int] = {}
+
+    def step() -> bool:
+        """Whether a sequence has ended."""
+        outputs = engine.step()
+        lengths.update(
+            (o.request_id, len(prompts[0]["prompt_token_ids"]) + len(o.outputs[0].token_ids)) for o in outputs
+        )
+        return any(output.finished for output in outputs)
+
+    while num_steps and len(lengths) < len(prompts):
+        if step():
+            remedy = (
+                "lower --batch-size or --input-len, or raise --max-model-len, --max-num-seqs or --kv-cache-memory-bytes"
+            )
+            raise ConfigError(f"a sequence ended before the last of {len(prompts)} had begun: {remedy}.")
+    before, done, first = model.spent(), 0, dict(lengths)
     start = time.perf_counter()
-    while engine.has_unfinished_requests() and (is_whole or num_outputs == 1):
-        is_whole = not any(output.finished for output in engine.step())
-        num_steps += 1
+    while engine.has_unfinished_requests() and (not num_steps or done < num_steps):
+        done += 1
+        if step() and num_steps:
+            break
     seconds = time.perf_counter() - start
     pairs = [zip(own, then, strict=True) for own, then in zip(model.spent(), before, strict=True)]
     engine.abort_request(names)
     spent = [[now._replace(seconds=now.seconds - then.seconds) for now, then in own] for own in pairs]
-    return seconds, num_steps, spent
+    return seconds, done, spent, sum(first.values()) / max(1, len(first)) + (done - 1) / 2
 
 
 def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[float], float], Callable[[float], float]]:

@@ -71,8 +71,18 @@ def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None
     figures = tmp_path / "f.json"
     chunked = ["--max-num-batched-tokens", "32", "--output-json", str(figures)]
     assert main(["bench", "step", "demo", *SMALL, *chunked]) == 0
-    kernels = {one["name"]: one for one in json.loads(figures.read_text())["prompts"]["kernels"]}
+    found = json.loads(figures.read_text())
+    kernels = {one["name"]: one for one in found["prompts"]["kernels"]}
     assert kernels["product 256 x 704 bf16"]["operations"] == pytest.approx(5 * 2 * 256 * 704 * 120 / 4)
+    # The last prompt ends in the fourth step or later: the first sequence has decoded meanwhile, and goes on with it.
+    attention = next(one for one in found["decoding"]["kernels"] if one["name"] == "attention")
+    assert attention["operations"] / (5 * 4 * 3 * 8 * 32) > 42.5 + 0.9
+
+
+@needs_kernels
+def test_sequences_that_do_not_fit_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "demo", *SMALL, "--max-num-seqs", "2"]) != 0
+    assert "a sequence ended before the last of 3 had begun: lower --batch-size" in capsys.readouterr().err
 
 
 def test_a_floor_is_the_longer_time() -> None:
