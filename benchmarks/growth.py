@@ -2,9 +2,10 @@
 
     python benchmarks/growth.py /path/to/qwen3-0.6b --models demo /path/to/larger ... --output-dir .
 
-A point is a run of its own, with the machine's limits measured beside it: the floor is what the kernels must
-read and multiply at least, at the rates of bare loops in the same run. `--models` are timed at batch 1 with weights in
-int4, and with random weights where a folder has none. Times are those of a step that decodes.
+A point is the fastest of `--rounds` runs, which take turns with those of all other points, as a shared machine has
+slow minutes. Each run measures the machine's limits, too: the floor is what the kernels must read and multiply at
+least, at the rates of bare loops in the same run. `--models` are timed at batch 1 with weights in int4, and with random
+weights where a folder has none. Times are those of a step that decodes.
 """
 
 import argparse
@@ -42,16 +43,21 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="*", type=int, default=CONTEXTS)
     parser.add_argument("--output-dir", type=Path, default=Path())
     parser.add_argument("--num-steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
 
     def flags(batch: int, context: int) -> list[str]:
-        length = str(context + args.num_steps + 2)
-        return ["--batch-size", str(batch), "--input-len", str(context), "--max-model-len", length]
+        length = context + args.num_steps + 2 + batch  # the first decode while the last begin
+        own = ["--batch-size", batch, "--input-len", context, "--max-model-len", length, "--num-steps", args.num_steps]
+        return [*map(str, own), "--enable-prefix-caching"]  # prompts are computed once a run, and not timed
 
-    steps = ["--num-steps", str(args.num_steps)]
-    batches = [point(args.model, batch, [*flags(batch, 128), *steps]) for batch in args.batches]
-    contexts = [point(args.model, context, [*flags(1, context), *steps]) for context in args.contexts]
-    sizes = [point(model, 0, [*flags(1, 128), *steps, *_whole(model)]) for model in args.models]
+    runs = [(args.model, batch, flags(batch, 128)) for batch in args.batches]
+    runs += [(args.model, context, flags(1, context)) for context in args.contexts]
+    runs += [(model, 0, [*flags(1, 128), *_whole(model)]) for model in args.models]
+    rounds = [[point(*run) for run in runs] for _ in range(args.rounds)]
+    every = [min(points, key=lambda one: one.measured) for points in zip(*rounds, strict=True)]
+    batches, contexts = every[: len(args.batches)], every[len(args.batches) : len(runs) - len(args.models)]
+    sizes = every[len(runs) - len(args.models) :]
     name = Path(args.model).name
     for file, title, unit, points in (
         ("growth_batch.svg", f"{name}: a step by its batch, contexts of 128", "sequences", batches),
@@ -69,7 +75,7 @@ def main() -> None:
 def _whole(model: str) -> list[str]:
     own = ["--quantization", "int4"]
     if Path(model).is_dir() and not any(Path(model).glob("*.safetensors")):
-        own += ["--load-format", "dummy", "--skip-tokenizer-init"]
+        own += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
     return own
 
 
