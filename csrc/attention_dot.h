@@ -189,31 +189,67 @@ QUIRE_ONE_COPY void weigh_rows(const DotScratch& s, int64_t num_rows, ScoreFacto
     }
 }
 
-// A whole chunk of two blocks of 32 keys where it lies, in the order in which it is read: keys and keys, values and values.
-// While a piece is read its second half is fetched, then the first half of the piece after it.
+// The first `count` keys of a chunk of two blocks of 32, where they lie, in the order in which they are read: keys and keys,
+// values and values. What is read is fetched `kLead` bytes before, and so is the start of what comes after it.
 template <class Cached>
 struct DirectChunk {
-    const Cached* pieces[5];  // the last: of the chunk after it, or null
-    int64_t dim;
+    static constexpr int64_t kLead = 6144;
+    const Cached *keys[2], *values[2];
+    int64_t dim, counts[2], num_blocks;
 
-    DirectChunk(const Sight& sight, int64_t chunk) : dim(sight.a.cache_shape.padded_dim()) {
-        for (int i = 0; i < 4; i++) pieces[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i % 2 * 32, i >= 2));
+    DirectChunk(const Sight& sight, int64_t chunk, int64_t count, const Cached* after)
+        : dim(sight.a.cache_shape.padded_dim()), counts{std::min<int64_t>(count, 32), std::max<int64_t>(count - 32, 0)}, num_blocks(count > 32 ? 2 : 1) {
+        for (int64_t i = 0; i < num_blocks; i++) {
+            keys[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i * 32, false)), add(keys[i], 32);
+            values[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i * 32, true));
+        }
+        for (int64_t i = 0; i < num_blocks; i++) add(values[i], counts[i]);
+        const char* begin = reinterpret_cast<const char*>(after);
+        if (after) stretches_[num_stretches_++] = {begin, begin + kLead};
+        from_ = stretches_[0].begin + kLead, end_ = stretches_[0].end;
     }
-    // Lines of the pair of rows `row`, `row` + 1 of piece `i`, of which it has `count` of `size` elements.
-    QUIRE_INLINE void fetch(int i, int64_t row, int64_t count, int64_t size) const {
-        const int64_t half = count / 2 * size;
-        const bool is_own = row * size < half;
-        if (!is_own && !pieces[i + 1]) return;
-        const Cached* from = is_own ? pieces[i] + half + row * size : pieces[i + 1] + (row * size - half);
-        for (int64_t at = 0; at < 2 * size * int64_t(sizeof(Cached)); at += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(from) + at, _MM_HINT_T0);
+    // As many lines as are about to be read: rows `elements` long, of pairs.
+    QUIRE_INLINE void fetch(int64_t elements) {
+        const int64_t size = elements * int64_t(sizeof(Cached));
+        if (end_ - from_ < size) return fetch_on(size);
+        for (int64_t i = 0; i < size; i += 64) _mm_prefetch(from_ + i, _MM_HINT_T0);
+        from_ += size;
     }
+
+private:
+    struct Stretch {
+        const char *begin, *end;
+    };
+    void add(const Cached* from, int64_t rows) {
+        const char* begin = reinterpret_cast<const char*>(from);
+        stretches_[num_stretches_++] = {begin, begin + rows * dim * int64_t(sizeof(Cached))};
+    }
+    // To the end of a stretch, and from the next one the rest; nothing is left in the end.
+    void fetch_on(int64_t size) {
+        for (; size > 0; from_ += 64, size -= 64) {
+            if (from_ >= end_) {
+                if (++at_ >= num_stretches_) return;
+                from_ = stretches_[at_].begin, end_ = stretches_[at_].end;
+            }
+            _mm_prefetch(from_, _MM_HINT_T0);
+        }
+    }
+    Stretch stretches_[5];
+    int num_stretches_ = 0, at_ = 0;
+    const char *from_, *end_;  // what is left of a stretch
 };
 
 // Pairs of two rows' columns in turn: of the lower halves of 128 bits, and of the upper ones.
 struct ColumnPairs {
     __m512bh low, high;
 
+    QUIRE_INLINE ColumnPairs() : low((__m512bh)_mm512_setzero_si512()), high(low) {}
+    // With zeros.
+    template <class Cached>
+    QUIRE_INLINE explicit ColumnPairs(const Cached* even) {
+        const __m512i a = load_32(even), b = _mm512_setzero_si512();
+        low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
     template <class Cached>
     QUIRE_INLINE ColumnPairs(const Cached* even, const Cached* odd) {
         const __m512i a = load_32(even), b = load_32(odd);
@@ -234,14 +270,14 @@ QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(sums[0], second, sums[1]));
 }
 
-// Scores of a block's 32 keys: as dot_pairs has them.
+// Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
 template <int kRows, class Cached>
-inline void direct_scores(const DirectChunk<Cached>& c, int block, const uint32_t* queries, float* scores) {
+inline void direct_scores(DirectChunk<Cached>& c, int64_t block, const uint32_t* queries, float* scores) {
     __m512 acc[kRows][2];
     for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
-    const Cached* keys = c.pieces[block];
+    const Cached* keys = c.keys[block];
     for (int64_t d = 0; d < c.dim; d += 2) {
-        c.fetch(block, d, c.dim, 32);
+        c.fetch(2 * 32);
         const ColumnPairs columns(keys + d * 32, keys + (d + 1) * 32);
         for (int r = 0; r < kRows; r++) {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(queries[(r * c.dim + d) / 2]));
@@ -251,27 +287,38 @@ inline void direct_scores(const DirectChunk<Cached>& c, int block, const uint32_
     for (int r = 0; r < kRows; r++) from_pairs(acc[r], scores + r * kChunk + block * 32);
 }
 
-// out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise.
+// out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise. What is not there, is
+// not read: it may be no number.
 template <int kRows, int kParts, class Cached>
-inline void direct_sums(const DirectChunk<Cached>& c, int64_t first, const uint32_t* weights, const float* keep, float* out) {
+inline void direct_sums(DirectChunk<Cached>& c, int64_t first, const uint32_t* weights, const float* keep, float* out) {
     __m512 acc[kRows][kParts][2];
     for (int r = 0; r < kRows; r++)
         for (int j = 0; j < kParts; j++) to_pairs(out + r * c.dim + first + j * 32, keep[r], acc[r][j]);
-    for (int block = 0; block < 2; block++) {
-        const Cached* values = c.pieces[2 + block] + first;
-        for (int64_t i = 0; i < 32; i += 2) {
-            if (first == 0) c.fetch(2 + block, i, 32, c.dim);
+    auto add = [&](int r, int j, const ColumnPairs& columns, __m512bh pair) __attribute__((always_inline)) {
+        acc[r][j][0] = _mm512_dpbf16_ps(acc[r][j][0], columns.low, pair), acc[r][j][1] = _mm512_dpbf16_ps(acc[r][j][1], columns.high, pair);
+    };
+    for (int64_t block = 0; block < c.num_blocks; block++) {
+        const Cached* values = c.values[block] + first;
+        const int64_t count = c.counts[block];
+        for (int64_t i = 0; i + 1 < count; i += 2) {
+            if (first == 0) c.fetch(2 * c.dim);
             __m512bh pairs[kRows];
             for (int r = 0; r < kRows; r++) pairs[r] = (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + i / 2]));
             for (int j = 0; j < kParts; j++) {
                 const ColumnPairs columns(values + i * c.dim + j * 32, values + (i + 1) * c.dim + j * 32);
-                for (int r = 0; r < kRows; r++) {
-                    acc[r][j][0] = _mm512_dpbf16_ps(acc[r][j][0], columns.low, pairs[r]);
-                    acc[r][j][1] = _mm512_dpbf16_ps(acc[r][j][1], columns.high, pairs[r]);
-                }
+                for (int r = 0; r < kRows; r++) add(r, j, columns, pairs[r]);
             }
         }
+        if (count % 2 == 0) continue;
+        if (first == 0) c.fetch(c.dim);
+        for (int j = 0; j < kParts; j++) {
+            const ColumnPairs columns(values + (count - 1) * c.dim + j * 32);
+            for (int r = 0; r < kRows; r++) add(r, j, columns, (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + count / 2])));
+        }
     }
+    const ColumnPairs none;  // as pairs of zeros, which gathered chunks end with, make +0 of -0
+    for (int r = 0; r < kRows && c.counts[1] < 31; r++)
+        for (int j = 0; j < kParts; j++) add(r, j, none, none.low);
     for (int r = 0; r < kRows; r++)
         for (int j = 0; j < kParts; j++) from_pairs(acc[r][j], out + r * c.dim + first + j * 32);
 }
@@ -297,13 +344,13 @@ struct DotKernel {
 
     // A few rows, from `row` of the range on, meet a chunk where it lies.
     template <int kRows>
-    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, const DirectChunk<Cached>& c, ScoreFactors factors,
+    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, DirectChunk<Cached>& c, ScoreFactors factors,
                        Partial partial) const {
-        for (int block = 0; block < 2; block++) {
+        for (int64_t block = 0; block < c.num_blocks; block++) {
             direct_scores<kRows>(c, block, s.queries + row * c.dim / 2, s.scores);
             if (sizeof(Cached) > 1) continue;
-            std::memcpy(s.key_scales + block * 32, c.pieces[block] + 32 * c.dim, 32 * sizeof(float));
-            std::memcpy(s.value_scales + block * 32, c.pieces[2 + block] + 32 * c.dim, 32 * sizeof(float));
+            std::memcpy(s.key_scales + block * 32, c.keys[block] + 32 * c.dim, 32 * sizeof(float));
+            std::memcpy(s.value_scales + block * 32, c.values[block] + 32 * c.dim, 32 * sizeof(float));
         }
         weigh(sight, s, row, kRows, chunk, factors, partial);
         constexpr int kParts = kRows <= 2 ? 4 : 2;
@@ -358,9 +405,8 @@ struct DotKernel {
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
-                if (in_place && end_row - first_row <= kDirectRows && chunk >= low && end == chunk + kChunk) {
-                    DirectChunk<Cached> c(sight, chunk);
-                    c.pieces[4] = end_row < num_rows ? piece_of_next(sight, chunk) : first_piece(sight, chunk + kChunk, high, after);
+                if (in_place && end_row - first_row <= kDirectRows && chunk >= low) {
+                    DirectChunk<Cached> c(sight, chunk, end - chunk, end_row < num_rows ? piece_of_next(sight, chunk) : first_piece(sight, chunk + kChunk, high, after));
                     with_rows<kDirectRows>(end_row - first_row, [&](auto n) { attend_direct<n>(sight, s, first_row, chunk, c, factors, partial); });
                     return;
                 }
