@@ -7,6 +7,7 @@ runs once, with the builder's values in place of tensors.
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +88,11 @@ class CompiledModel:
         """[R, H] -> float32 [R, V]; [R, 0] where a later stage has the head."""
         if self._head is None:
             return hidden[:, :0]
-        logits = torch.empty(hidden.shape[0], self.vocab_size)
+        rows, width = hidden.shape[0], self.vocab_size
+        # numpy's memory is malloc's as it is: torch asks for more, to align it, so that what it freed is too small to
+        # be used again, and every step touches new pages.
+        memory = torch.from_numpy(np.empty(rows * width + 16, np.float32))
+        logits = memory[-memory.data_ptr() // 4 % 16 :][: rows * width].view(rows, width)
         self._run(self._head, adapters, [hidden, logits])
         return logits
 

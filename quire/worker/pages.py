@@ -1,6 +1,6 @@
 """Pages of host memory for what is large: kept when freed, huge where the system has such.
 
-The worker calls `keep_freed_memory` before it computes, and takes what is large and read in streams from
+The worker calls `keep_freed_memory` once weights are loaded, and takes what is large and read in streams from
 `huge_pages`, or where it only plans from `zero_pages`. It knows tensors and the C library, and nothing of models or
 caches.
 """
@@ -14,7 +14,7 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MIB = 1 << 20
-_REUSED_BYTES = 32 * _MIB  # the largest threshold that every glibc takes
+_OLD_REUSED_BYTES = 32 * _MIB  # the largest threshold that older glibc take
 _KEPT_BYTES = 1024 * _MIB
 _HUGE_PAGE = 2 * _MIB
 _MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
@@ -24,10 +24,12 @@ def keep_freed_memory() -> bool:
     """Let malloc reuse what a step's tensors leave behind; returns whether this C library can (glibc).
 
     By default glibc maps every large tensor anew and returns it to the system when it is freed, so that each step pays
-    for the first touch of its pages again: 2.4 ms for each MiB on the reference machine.
+    for the first touch of its pages again: 2.4 ms for each MiB on the reference machine. Not for loading, which leaves
+    large tensors behind that nobody needs again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: False)
-    return bool(mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    reuses = mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _OLD_REUSED_BYTES)
+    return bool(reuses and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -74,7 +74,6 @@ class CpuDevice(Device):
         self.is_small_model = False
         self.target = self._make_target()
         self._no_gradients = torch.inference_mode()
-        keep_freed_memory()
 
     def weight_formats(
         self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
@@ -123,6 +122,7 @@ class CpuDevice(Device):
             model.reserve(min(max_tokens, TOUCHED_ACTIVATIONS))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_touched: int) -> Tensor:
+        keep_freed_memory()
         cache = huge_pages(shape, dtype)
         if self.packs_weights:
             prefault(cache[:num_touched], self.num_threads)

@@ -79,9 +79,9 @@ class Meter:
             for count in (_FEW, _MORE):
                 ids, step = self.upload(self._one_sequence(count))
                 hidden, body = peak_bytes(partial(model, ids, step))
-                _, head = peak_bytes(partial(model.compute_logits, hidden))
+                logits, head = peak_bytes(partial(model.compute_logits, hidden))
                 bodies.append(body)
-                heads.append(head)
+                heads.append(max(head, logits.nbytes))
         kept = model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0
         return _at(bodies, max_tokens) + _at(heads, max_rows) + kept
 

@@ -1,11 +1,15 @@
 """Pages that are kept when they are freed, and large ones."""
 
 import platform
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from driving import VOCAB, Driver
 
+from quire.ops.native.library import levels
 from quire.worker.pages import huge_pages, keep_freed_memory
 
 
@@ -31,3 +35,20 @@ def test_what_is_large_is_no_shared_memory_and_asks_for_huge_pages() -> None:
             flags = line
     supported = Path("/sys/kernel/mm/transparent_hugepage").exists()
     assert not supported or "hg" in flags.split(), flags
+
+
+def _is_new_enough() -> bool:
+    name, version = platform.libc_ver()
+    return name == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and len(levels()) > 1
+
+
+@pytest.mark.skipif(not _is_new_enough(), reason="older ones map 32 MiB and more anew")
+def test_logits_of_many_rows_touch_no_new_pages_in_later_steps(drive: Callable[..., Driver]) -> None:
+    model = drive().executor.worker.runner.model
+    hidden = torch.zeros(-(-(40 << 20) // (4 * VOCAB)), 32)
+    faults: list[int] = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model.compute_logits(hidden)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert max(faults[1:]) < 1000, "40 MiB are 10,240 pages"
