@@ -13,10 +13,9 @@ import mmap
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_MIB = 1 << 20
-_OLD_REUSED_BYTES = 32 * _MIB  # the largest threshold that older glibc take
-_KEPT_BYTES = 1024 * _MIB
-_HUGE_PAGE = 2 * _MIB
+_OLD_REUSED_BYTES = 32 << 20  # the largest threshold that older glibc take
+_KEPT_BYTES = 1 << 30
+_HUGE_PAGE = 2 << 20
 _MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
 
 
