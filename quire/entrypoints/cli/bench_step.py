@@ -9,7 +9,7 @@ import math
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.ops.native.program import Spent
 
 _Spents = list["Spent"]
+_Timed = tuple[float, int, list[_Spents], float]
 _READ_BYTES = 1 << 28  # that no cache holds
 _MULTIPLY_ROUNDS = 1 << 20
 _COLOURS = {"memory": "#3a7bd5", "multiplication": "#3aa76d", "neither": "#9a9a9a"}
@@ -104,20 +105,21 @@ def run(namespace: Namespace) -> None:
     phases: dict[str, tuple[float, list[Kernel]]] = {}
     tables: list[tuple[str, float, float, list[Kernel]]] = []
     for phase, most in (("prompts", 0), ("decoding", steps)):
-        seconds, num_steps, spent, context = _steps(llm, model, prompts, most)
+        seconds, num_steps, spent, made = _steps(llm, model, prompts, most)
         if phase == "prompts":
             if namespace.enable_prefix_caching:
                 continue  # they were computed above
             title = f"prompts: {size} of {length} tokens in {num_steps} steps; of one step"
             work = Work(num_steps, size * length / num_steps, size / num_steps, *_prompt_keys(size, length, num_steps))
         else:
-            title = f"decoding: {size} sequences of {context:g} tokens" + f", {shared} of them common" * (shared > 0)
-            title += "; of one step"
-            work = Work(num_steps, size, size, *_decoding_keys(size, context, shared))
+            common = f", {shared} of them common" * (shared > 0)
+            title = f"decoding: {size} sequences of {length + made:g} tokens{common}; of one step"
+            work = Work(num_steps, size, size, *_decoding_keys(size, length + made, shared))
         kernels = _kernels(llm, spent, work)
         phases[phase] = seconds / num_steps, kernels
         tables.append((title, seconds / num_steps, work.num_tokens, kernels))
-    limits = _better(before, _measure_limits(model))  # a machine's clock and neighbours change within a run
+    # The better of two, as a machine's clock and neighbours change within a run.
+    limits = Limits(*map(max, astuple(before), astuple(_measure_limits(model))))
     target = model.target
     print(f"{target.level}, {target.num_threads} threads: ", end="")
     print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
@@ -165,46 +167,34 @@ def _measure_limits(model: "CompiledModel") -> Limits:
     return Limits(*map(median, rates))
 
 
-def _better(one: Limits, other: Limits) -> Limits:
-    return Limits(max(one.read, other.read), max(one.multiply, other.multiply))
-
-
-def _steps(
-    llm: "LLM", model: "CompiledModel", prompts: list[Any], num_steps: int
-) -> tuple[float, int, list[_Spents], float]:
-    """The prompts' steps (0), or so many that decode: seconds, steps, each instruction's time, tokens of a sequence."""
+def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) -> _Timed:
+    """The prompts' steps (0), or so many that decode: seconds, steps, each instruction's time, tokens made by then."""
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=None if num_steps else 1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=None if most else 1, ignore_eos=True)
     names = [f"step-{number}" for number in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, prompt, params)
-    lengths: dict[str, int] = {}
+    made: dict[str, int] = {}  # tokens of each sequence
 
-    def step() -> bool:
-        """Whether a sequence has ended."""
+    def step() -> None:
         outputs = engine.step()
-        lengths.update(
-            (o.request_id, len(prompts[0]["prompt_token_ids"]) + len(o.outputs[0].token_ids)) for o in outputs
-        )
-        return any(output.finished for output in outputs)
+        made.update((output.request_id, len(output.outputs[0].token_ids)) for output in outputs)
+        if most and any(output.finished for output in outputs):
+            remedy = "lower --batch-size or --num-steps, or raise --max-model-len, --max-num-seqs or --num-kv-blocks"
+            raise ConfigError(f"a sequence ended before {most} steps of all {len(prompts)} were timed: {remedy}.")
 
-    while num_steps and len(lengths) < len(prompts):
-        if step():
-            remedy = (
-                "lower --batch-size or --input-len, or raise --max-model-len, --max-num-seqs or --kv-cache-memory-bytes"
-            )
-            raise ConfigError(f"a sequence ended before the last of {len(prompts)} had begun: {remedy}.")
-    before, done, first = model.spent(), 0, dict(lengths)
+    while most and len(made) < len(prompts):
+        step()
+    before, done, mean = model.spent(), 0, sum(made.values()) / len(prompts)
     start = time.perf_counter()
-    while engine.has_unfinished_requests() and (not num_steps or done < num_steps):
+    while engine.has_unfinished_requests() and (not most or done < most):
+        step()
         done += 1
-        if step() and num_steps:
-            break
     seconds = time.perf_counter() - start
     pairs = [zip(own, then, strict=True) for own, then in zip(model.spent(), before, strict=True)]
     engine.abort_request(names)
     spent = [[now._replace(seconds=now.seconds - then.seconds) for now, then in own] for own in pairs]
-    return seconds, done, spent, sum(first.values()) / max(1, len(first)) + (done - 1) / 2
+    return seconds, done, spent, mean + (done - 1) / 2
 
 
 def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
