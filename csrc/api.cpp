@@ -9,6 +9,7 @@
 #include "caches.h"
 #include "cpu.h"
 #include "operation.h"
+#include "topology.h"
 
 namespace quire {
 namespace {
@@ -43,7 +44,10 @@ Context& context_of(int num_threads) {
     if (num_threads < 1) num_threads = 1;
     std::lock_guard<std::mutex> lock(g_state->mutex);
     std::unique_ptr<Context>& context = g_state->contexts[num_threads];
-    if (!context) context = std::make_unique<Context>(num_threads);
+    if (!context) {
+        const OnOneNode bound(num_threads);
+        context = std::make_unique<Context>(num_threads);
+    }
     return *context;
 }
 
@@ -56,7 +60,7 @@ Call::Call(int num_threads) : context(context_of(num_threads)), lock_(context.mu
 using namespace quire;
 
 // Raised with every change of a function's or struct's layout; library.py refuses another.
-QUIRE_API int32_t quire_abi_version() { return 17; }
+QUIRE_API int32_t quire_abi_version() { return 18; }
 
 // Name of the i-th level that this CPU can run, best first; null beyond the last.
 QUIRE_API const char* quire_level(int32_t i) {

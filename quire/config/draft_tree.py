@@ -17,7 +17,6 @@ from quire.errors import ConfigError
 
 MAX_NODES = 64
 _Paths = Annotated[list[Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]], Meta(min_length=1)]
-_EXAMPLE = "'[(0,), (1,), (0, 0)]'"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class DraftTree:
             given = msgspec.convert(ast.literal_eval(text), _Paths)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             raise ConfigError(
-                f"{name} must be the text of a list of tuples of choices, each 0 or more, as {_EXAMPLE}; "
+                f"{name} must be the text of a list of tuples of choices, each 0 or more, as '[(0,), (1,), (0, 0)]'; "
                 f"got {text[:80]!r}."
             ) from None
         paths = sorted(given, key=lambda path: (len(path), path))

@@ -21,14 +21,12 @@ HEAD_METHODS = ("medusa",)  # those whose `model` is heads that were trained for
 EAGLE_METHODS = ("eagle", "eagle3")  # likewise, with layers of their own
 CACHED_METHODS = ("draft_model", *EAGLE_METHODS)  # what drafts has keys and values in the KV cache
 _WITH_MODEL = ("draft_model", *HEAD_METHODS, *EAGLE_METHODS)
-
-_DRAFT_TREES = (*HEAD_METHODS, *EAGLE_METHODS)  # methods that can
 # An option, some of its values, and other options that are of use only where it has one of them.
 _OF_OTHERS = (
     ("method", _WITH_MODEL, ("model", "revision", "draft_tensor_parallel_size", "quantization", "num_threads")),
     ("method", ("ngram",), ("prompt_lookup_min", "prompt_lookup_max")),
     ("method", ("suffix",), ("suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests")),
-    ("method", _DRAFT_TREES, ("speculative_token_tree",)),
+    ("method", (*HEAD_METHODS, *EAGLE_METHODS), ("speculative_token_tree",)),
     ("acceptance", ("typical",), ("posterior_threshold", "posterior_alpha")),
 )
 # Under the acceptance 'typical' what is drafted makes a difference, and so has to follow from the request alone.

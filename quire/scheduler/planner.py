@@ -284,7 +284,8 @@ class Planner:
             most = tree.num_within(most)
         num_drafts = min(sequence.num_drafts, budget - 1, most)
         num_held = sequence.table.num_slots - start - 1
-        if num_drafts > num_held and not self._has_blocks_over(num_drafts):
+        # Drafts get no block more where one that runs or waits might need it in this step.
+        if num_drafts > num_held and (self.waiting or min(self._kv.num_free_blocks) <= len(self.running) + num_drafts):
             num_drafts = num_held
         while num_drafts > 0:
             appended = self._kv.append(sequence.table, start, start + 1 + num_drafts)
@@ -293,10 +294,6 @@ class Planner:
                 return
             num_drafts //= 2
         self._continue(sequence, 1, builder)
-
-    def _has_blocks_over(self, num_drafts: int) -> bool:
-        """Whether drafts may have a block more: not where one that runs or waits might need it in this step."""
-        return not len(self.waiting) and min(self._kv.num_free_blocks) > len(self.running) + num_drafts
 
     def _continue(self, sequence: Sequence, num_new_tokens: int, builder: PlanBuilder) -> None:
         """Schedule tokens of a running sequence; while blocks lack, the last of the queue is preempted.

@@ -53,7 +53,7 @@ def environment(variables: Mapping[str, str]) -> Rows:
 def _installation() -> Rows:
     import torch
 
-    from quire.ops.native.library import choose_level, levels, library
+    from quire.ops.native.library import choose_level, default_num_threads, levels, library
 
     yield "version", quire.__version__
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
@@ -63,7 +63,7 @@ def _installation() -> Rows:
     except ConfigError as error:
         chosen = f"none can be chosen: {error}"
     yield "kernel levels", f"{', '.join(levels())}; in use: {chosen}"
-    yield "threads", torch.get_num_threads()
+    yield "threads", default_num_threads()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     driver = "; the driver is there, but this torch can't use it" if Path("/proc/driver/nvidia").exists() else ""
     yield "GPUs", ", ".join(names) or f"none found{driver}"

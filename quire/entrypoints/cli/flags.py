@@ -156,7 +156,7 @@ def add_engine_flags(
     """Add MODEL and one flag for every field of `EngineArgs`; `defaults` replaces some of its defaults here."""
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=model_help)
     add_option_flags(parser.add_argument_group("engine options"), EngineArgs, defaults)
-    threads_help = "threads that compute (default: OMP_NUM_THREADS, or one for each core)"
+    threads_help = "threads that compute (default: OMP_NUM_THREADS, or one for each fast core of a memory node)"
     parser.add_argument("-t", "--threads", type=positive_int, default=SUPPRESS, metavar="N", help=threads_help)
     parser.set_defaults(**(defaults or {}))
 

@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 17  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 18  # as quire_abi_version() in csrc/api.cpp
 # A checkout's library is its developer's to build: silently slower would fool every measurement.
 _IS_CHECKOUT = (Path(__file__).parents[3] / "csrc").is_dir()
 _REMEDY = "run `make native` in a checkout, else reinstall Quire"
@@ -168,10 +168,20 @@ def _kernels(level: str) -> int:
     return address
 
 
+def default_num_threads() -> int:
+    """What OMP_NUM_THREADS says, else one thread for each fast core of one memory node, within the container's share.
+
+    Fewer where torch has been told so: see csrc/topology.h for the rest.
+    """
+    own, found = torch.get_num_threads(), library()
+    known = 0 if found is None or "OMP_NUM_THREADS" in os.environ else found.quire_num_cores(None, None, 0)
+    return min(own, known) or own
+
+
 def default_target() -> Target:
-    """The best level (or what QUIRE_KERNELS says) on as many threads as torch has: for who was told nothing else."""
+    """The best level (or what QUIRE_KERNELS says) on all threads that compute: for who was told nothing else."""
     level = choose_level()
-    return Target(levels()[0] if level == TORCH else level, torch.get_num_threads())
+    return Target(levels()[0] if level == TORCH else level, default_num_threads())
 
 
 @contextmanager
@@ -193,7 +203,6 @@ def prefault(tensor: torch.Tensor, num_threads: int) -> None:
 
     With no thread, the library does it by and by, while nothing is computed and an eighth of the memory is left.
     """
-    found = library()
-    if found is not None and tensor.numel():
+    if tensor.numel() and (found := library()) is not None:
         assert tensor.is_contiguous()
         found.quire_prefault(num_threads, tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -28,7 +28,7 @@ from quire.models.compiled import CompiledHeads, CompiledModel
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
-from quire.ops.native.library import TORCH, Target, choose_level, prefault, torch_threads
+from quire.ops.native.library import TORCH, Target, choose_level, default_num_threads, prefault, torch_threads
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
@@ -70,7 +70,7 @@ class CpuDevice(Device):
         self.kernels_reason = "asked" if self.kernels == config.kernels else default
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
-        self.num_threads = torch.get_num_threads()
+        self.num_threads = default_num_threads()
         self.is_small_model = False
         self.target = self._make_target()
         self._no_gradients = torch.inference_mode()
