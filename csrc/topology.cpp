@@ -46,19 +46,30 @@ bool names(const std::string& list, int cpu) {
 
 std::string folder_of(const std::string& root, int cpu) { return root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu); }
 
-int node_of(const std::string& root, int cpu) {
-    for (int node = 0; node < kMostNodes; node++)
-        if (names(line_of(root + "/sys/devices/system/node/node" + std::to_string(node) + "/cpulist"), cpu)) return node;
-    return 0;
-}
+// The memory nodes' lists of CPUs, read once.
+class Nodes {
+public:
+    explicit Nodes(const std::string& root) {
+        for (int node = 0; node < kMostNodes; node++)
+            lists_.push_back(line_of(root + "/sys/devices/system/node/node" + std::to_string(node) + "/cpulist"));
+    }
+    int of(int cpu) const {
+        for (int node = 0; node < kMostNodes; node++)
+            if (names(lists_[node], cpu)) return node;
+        return 0;
+    }
 
-// How fast it is beside others of the machine, in a unit of its own; 0 where the system does not say.
-double speed_of(const std::string& root, int cpu) {
+private:
+    std::vector<std::string> lists_;
+};
+
+// How fast it is beside others of the machine, in a unit of its own. `slow`: the list of Intel's efficiency cores, which compute
+// half as much in a cycle.
+double speed_of(const std::string& root, const std::string& slow, int cpu) {
     const std::string folder = folder_of(root, cpu);
     if (const int capacity = number_in(folder + "/cpu_capacity", 0)) return capacity;  // Arm
-    const double most = number_in(folder + "/cpufreq/cpuinfo_max_freq", 0);
-    // Intel's efficiency cores compute half as much in a cycle.
-    return names(line_of(root + "/sys/devices/cpu_atom/cpus"), cpu) ? (most ? most / 2 : 0.5) : most ? most : 1;
+    const double clock = std::max(number_in(folder + "/cpufreq/cpuinfo_max_freq", 1), 1);
+    return names(slow, cpu) ? clock / 2 : clock;
 }
 
 // CPUs' worth of a limit on `time` microseconds in each `period`; 0: none.
@@ -69,14 +80,13 @@ int whole_cpus(const std::string& time, double period) {
 
 int least(int one, int other) { return one == 0 ? other : other == 0 ? one : std::min(one, other); }
 
-}  // namespace
-
 #if defined(__linux__)
 constexpr int kMostCpus = 8192;
 using Mask = std::vector<unsigned long>;
 Mask no_cpus() { return Mask(kMostCpus / (8 * sizeof(unsigned long))); }
 cpu_set_t* set_of(Mask& mask) { return reinterpret_cast<cpu_set_t*>(mask.data()); }
 
+// What this thread may use.
 std::vector<int> allowed_cpus() {
     std::vector<int> found;
     Mask mask = no_cpus();
@@ -89,7 +99,7 @@ std::vector<int> allowed_cpus() {
 void allow(const std::vector<int>& cpus) {
     Mask mask = no_cpus();
     for (int cpu : cpus) CPU_SET_S(cpu, kMostCpus / 8, set_of(mask));
-    sched_setaffinity(0, kMostCpus / 8, set_of(mask));  // this thread's; where it is refused, all stays as it was
+    sched_setaffinity(0, kMostCpus / 8, set_of(mask));  // where it is refused, all stays as it was
 }
 
 int current_cpu() { return sched_getcpu(); }
@@ -99,10 +109,14 @@ void allow(const std::vector<int>&) {}
 int current_cpu() { return 0; }
 #endif
 
+}  // namespace
+
 OnOneNode::OnOneNode(int num_threads) {
+    if (num_threads < 2) return;
     const std::vector<int> allowed = allowed_cpus(), cpus = computing_cpus("", allowed, current_cpu());
-    const auto is_far = [&](int cpu) { return node_of("", cpu) != node_of("", cpus.front()); };
-    if (num_threads < 2 || size_t(num_threads) > cpus.size() || std::none_of(allowed.begin(), allowed.end(), is_far)) return;
+    const Nodes nodes("");
+    const auto is_far = [&](int cpu) { return nodes.of(cpu) != nodes.of(cpus.front()); };
+    if (size_t(num_threads) > cpus.size() || std::none_of(allowed.begin(), allowed.end(), is_far)) return;
     before_ = allowed;
     allow(cpus);
 }
@@ -112,18 +126,22 @@ OnOneNode::~OnOneNode() {
 }
 
 std::vector<int> computing_cpus(const std::string& root, const std::vector<int>& allowed, int here) {
-    double fastest = 0;
-    for (int cpu : allowed) fastest = std::max(fastest, speed_of(root, cpu));
-    std::map<int, std::map<std::pair<int, int>, int>> nodes;  // node -> core -> the first of its CPUs
-    for (int cpu : allowed) {
-        if (speed_of(root, cpu) < kFast * fastest) continue;
+    const Nodes nodes(root);
+    const std::string slow = line_of(root + "/sys/devices/cpu_atom/cpus");
+    std::vector<double> speeds;
+    for (int cpu : allowed) speeds.push_back(speed_of(root, slow, cpu));
+    const double fastest = speeds.empty() ? 0 : *std::max_element(speeds.begin(), speeds.end());
+    std::map<int, std::map<std::pair<int, int>, int>> cores_of;  // node -> core -> the first of its CPUs
+    for (size_t i = 0; i < allowed.size(); i++) {
+        const int cpu = allowed[i];
+        if (speeds[i] < kFast * fastest) continue;
         const std::string topology = folder_of(root, cpu) + "/topology/";
         const std::pair<int, int> core(number_in(topology + "physical_package_id", 0), number_in(topology + "core_id", cpu));
-        nodes[node_of(root, cpu)].emplace(core, cpu);
+        cores_of[nodes.of(cpu)].emplace(core, cpu);
     }
     std::vector<int> found;
-    const int own = node_of(root, here);
-    for (const auto& [node, cores] : nodes) {
+    const int own = nodes.of(here);
+    for (const auto& [node, cores] : cores_of) {
         if (cores.size() < found.size() || (cores.size() == found.size() && node != own)) continue;
         found.clear();
         for (const auto& [core, cpu] : cores) found.push_back(cpu);
@@ -163,15 +181,27 @@ int granted_cpus(const std::string& root) {
 
 using namespace quire;
 
-// How many threads compute by default, on the machine whose files lie below `root`, where this process may use these CPUs and runs
-// on the first of them; null and none ask for this one's. 0 where the system does not say.
-QUIRE_API int32_t quire_num_cores(const char* root, const int32_t* cpus, int32_t num_cpus) {
-    const std::string from = root ? root : "";
-    const std::vector<int> allowed = num_cpus ? std::vector<int>(cpus, cpus + num_cpus) : allowed_cpus();
-    int found = int(computing_cpus(from, allowed, num_cpus ? cpus[0] : current_cpu()).size());
+namespace {
+
+int num_cores(const std::string& root, const std::vector<int>& allowed, int here) {
+    return least(int(computing_cpus(root, allowed, here).size()), granted_cpus(root));
+}
+
+int own_num_cores() {
 #if defined(__APPLE__)
+    int found = 0;
     size_t size = sizeof found;
-    if (!root && sysctlbyname("hw.perflevel0.physicalcpu", &found, &size, nullptr, 0) != 0) found = 0;
+    return sysctlbyname("hw.perflevel0.physicalcpu", &found, &size, nullptr, 0) == 0 ? found : 0;
+#else
+    return num_cores("", allowed_cpus(), current_cpu());
 #endif
-    return least(found, granted_cpus(from));
+}
+
+}  // namespace
+
+// How many threads compute by default, on the machine whose files lie below `root`, where this process may use these CPUs and
+// runs on the first of them; null asks for this one's, as it was when that was asked first. 0 where the system does not say.
+QUIRE_API int32_t quire_num_cores(const char* root, const int32_t* cpus, int32_t num_cpus) {
+    static const int own = own_num_cores();
+    return root ? num_cores(root, std::vector<int>(cpus, cpus + num_cpus), num_cpus ? cpus[0] : 0) : own;
 }
