@@ -829,9 +829,10 @@ def test_the_own_request_stands_first_and_tells_its_place(browser: Browser) -> N
         first = "$('requests').tBodies[0].rows[0].cells"
         assert browser.wait(f"{first}[0].classList.contains('own') && {first}[1].textContent") == "waiting"
         assert browser.run("$('requests').tBodies[0].rows.length") == 201
-        figures = browser.run("""(() => {
-            const chart = charts.find((one) => one.title === "Requests");
-            return [chart.values.map((node) => node.textContent), $("requests-note").textContent];
+        # A chart has no value before its first second is over.
+        figures = browser.wait("""(() => {
+            const shown = charts.find((one) => one.title === "Requests").values.map((node) => node.textContent);
+            return !shown.includes("–") && [shown, $("requests-note").textContent];
         })()""")
         assert figures[1].startswith("{} running, {} waiting".format(*figures[0]))
         browser.run("asking.abort()")
