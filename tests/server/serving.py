@@ -195,6 +195,13 @@ def _checked(answer: Answer) -> Answer:
     return answer
 
 
+def command_line(pid: int) -> bytes:
+    """How it was started; empty for one that ended meanwhile, as short-lived helpers of a server do."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def live_processes(leader: int) -> Iterator[int]:
     """The live processes of a session; zombies are not alive."""
     for entry in Path("/proc").iterdir():

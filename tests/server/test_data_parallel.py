@@ -7,12 +7,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Answer, RunningServer, wait_until
+from serving import Answer, RunningServer, command_line, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +37,7 @@ def wait_up(server: RunningServer) -> None:
 
 
 def engines_of(server: RunningServer) -> set[int]:
-    return {pid for pid in server.processes() if b"clients.process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in server.processes() if b"clients.process" in command_line(pid)}
 
 
 def by_engine(server: RunningServer, name: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import ray_cluster
-from serving import Answer, RunningServer, live_processes, wait_until
+from serving import Answer, RunningServer, command_line, live_processes, wait_until
 from slowness import Slowness
 
 pytestmark = pytest.mark.nightly
@@ -165,7 +165,7 @@ def no_memory_left() -> Iterator[None]:
 
 
 def role_of(pid: int, engines: list[int]) -> str:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+    words = command_line(pid).decode().split("\0")[:-1]
     if "quire.entrypoints.worker" in words:
         return f"rank {words[-3]}"
     return f"engine {engines.index(pid)}" if pid in engines else "server" if "serve" in words else "another"
@@ -177,7 +177,7 @@ def pid_of(server: RunningServer, fault: Fault) -> int:
     if fault.on_ray and "rank" in fault.role:
         return int(fault.happened.with_name(fault.role).read_text())
     pids = sorted(server.processes())
-    engines = [pid for pid in pids if b"quire.engine.clients.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    engines = [pid for pid in pids if b"quire.engine.clients.process" in command_line(pid)]
     return next(pid for pid in pids if role_of(pid, engines) == fault.role)
 
 

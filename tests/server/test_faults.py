@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from client import Address, Connection, Footprint, ask, engine_state, error_at_the_end, events, http, run, until_idle
-from serving import RunningServer, live_processes, wait_until
+from serving import RunningServer, command_line, live_processes, wait_until
 
 import quire
 
@@ -70,7 +70,7 @@ async def begin_all(server: RunningServer, count: int = NUM_STREAMS, **fields: A
 def engine_of(server: RunningServer) -> int:
     """The process id of its engine."""
     for pid in server.processes():
-        if b"clients.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"clients.process" in command_line(pid):
             return pid
     raise AssertionError("there is no engine process")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import RunningServer, wait_until
+from serving import RunningServer, command_line, wait_until
 
 from quire.utils.hub import resolve_model_path
 
@@ -43,7 +43,7 @@ def states(server: RunningServer) -> dict[str, str]:
 
 
 def engines(server: RunningServer) -> list[int]:
-    return [pid for pid in server.processes() if b"clients.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in server.processes() if b"clients.process" in command_line(pid)]
 
 
 def test_each_is_loaded_once_and_all_routes_are_its_own(fleet: RunningServer) -> None:
