@@ -61,6 +61,7 @@ class OllamaMessage(BaseModel):
     content: str | None = None
     thinking: str | None = None
     tool_calls: Objects | None = None
+    tool_call_id: str | None = None
     tool_name: str | None = None
     """Of a result: which call it is of, where several are open."""
     images: Annotated[None, _TEXT_ONLY] = None

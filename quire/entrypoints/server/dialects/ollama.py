@@ -90,7 +90,8 @@ class OllamaWriter(EventWriter):
                 self._thought.append(text)
                 return [self._piece(thought=text)]
             case ToolCallStart():
-                self._calls.append({"function": {"name": part.name, "arguments": {}}})
+                function = {"index": len(self._calls), "name": part.name, "arguments": {}}
+                self._calls.append({"id": part.id, "function": function})
                 self._arguments = ""
             case ToolCallDelta():
                 self._arguments += part.arguments
@@ -170,16 +171,17 @@ def _fields(body: OllamaRequest) -> dict[str, Any]:
 
 
 def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages as OpenAI has them: calls have ids, and a result is of the first open call, or the first of its name."""
+    """Messages as OpenAI has them: calls have ids, and a result without one is of the first open call (of its name)."""
     messages: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []  # calls without a result
     for place, one in enumerate(given):
-        message: dict[str, Any] = {"role": one.role, "content": one.content or ""}
+        message: dict[str, Any] = {"role": one.role, "content": one.content or "", "thinking": one.thinking}
         if one.tool_calls:
             calls = [_call(call, f"messages[{place}].tool_calls[{i}]") for i, call in enumerate(one.tool_calls)]
             message["tool_calls"], waiting = calls, [*calls]
         if one.role == "tool":
-            own = [call for call in waiting if one.tool_name in (None, call["function"]["name"])]
+            own = [call for call in waiting if one.tool_call_id == call["id"]]
+            own += [call for call in waiting if one.tool_name in (None, call["function"]["name"])]
             if not own:
                 raise wrong(f"messages[{place}]", "the result of a call before it", one.tool_name, "messages")
             waiting.remove(own[0])
@@ -192,5 +194,5 @@ def _call(given: dict[str, Any], where: str) -> dict[str, Any]:
     function = given.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(f"{where}.function", "an object with a name", function, "messages")
-    arguments = json.dumps(function.get("arguments") or {})
-    return {"id": where, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    own = {"name": function["name"], "arguments": json.dumps(function.get("arguments") or {})}
+    return {"id": given.get("id") or where, "type": "function", "function": own}

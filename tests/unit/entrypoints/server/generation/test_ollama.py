@@ -91,13 +91,16 @@ def thinker(make_server: Callable[..., Any]) -> Iterator[TestClient]:
 
 def test_thoughts_and_calls(thinker: TestClient) -> None:
     whole = post(thinker, "/api/chat", **HI, tools=[LOOK])["message"]
-    call = {"function": {"name": "look", "arguments": {"where": "a {}"}}}
+    called = [{"function": {"index": n, "name": "look", "arguments": {"where": "a {}"}}} for n in (0, 1)]
     assert (whole["thinking"].strip(), whole["content"].strip()) == ("Let me see.", "I look.")
-    assert whole["tool_calls"] == [call, call]
+    assert len({call.pop("id") for call in whole["tool_calls"]}) == 2
+    assert whole["tool_calls"] == called
     messages = [piece["message"] for piece in lines(thinker, "/api/chat", **HI, tools=[LOOK])]
     assert "".join(message.get("thinking", "") for message in messages) == whole["thinking"]
     assert "".join(message["content"] for message in messages) == whole["content"]
-    assert [message["tool_calls"] for message in messages if "tool_calls" in message] == [[call], [call]]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    assert len({call.pop("id") for call in calls}) == 2
+    assert calls == called  # Open WebUI puts pieces of one number together
     generated = post(thinker, "/api/generate", prompt="Hi")
     assert generated["thinking"].strip() == "Let me see."
 
@@ -115,6 +118,14 @@ def test_results_find_their_calls() -> None:
     assert len(set(ids)) == 3
     assert [call["function"]["arguments"] for call in first["tool_calls"]] == ['{"n": 1}'] * 3
     assert [message["tool_call_id"] for message in results] == [ids[1], ids[0], ids[2]]
+    named = OllamaMessage(role="assistant", tool_calls=[call | {"id": f"c{n}"} for n, call in enumerate(calls)])
+    _, *others = _messages([named, *(OllamaMessage(role="tool", tool_call_id=id) for id in ("c2", "c0"))])
+    assert [(other["tool_call_id"], other["name"]) for other in others] == [("c2", "add"), ("c0", "add")]
+
+
+def test_thoughts_go_back_to_the_template() -> None:
+    (message,) = _messages([OllamaMessage(role="assistant", content="4", thinking="2 + 2")])
+    assert message == {"role": "assistant", "content": "4", "thinking": "2 + 2"}
 
 
 def test_what_clients_ask_first(client: TestClient) -> None:
