@@ -4,16 +4,41 @@ Imported in each client's own environment, so from the standard library only. `r
 """
 
 import os
+import re
+import subprocess
+import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 URL = os.environ["QUIRE_URL"]  # a server without limits
 NARROW_URL = os.environ["QUIRE_NARROW_URL"]  # one with a key; one request runs, one waits, and others are refused
 KEY = os.environ["QUIRE_KEY"]
 TOKENIZER = os.environ["QUIRE_TOKENIZER"]  # directory of the model's tokenizer
 PYTHON = os.environ["QUIRE_PYTHON"]  # has Quire
+
+# Of a server of one's own, for prompts that the demo's context does not hold. What is beyond that is noise, and short.
+LONG = ["--max-model-len", "16384", "--hf-overrides", '{"max_position_embeddings": 16384}']
+SHORT = ["--override-generation-config", '{"max_new_tokens": 40}']
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[str]:
+    """The URL of a server of one's own with these flags. It ends with the context."""
+    command = [PYTHON, "-m", "quire", "serve", "demo", "--port", "0", "--host", "127.0.0.1", *flags]
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
+            try:
+                while (ready := re.search(r"ready on (http://[\d.:]+)", log.read_text(errors="replace"))) is None:
+                    assert server.poll() is None, log.read_text(errors="replace")
+                    time.sleep(0.1)
+                yield ready[1]
+            finally:
+                server.terminate()
 
 
 def metric(name: str, url: str = URL) -> float:
@@ -23,11 +48,11 @@ def metric(name: str, url: str = URL) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
 
-def wait_idle(seconds: float = 10.0) -> None:
+def wait_idle(seconds: float = 10.0, url: str = URL) -> None:
     """Wait until nothing runs and all KV blocks are free."""
     end = time.monotonic() + seconds
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    while busy := [name for name in names if metric(name)]:
+    while busy := [name for name in names if metric(name, url)]:
         assert time.monotonic() < end, f"after {seconds:g} s, not zero: {busy}"
         time.sleep(0.01)
 
