@@ -63,9 +63,8 @@ async def read_ollama(
             turn, completion = await read_completion(state, validated(OtherCompletion, own), request_id)
         return turn, completion.turn
 
-    limit = body.options and body.options.num_predict
-    limit = limit if limit is not None and limit >= 1 else None
-    request, turn = await within_context(read, limit, _NAMES["max_tokens"])
+    limit = (body.options and body.options.num_predict) or 0
+    request, turn = await within_context(read, limit if limit >= 1 else None, _NAMES["max_tokens"])
     name = state.check_model(body.model)
     return request, OllamaWriter(name, turn, len(request.prompts[0].token_ids), isinstance(body, OllamaChatRequest))
 
@@ -90,8 +89,7 @@ class OllamaWriter(EventWriter):
                 self._thought.append(text)
                 return [self._piece(thought=text)]
             case ToolCallStart():
-                function = {"index": len(self._calls), "name": part.name, "arguments": {}}
-                self._calls.append({"id": part.id, "function": function})
+                self._calls += [{"id": part.id, "function": {"index": part.number, "name": part.name, "arguments": {}}}]
                 self._arguments = ""
             case ToolCallDelta():
                 self._arguments += part.arguments
@@ -114,8 +112,7 @@ class OllamaWriter(EventWriter):
         more: dict[str, Any] = {"thinking": thought} if thought else {}
         if not self._is_chat:
             return {**head, "response": text, **more, "done": False}
-        if calls:
-            more["tool_calls"] = [*calls]
+        more |= {"tool_calls": [*calls]} if calls else {}
         return {**head, "message": {"role": "assistant", "content": text, **more}, "done": False}
 
     def _end(self) -> dict[str, Any]:
