@@ -3,6 +3,7 @@
 The public names load on first use, so that ``import quire`` and ``quire --help`` need no torch.
 """
 
+import gc
 import importlib
 from typing import Any
 
@@ -30,7 +31,16 @@ __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         return importlib.import_module("quire.entrypoints.vllm_names").named("quire", name)
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # it would go through half a million objects of torch's again and again, and none of them is garbage
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation, without a look at each
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 

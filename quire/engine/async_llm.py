@@ -161,10 +161,8 @@ class AsyncLLM:
             EngineDeadError: the engine is dead, or died meanwhile.
         """
         self._monitor.attach()
-        if isinstance(prompt, PreparedPrompt):
-            params = prompt.params
-        else:
-            params = sampling_params or self.get_default_sampling_params()
+        given = prompt.params if isinstance(prompt, PreparedPrompt) else sampling_params
+        params = given or self.get_default_sampling_params()
         external, internal, stream = self._open(request_id, params)
         finished = False
         try:
@@ -173,8 +171,8 @@ class AsyncLLM:
             terms = Terms(priority, client, ttft_target, tpot_target, adapter)
             if not isinstance(prompt, PreparedPrompt):
                 prompt, sampling_params = await self.prepare(prompt, params), None
-            given = self._inputs.processor.process(external, prompt, sampling_params, arrival, terms)
-            self._submit(given.renamed(internal))
+            processed = self._inputs.processor.process(external, prompt, sampling_params, arrival, terms)
+            self._submit(processed.renamed(internal))
             while not finished:
                 output = await stream.get()
                 finished = output.finished
@@ -372,10 +370,8 @@ class AsyncLLM:
             self._refuse(event)
         elif isinstance(event, Reply):
             future = self._calls.get(event.call_id)
-            if future is not None and not future.done() and event.fault is None:
-                future.set_result(event.value)
-            elif future is not None and not future.done() and event.fault is not None:
-                future.set_exception(event.fault.error())
+            if future is not None and not future.done():
+                future.set_result(event.value) if event.fault is None else future.set_exception(event.fault.error())
         elif isinstance(event, Dead):
             self._monitor.die(event.message)
 

@@ -59,9 +59,7 @@ class Monitor:
 
     async def wait_dead(self) -> EngineDeadError:
         """Wait for the engine's end, and return its reason."""
-        if self.dead is not None:
-            return self.dead
-        return await asyncio.shield(self.attach())
+        return self.dead if self.dead is not None else await asyncio.shield(self.attach())
 
     def die(self, reason: str) -> None:
         """The engine is dead by itself; a second reason counts for nothing."""

@@ -32,12 +32,14 @@ class Rank:
         try:
             given = [] if order.argument is None else [decoded(body, order.argument)]
             if name == "load":
+                gc.disable()  # of what is made from here on nothing is garbage
                 from quire.worker.keeper import Keeper  # torch comes in here: the watch must not wait for it
 
                 config = dataclasses.replace(given[0][0], rank=self.rank)
                 self._keeper, self._reporter = Keeper(config), config.reporter
                 value = self._keeper.worker.load(given[0][1] and self.rank == 0)
                 gc.freeze()  # the model's objects are here to stay: collections need not look at them again
+                gc.enable()
             else:
                 value = getattr(self._keeper if name in ("call", "close") else self._keeper.worker, name)(*given)
         except Exception as error:

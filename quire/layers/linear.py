@@ -143,8 +143,7 @@ class Linear(Matrix):
 
     def forward(self, x: Tensor, step: Step | None = None, *, wide: bool = False) -> Tensor:
         """See the class; `step` is None for the output head, whose rows are not a step's tokens."""
-        x = x if self.shard is None else self.shard.bring(x)
-        return self.product(x, self.lora, step, wide)
+        return self.product(x if self.shard is None else self.shard.bring(x), self.lora, step, wide)
 
 
 def slots_of(step: Step | None) -> Tensor | None:

@@ -69,8 +69,7 @@ class Packed(QuantizationMethod):
             self.matrix(weights, shape).pack(loaded, start)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
-        out_dtype = torch.float32 if wide else None
-        return ops.linear(x, self.matrix(weights, shape), weights.get("bias"), out_dtype)
+        return ops.linear(x, self.matrix(weights, shape), weights.get("bias"), torch.float32 if wide else None)
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.embedding(ids, self.matrix(weights, shape))

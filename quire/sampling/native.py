@@ -108,8 +108,7 @@ class _Call:
 
     def entries(self) -> list[tuple[list[int], list[float], list[int]]]:
         """Ids, log-probabilities and ranks of each sample, `width` of each."""
-        parts = (self.listed_ids, self.logprobs, self.ranks)
-        return list(zip(*[part.tolist() for part in parts], strict=True))
+        return list(zip(*[part.tolist() for part in (self.listed_ids, self.logprobs, self.ranks)], strict=True))
 
 
 def sample_rows(

@@ -206,6 +206,7 @@ def main() -> int:
         events.send(encode(event))
 
     try:
+        gc.disable()  # of what is made from here on nothing is garbage
         from quire.engine.build import build_core  # torch comes in here: the watch above must not wait for it
         from quire.engine.loop import CoreLoop
 
@@ -216,6 +217,7 @@ def main() -> int:
         context.destroy(linger=1000)
         return 1
     gc.freeze()  # the model's objects are here to stay: collections need not look at them again
+    gc.enable()
     beat = threading.Thread(target=_beat, args=(context, birth.directory, lambda: loop.step_start), daemon=True)
     beat.start()
     send(loop.ready())

@@ -41,7 +41,7 @@ def load(namespace: Namespace) -> tuple["LLM", float]:
     """The LLM that the engine flags describe, and the seconds it took (importing torch included)."""
     args = engine_args_from(namespace)
     start = time.perf_counter()
-    from quire.entrypoints.llm import LLM
+    from quire import LLM
 
     llm = LLM(**vars(args))
     return llm, time.perf_counter() - start

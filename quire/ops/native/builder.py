@@ -292,11 +292,7 @@ def _plan(steps: list[Step], bound: list[Value]) -> Plan:
 
 
 def _assign(
-    steps: list[Step],
-    values: set[Value],
-    number: dict[Value, int],
-    buffers: list[ctypes.Structure],
-    bound: bool,
+    steps: list[Step], values: set[Value], number: dict[Value, int], buffers: list[ctypes.Structure], bound: bool
 ) -> None:
     """Give these values buffers, each of which is used again once its value is done with."""
     last_use = {value: i for i, step in enumerate(steps) for value in _values(step)}

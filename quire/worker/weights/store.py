@@ -74,10 +74,8 @@ class WeightStore:
         """
         num_bytes = max(1, dtype.itemsize * math.prod(shape))
         entry = {"name": name, "shape": list(shape), "dtype": str(dtype), "offset": self._size}
-        if self.filled:
-            flat = self._mapped_tensor(entry, num_bytes)
-        else:
-            flat = self._pages((num_bytes,), torch.uint8)
+        flat = self._mapped_tensor(entry, num_bytes) if self.filled else self._pages((num_bytes,), torch.uint8)
+        if not self.filled:
             self._entries.append(entry)
         self._tensors.append(flat)
         self._size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
