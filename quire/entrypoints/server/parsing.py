@@ -124,9 +124,9 @@ def _form(state: ServerState, template: str, offer: Offer) -> Form:
     if form is not None:
         return form
     if offer.choice == "auto":
-        remedy = "Set tool_choice to 'required' or name a function, and a grammar holds the call; or start the server "
-        remedy += "with --tool-call-parser."
-        reason = "this model's chat template shows no format of tool calls that is known here"
+        remedy = "Leave them out; or set tool_choice to 'required' or name a function, and a grammar holds the call; "
+        remedy += "or start the server with --tool-call-parser."
+        reason = "this model does not support tools: its chat template shows no format of calls that is known here"
         raise NoFormatError(f"tools: {reason}. {remedy}", "tools")
     return JSON_CALLS if offer.named is None else json_arguments(offer.named)
 
