@@ -111,9 +111,9 @@ async def show(body: AnyRequest, state: State) -> dict[str, Any]:
     """What a model is."""
     name = state.check_model(body.model)
     own, details = state.loaded(name), _entry(state, name)["details"]
-    known = {"modelfile": f"FROM {state.card(name).root}", "parameters": "", "template": "", "details": details}
+    known = {"modelfile": f"FROM {state.card(name).root}", "details": details}
     if own is None:
-        return {**known, "model_info": {}, "capabilities": ["completion"]}
+        return {**known, "parameters": "", "template": "", "model_info": {}, "capabilities": ["completion"]}
     config, tokenizer = own.llm.config.model, own.llm.tokenizer
     family, template = config.model_type, "" if tokenizer is None else str(tokenizer.chat_template or "")
     sizes = {
@@ -125,6 +125,7 @@ async def show(body: AnyRequest, state: State) -> dict[str, Any]:
     }
     info = {"general.architecture": family} | {f"{family}.{name}": size for name, size in sizes.items()}
     can = ["completion", *(["tools"] if "tools" in template else []), *(["thinking"] if "think" in template else [])]
+    known["parameters"] = f"num_ctx {config.max_model_len}"  # where Continue looks for it
     return {**known, "template": template, "model_info": info, "capabilities": can}
 
 

@@ -75,8 +75,7 @@ class OllamaWriter(EventWriter):
     def __init__(self, model: str, turn: Turn, num_prompt_tokens: int, is_chat: bool) -> None:
         self.turn = turn
         self._model, self._is_chat, self._num_prompt_tokens = model, is_chat, num_prompt_tokens
-        self._text: list[str] = []
-        self._thought: list[str] = []
+        self._text, self._thought = list[str](), list[str]()
         self._calls: list[dict[str, Any]] = []
         self._arguments = ""
 
@@ -168,7 +167,10 @@ def _fields(body: OllamaRequest) -> dict[str, Any]:
 
 
 def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages as OpenAI has them: calls have ids, and a result without one is of the first open call (of its name)."""
+    """Messages as OpenAI has them: calls have ids, and a result without one is of the first open call (of its name).
+
+    A result may come without its call, as Ollama takes it.
+    """
     messages: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []  # calls without a result
     for place, one in enumerate(given):
@@ -179,10 +181,10 @@ def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
         if one.role == "tool":
             own = [call for call in waiting if one.tool_call_id == call["id"]]
             own += [call for call in waiting if one.tool_name in (None, call["function"]["name"])]
-            if not own:
-                raise wrong(f"messages[{place}]", "the result of a call before it", one.tool_name, "messages")
-            waiting.remove(own[0])
-            message |= {"tool_call_id": own[0]["id"], "name": own[0]["function"]["name"]}
+            message["name"] = one.tool_name
+            for call in own[:1]:
+                waiting.remove(call)
+                message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         messages.append(message)
     return messages
 
