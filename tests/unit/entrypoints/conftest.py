@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import quire
 from quire.config.engine_args import EngineArgs
 from quire.errors import InvalidRequestError
 from quire.outputs import CompletionOutput, RequestOutput
@@ -103,11 +104,12 @@ class FakeLLM:
 
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    """`quire.entrypoints.llm` holds a fresh FakeLLM class."""
+    """`quire.LLM` and its home are a fresh FakeLLM class, even where an earlier test has loaded the real one."""
     fresh = type("FreshFakeLLM", (FakeLLM,), {"made": [], "failure": None, "defaults": {}})
     module = types.ModuleType("quire.entrypoints.llm")
     module.LLM = fresh  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quire.entrypoints.llm", module)
+    monkeypatch.setitem(vars(quire), "LLM", fresh)  # the public name keeps what it was loaded with
     return fresh
 
 
