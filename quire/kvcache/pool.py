@@ -29,7 +29,6 @@ class BlockPool:
     def __init__(self, num_blocks: int, residency: Residency | None = None) -> None:
         """`residency` is told how long the contents of some blocks stay."""
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
         self.num_shared = 0
         self.num_evicted = 0
         self.ref_counts = [0] * num_blocks
@@ -41,16 +40,20 @@ class BlockPool:
         self.on_removed: Callable[[bytes], None] | None = None
         self._residency = residency
 
+    @property
+    def num_free(self) -> int:
+        """Blocks without an owner."""
+        return len(self._free)
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks (there must be as many) for one owner each, forgetting what they held."""
-        assert count <= self.num_free, "allocate() without looking at num_free"
+        assert count <= len(self._free), "allocate() without looking at num_free"
         taken = [self._free.popitem(False)[0] for _ in range(count)]
         for block in taken:
             self.ref_counts[block] = 1
             self._states[block] = _OWNED
             if (block_hash := self._hashes[block]) is not None:
                 self._evict(block, block_hash)
-        self.num_free -= count
         return taken
 
     def acquire(self, block: int) -> None:
@@ -58,7 +61,6 @@ class BlockPool:
         count = self.ref_counts[block]
         if count == 0:
             del self._free[block]
-            self.num_free -= 1
             self._states[block] = _OWNED
         elif count == 1:
             self.num_shared += 1
@@ -76,7 +78,6 @@ class BlockPool:
             self._free[block] = None  # at the end
             if not is_known:
                 self._free.move_to_end(block, False)
-            self.num_free += 1
             self._states[block] = _CACHED if is_known else _FREE
             if not block & UNSAMPLED and self._residency is not None:
                 self._residency.on_left(block)
@@ -142,7 +143,6 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free list, counts and hashes agree. O(num_blocks)."""
-        assert len(self._free) == self.num_free, f"{len(self._free)} blocks are free, {self.num_free} counted"
         unowned = [block for block, count in enumerate(self.ref_counts) if count == 0]
         assert sorted(self._free) == unowned, "the free blocks are not those without an owner"
         assert min(self.ref_counts) >= 0, "a block was released too often"

@@ -127,6 +127,6 @@ def test_check_integrity_sees_a_lost_block_and_a_wrong_count() -> None:
         pool.check_integrity()
     pool.ref_counts[0] = 1
     pool.check_integrity()
-    pool.num_free -= 1
+    pool.num_shared += 1
     with pytest.raises(AssertionError):
         pool.check_integrity()
