@@ -58,7 +58,7 @@ class PlanBuilder:
             return
         sequence.num_scheduled = stop = start + 1
         sequence.num_in_flight += 1
-        if stop + 1 < sequence.limit and not sequence.proposes:
+        if stop + 1 < sequence.limit and not sequence.proposes and self._foresees:
             sequence.num_expected = stop + 1
         self.sequences.append(sequence)
         if appended is NOTHING_APPENDED:

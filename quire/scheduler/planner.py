@@ -230,13 +230,15 @@ class Planner:
     # Those that run.
 
     def _continue_running(self, builder: PlanBuilder) -> None:
-        """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them."""
-        if self._config.num_stages > 1:
-            return self._continue_share(builder)
-        running, append, add = self.running, self._kv.append, builder.add_next
+        """Schedule what runs: first one token each for those that have caught up, so that no prompt stalls them.
+
+        Where the pipeline has several stages, a part of it, so that each stage has some.
+        """
+        running, scheduled, append, add = self.running, builder.scheduled, self._kv.append, builder.add_next
+        most = -(-len(running) // self._config.num_stages)
         behind: list[Sequence] = []
         place = 0
-        while place < len(running):
+        while place < len(running) and len(scheduled) < most:
             sequence = running[place]
             place += 1
             start = sequence.num_scheduled
@@ -248,7 +250,8 @@ class Planner:
             table = sequence.table
             if sequence.num_drafts:
                 # Whoever comes after it and has caught up is to get its one token, too; who is behind, at least one.
-                self._verify_drafts(sequence, builder, builder.budget - (len(running) - place) - len(behind))
+                num_others = min(len(running) - place + len(behind), most - len(scheduled) - 1)
+                self._verify_drafts(sequence, builder, builder.budget - num_others)
             elif start < table.num_slots and table.shared_block < 0:  # what `append` would find, without a call
                 add(sequence, start, NOTHING_APPENDED)
             elif (appended := append(table, start, start + 1)) is not None:
@@ -257,22 +260,8 @@ class Planner:
                 # The last of the queue is not in the plan yet: it is behind, still to be looked at, or this one itself.
                 self._continue(sequence, 1, builder)
         for sequence in behind:
-            if builder.budget and sequence.status is SequenceStatus.RUNNING:
+            if builder.budget and len(scheduled) < most and sequence.status is SequenceStatus.RUNNING:
                 num_left = sequence.num_expected - sequence.num_scheduled
-                self._continue(sequence, self._chunk(num_left, builder.budget), builder)
-
-    def _continue_share(self, builder: PlanBuilder) -> None:
-        """Likewise a stage's share of what runs, so that each stage has some; a result comes before the next step."""
-        most = -(-len(self.running) // self._config.num_stages)
-        for sequence in sorted(self.running, key=lambda each: each.num_expected - each.num_scheduled != 1):
-            num_left = sequence.num_expected - sequence.num_scheduled
-            if num_left < 1 or sequence.status is not SequenceStatus.RUNNING:
-                continue
-            if len(builder.scheduled) >= most or not builder.budget:
-                break
-            if num_left == 1 and sequence.num_drafts:
-                self._verify_drafts(sequence, builder, builder.budget - most + len(builder.scheduled))
-            else:
                 self._continue(sequence, self._chunk(num_left, builder.budget), builder)
 
     def _verify_drafts(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> None:
