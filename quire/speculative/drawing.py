@@ -4,8 +4,14 @@ So a draft is the sampler's own choice wherever proposer and model think alike. 
 knows neither models nor rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from quire.ops.native.library import Target
+from quire.protocol.step import TokenLogprobs
+from quire.sampling import Draw, rank
 from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
@@ -43,3 +49,11 @@ def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingStat
     plain = SamplingParams(temperature=temperature if temperature >= _LEAST else 0.0, **kept)
     seed, index = state.seed, state.sequence_index
     return SamplingState(plain, state.tokens, seed=seed, sequence_index=index, vocab_size=state.vocab_size)
+
+
+def rank_tokens(
+    target: Target | None, logits: Tensor, states: list[SamplingState], nums: list[int]
+) -> list[Sequence[int]]:
+    """Of each row so many of the likeliest tokens, best first; fewer, or none, where there are no more."""
+    ranked = rank(logits, [Draw(*of) for of in zip(states, range(len(states)), nums, strict=True)], target)
+    return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]

@@ -1,38 +1,25 @@
 """Drafts by Medusa heads: a token each from the hidden state that the newest token was drawn from.
 
 Heads see no drafts, so that all of a step's come from one product a head, for all sequences at once. Tokens are drawn
-as the sampler will draw (`quire.speculative.drawing`). The worker gives it a `HeadRunner`; it knows no weights itself.
+as the sampler will draw (`quire.speculative.drawing`). The worker gives it the heads' logits; it knows no weights.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from quire.config.draft_tree import DraftTree
 from quire.config.speculative import SpeculativeConfig
+from quire.ops.native.library import Target
 from quire.sampling.state import SamplingState
+from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import drafting_state
+from quire.speculative.drawing import drafting_state, rank_tokens
 
 # Heads know less than the model, and what they spread over many tokens is seldom drawn: at half the temperature half as
 # many drafts again are accepted, of those of the demo's heads.
 _SHARPNESS = 2.0
-
-
-class HeadRunner(ABC):
-    """The heads, on a device, and the sequences' rows."""
-
-    @abstractmethod
-    def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
-        """Tokens of the first heads for each of [R, H], one sequence's after another's; None where it can't be done."""
-
-    @abstractmethod
-    def rank(
-        self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int, num_choices: int
-    ) -> list[Sequence[int]]:
-        """Likewise the likeliest tokens of each, best first; fewer, or none, where there are no more."""
 
 
 class MedusaProposer(Proposer):
@@ -40,12 +27,16 @@ class MedusaProposer(Proposer):
 
     Args:
         config: the method's options. There are as many heads as drafts, or as the tree is deep.
+        logits: what the first heads make of hidden states: [R, H] -> [R * num_heads, V], one row's after another's.
+        target: where tokens are drawn from them.
     """
 
-    def __init__(self, config: SpeculativeConfig, runner: HeadRunner) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, logits: Callable[[Tensor, int], Tensor], target: Target | None
+    ) -> None:
         self.max_drafts = config.max_drafts
         self._tree = config.tree
-        self._runner = runner
+        self._logits, self._target = logits, target
         self._sharpness = math.inf if config.acceptance == "typical" else _SHARPNESS
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
@@ -58,7 +49,8 @@ class MedusaProposer(Proposer):
             num_drafts = max(num_drafts, row.max_drafts)
         if self._tree is not None:
             return self._fill(self._tree, rows, hidden, states, num_drafts)
-        drawn = self._runner.draw(hidden, states, num_drafts)
+        logits, each = self._logits(hidden, num_drafts), [state for state in states for _ in range(num_drafts)]
+        drawn = sample_ahead(logits, each, [*range(num_drafts)] * len(states), self._target)
         drafts: list[list[int]] = []
         for place, row in enumerate(rows):
             chain: list[int] = []
@@ -79,7 +71,8 @@ class MedusaProposer(Proposer):
     ) -> list[list[int]]:
         """The first nodes of a tree: what a head says of a place doesn't depend on the node above it."""
         num_heads, num_choices = tree.depths[num_nodes - 1], 1 + max(tree.choices[:num_nodes])
-        ranked = self._runner.rank(hidden, states, num_heads, num_choices)
+        logits, each = self._logits(hidden, num_heads), [state for state in states for _ in range(num_heads)]
+        ranked = rank_tokens(self._target, logits, each, [num_choices] * len(each))
         drafts: list[list[int]] = []
         for place, row in enumerate(rows):
             found = ranked[place * num_heads : (place + 1) * num_heads]

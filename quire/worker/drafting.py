@@ -10,13 +10,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from quire.models.causal_lm import RunnableModel
-from quire.ops.native.library import Target
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import CacheGroup, LayerCache
-from quire.protocol.step import TokenLogprobs
-from quire.sampling import Draw, rank
 from quire.sampling.native import fixed_record
-from quire.sampling.state import SamplingState
 from quire.speculative.base import Proposer
 from quire.speculative.drawing import Order
 from quire.speculative.pace import StepCosts
@@ -95,11 +91,3 @@ def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
         drafting = [drafting[at] for at in kept]
         starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
     return drafts
-
-
-def rank_tokens(
-    target: Target | None, logits: Tensor, states: list[SamplingState], nums: list[int]
-) -> list[Sequence[int]]:
-    """Of each row so many of the likeliest tokens, best first; fewer, or none, where there are no more."""
-    ranked = rank(logits, [Draw(*of) for of in zip(states, range(len(states)), nums, strict=True)], target)
-    return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]

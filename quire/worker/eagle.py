@@ -20,11 +20,11 @@ from quire.models.growing_tree import GrowingTrees
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Order
+from quire.speculative.drawing import Order, rank_tokens
 from quire.speculative.eagle import EagleProposer, EagleRunner, Ints
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
-from quire.worker.drafting import Drafter, draft_in_steps, draft_natively, rank_tokens
+from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable

@@ -4,7 +4,7 @@ The worker makes one where the configuration says so. Heads without an output he
 one product. It knows rows, and no plan.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,13 +15,11 @@ from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
-from quire.sampling.state import SamplingState
-from quire.sampling.waves import sample_ahead
 from quire.speculative.base import Proposer
-from quire.speculative.medusa import HeadRunner, MedusaProposer
+from quire.speculative.medusa import MedusaProposer
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
-from quire.worker.drafting import Drafter, rank_tokens
+from quire.worker.drafting import Drafter
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
@@ -43,7 +41,8 @@ class MedusaModel(Drafter):
         assert config.heads is not None, "no heads are configured"
         assert speculative is not None, "heads, and nothing that uses them"
         self._config, self._speculative, self._device = config, speculative, device
-        self._runner: RowHeadRunner | None = None
+        self._model: RunnableModel | None = None  # whose head serves those without one
+        self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
         self._dtype = DTYPES[config.model.dtype]
         self._checkpoint = open_heads(config.heads, speculative.model or "", load_format=config.load_format)
         tree = speculative.tree
@@ -66,12 +65,11 @@ class MedusaModel(Drafter):
             self._token_map = found
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
-        self._runner = RowHeadRunner(self._device, self._heads, model, self._token_map)
-        return MedusaProposer(self._speculative, self._runner)
+        self._model = model
+        return MedusaProposer(self._speculative, self._logits, self._device.target)
 
     def costs(self, num_groups: int) -> StepCosts:
         """What drafts of some rows take, all heads at once: measured."""
-        assert self._runner is not None, "proposer comes first"
         shape = self._heads.shape
         seconds: dict[int, float] = {}
         with self._device.computing():
@@ -80,43 +78,23 @@ class MedusaModel(Drafter):
                 taken: list[float] = []
                 for _ in range(8):
                     start = self._device.clock()
-                    self._runner.logits(hidden, shape.num_heads)
+                    self._logits(hidden, shape.num_heads)
                     taken.append(self._device.clock() - start)
                 seconds[num_rows] = sorted(taken)[1]
         return StepCosts(seconds, _HOST_SECONDS)
 
-
-class RowHeadRunner(HeadRunner):
-    """Runs heads for the rows of a table; a program for each number of them."""
-
-    def __init__(self, device: Device, heads: MedusaHeads, model: RunnableModel, token_map: Tensor | None) -> None:
-        self._device, self._heads, self._model = device, heads, model
-        self._token_map = token_map
-        self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
-
-    def draw(self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int) -> list[int | None]:
-        each = [state for state in states for _ in range(num_heads)]
-        ahead = [*range(num_heads)] * len(states)
-        return sample_ahead(self.logits(hidden, num_heads), each, ahead, self._device.target)
-
-    def rank(
-        self, hidden: Tensor, states: Sequence[SamplingState], num_heads: int, num_choices: int
-    ) -> list[Sequence[int]]:
-        logits = self.logits(hidden, num_heads)
-        each = [state for state in states for _ in range(num_heads)]
-        return rank_tokens(self._device.target, logits, each, [num_choices] * len(each))
-
-    def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
-        """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""
+    def _logits(self, hidden: Tensor, num_heads: int) -> Tensor:
+        """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's; a program for each number."""
         program = self._programs.get(num_heads)
         if program is None:
             heads = partial(self._heads, num_heads=num_heads)
             program = self._programs[num_heads] = self._device.compile_heads(heads, hidden.shape[1])
         found = program(hidden).flatten(0, 1)
         if self._heads.shape.num_outputs is None:
+            assert self._model is not None, "proposer comes first"
             return self._model.compute_logits(found)
         if self._token_map is None:
             return found
-        logits = found.new_full((found.shape[0], self._model.vocab_size), float("-inf"))
+        logits = found.new_full((found.shape[0], self._config.model.vocab_size), float("-inf"))
         logits[:, self._token_map] = found
         return logits
