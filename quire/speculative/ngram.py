@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from quire.config.speculative import SpeculativeConfig
 from quire.speculative.base import DraftedSequence, Proposer
 
 _BITS = 20  # of a token id in a key; ids beyond would draft in vain, no more
@@ -60,15 +61,14 @@ class NgramProposer(Proposer):
     """Prompt lookup.
 
     Args:
-        max_drafts: of a sequence.
-        least, most: tokens that an n-gram has; the longest that was there before counts.
+        config: most drafts of a sequence, and the tokens that an n-gram has; the longest that was there before counts.
     """
 
     uses_hidden = False
 
-    def __init__(self, max_drafts: int, least: int, most: int) -> None:
-        self.max_drafts = max_drafts
-        self._least, self._most = least, most
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.max_drafts = config.num_speculative_tokens
+        self._least, self._most = config.lookup_min, config.lookup_max
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         drafts = []

@@ -7,12 +7,7 @@ from quire.speculative.base import Proposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.suffix import SuffixProposer
 
-_METHODS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
-    "ngram": lambda c: NgramProposer(c.num_speculative_tokens, c.lookup_min, c.lookup_max),
-    "suffix": lambda c: SuffixProposer(
-        c.num_speculative_tokens, c.suffix_decoding_max_spec_factor, c.suffix_decoding_max_cached_requests
-    ),
-}
+_METHODS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer:

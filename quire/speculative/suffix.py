@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from quire.config.speculative import SpeculativeConfig
 from quire.speculative.base import DraftedSequence, Proposer
 
 _SEPARATOR = -1
@@ -94,18 +95,16 @@ class SuffixProposer(Proposer):
     """Suffix decoding.
 
     Args:
-        max_drafts: of a sequence.
-        factor: drafts per token of the suffix that was found.
-        max_cached: past outputs that are searched, too.
+        config: most drafts of a sequence, and for each token of the suffix that was found; past outputs to be searched.
     """
 
     uses_hidden = False
 
-    def __init__(self, max_drafts: int, factor: float, max_cached: int = 0) -> None:
-        self.max_drafts = max_drafts
-        self._factor = factor
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.max_drafts = config.num_speculative_tokens
+        self._factor = config.suffix_decoding_max_spec_factor
         self._past = SuffixAutomaton()
-        self._outputs: deque[list[int]] = deque(maxlen=max_cached)
+        self._outputs: deque[list[int]] = deque(maxlen=config.suffix_decoding_max_cached_requests)
         self._num_added = self._generation = 0
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:

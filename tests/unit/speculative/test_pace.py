@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quire.config.draft_tree import DraftTree
+from quire.config.speculative import SpeculativeConfig
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
 from quire.speculative.ngram import NgramProposer
@@ -138,7 +139,7 @@ class Reading(NgramProposer):
 
 
 def test_what_would_have_to_be_read_first_is_weighed() -> None:
-    proposer = Reading(4, 2, 4)
+    proposer = Reading(SpeculativeConfig("ngram"))
     pace = Pace(StepCosts({1: 1.0, 9: 1.4}), StepCosts({1: 0.05, 2: 0.1}), True)
     (row,) = rows(1)
     proposer.num_missed = 40  # 2 steps' worth: it is soon earned back

@@ -5,11 +5,17 @@ import random
 import pytest
 import torch
 
+from quire.config.speculative import SpeculativeConfig
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence
 from quire.speculative.suffix import SuffixAutomaton, SuffixProposer
 
 NOTHING = torch.empty(0, 0)
+
+
+def proposer_of(max_cached: int) -> SuffixProposer:
+    config = SpeculativeConfig("suffix", num_speculative_tokens=8, suffix_decoding_max_cached_requests=max_cached)
+    return SuffixProposer(config)
 
 
 def ends_of(token_ids: list[int], part: list[int]) -> list[int]:
@@ -57,7 +63,7 @@ def drafts(proposer: SuffixProposer, row: DraftedSequence) -> list[int]:
 
 def test_more_is_drafted_the_longer_the_suffix_is() -> None:
     tokens = SequenceTokens.of([1, 2, 3, 4, 5, 6, 7, 8, 1], room=8)
-    row, proposer = DraftedSequence(1, tokens), SuffixProposer(8, 1.0)
+    row, proposer = DraftedSequence(1, tokens), proposer_of(0)
     assert drafts(proposer, row) == []
     tokens.append(2)
     assert drafts(proposer, row) == [3, 4]
@@ -70,7 +76,7 @@ def test_past_outputs_are_searched_where_asked() -> None:
     salted = DraftedSequence(2, SequenceTokens.of([1], [10, 11, 12, 99]), shares=False)
     fresh = SequenceTokens.of([2], [10, 11, 12], room=4)
     for max_cached, expected in ((0, []), (10, [13, 14, 15])):
-        proposer = SuffixProposer(8, 1.0, max_cached)
+        proposer = proposer_of(max_cached)
         for row in (done, salted):
             row.memory = None
             drafts(proposer, row)
@@ -80,7 +86,7 @@ def test_past_outputs_are_searched_where_asked() -> None:
 
 
 def test_past_outputs_stay_within_their_bound() -> None:
-    proposer = SuffixProposer(8, 1.0, 4)
+    proposer = proposer_of(4)
     for i in range(50):
         proposer.forget(DraftedSequence(i, SequenceTokens.of([0], list(range(100 * i, 100 * i + 20)))))
         assert len(proposer._past.token_ids) <= 2 * 4 * 21
