@@ -6,7 +6,6 @@ layers of the sequences' own blocks; what it has not read yet of a sequence, it 
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config.speculative import SpeculativeConfig
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Order, drafting_state
+from quire.speculative.drawing import DraftRunner, Order, drafting_state
 
 
 @dataclass(slots=True)
@@ -44,39 +44,21 @@ class Reader:
         return self.num_read
 
 
-class DraftRunner(ABC):
-    """A draft model, its caches, and the sequences' rows."""
-
-    max_tokens: int  # read at once
-
-    @abstractmethod
-    def num_slots(self, row: DraftedSequence) -> int:
-        """Positions of a sequence that have a place in the KV cache."""
-
-    @abstractmethod
-    def read(self, row: DraftedSequence, start: int, count: int) -> None:
-        """Compute tokens, and draw none."""
-
-    @abstractmethod
-    def draft(self, orders: Sequence[Order]) -> list[list[int]]:
-        """Read and draw, as the sampler would at those positions; fewer where it can't be done. Most drafts first."""
-
-
 class DraftModelProposer(Proposer):
     """Drafts for all sequences at once, one token of each after another.
 
     Args:
-        max_drafts: of a sequence.
-        acceptance: the configuration's; under "typical" it drafts what is likeliest.
+        config: the method's options; under the acceptance "typical" it drafts what is likeliest.
+        max_tokens: most that are read at once.
     """
 
     uses_hidden = False
 
-    def __init__(self, max_drafts: int, runner: DraftRunner, acceptance: str = "exact") -> None:
-        self.max_drafts = max_drafts
-        self._runner = runner
-        self._is_greedy = acceptance == "typical"
-        self.from_prefix = acceptance != "exact"
+    def __init__(self, config: SpeculativeConfig, runner: DraftRunner, max_tokens: int) -> None:
+        self.max_drafts = config.num_speculative_tokens
+        self._runner, self._max_tokens = runner, max_tokens
+        self._is_greedy = config.acceptance == "typical"
+        self.from_prefix = config.acceptance != "exact"
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
         if not self.from_prefix:
@@ -86,7 +68,7 @@ class DraftModelProposer(Proposer):
     def _propose(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
         runner, orders = self._runner, list[tuple[int, Order]]()
-        budget = runner.max_tokens
+        budget = self._max_tokens
         for place, row in enumerate(rows):
             reader, row.probs = row.memory or self._open(row), None
             num = row.tokens.num
@@ -97,8 +79,8 @@ class DraftModelProposer(Proposer):
             if num - start <= budget:
                 budget -= num - start
                 orders.append((place, Order(row, reader.state, start, num, count)))
-            elif budget == runner.max_tokens:  # it will take several steps
-                runner.read(row, start, budget)
+            elif budget == self._max_tokens:  # it will take several steps
+                runner.read([row], [start], [budget])
                 reader.num_read += budget
                 budget = 0
         if not orders:
@@ -116,12 +98,12 @@ class DraftModelProposer(Proposer):
     def _parts(self, rows: Sequence[DraftedSequence]) -> Iterator[list[DraftedSequence]]:
         """The rows, in parts whose unread tokens can be read at once; who is far behind reads some first."""
         part: list[DraftedSequence] = []
-        budget = most = self._runner.max_tokens
+        budget = most = self._max_tokens
         for row in rows:
             reader, num = row.memory or self._open(row), row.tokens.num
             reader.keep_right(row.tokens)
             while num - reader.num_read > most:
-                self._runner.read(row, reader.num_read, most)
+                self._runner.read([row], [reader.num_read], [most])
                 reader.num_read += most
             if num - reader.num_read > budget:
                 yield part

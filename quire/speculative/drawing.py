@@ -4,6 +4,7 @@ So a draft is the sampler's own choice wherever proposer and model think alike. 
 knows neither models nor rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from quire.sampling.accept import Probs
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
+
+Ints = Sequence[int]
 
 _LEAST = 0.01  # temperature that is not greedy
 _KEPT = ("top_k", "top_p", "min_p", "logit_bias", "allowed_token_ids")  # parameters that only choose among tokens
@@ -36,6 +39,28 @@ class Order:
     stop: int
     num_drafts: int
     probs: list[Probs] = field(default_factory=list)
+
+
+class DraftRunner(ABC):
+    """A draft model, or a head with layers of its own, its caches, and the sequences' rows.
+
+    `hidden` is what a head reads with the tokens: the model's hidden state before each.
+    """
+
+    @abstractmethod
+    def num_slots(self, row: DraftedSequence) -> int:
+        """Positions of a sequence that have a place in the KV cache."""
+
+    @abstractmethod
+    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor | None = None) -> None:
+        """Read so many tokens of each from a position on, and draw none."""
+
+    @abstractmethod
+    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor] = ()) -> list[list[int]]:
+        """Read, then draw as the sampler would at those positions; fewer where it can't be done.
+
+        Most drafts come first. Where drafts are a tree, its first nodes: the best choice is what would be drawn.
+        """
 
 
 def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingState:

@@ -5,7 +5,7 @@ drafts that were accepted with their true hidden states. The worker gives it a `
 What a cached prefix, or a time without drafts, has left unknown is taken as its neighbour: that may cost acceptance.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -15,15 +15,13 @@ from quire.config.draft_tree import DraftTree
 from quire.models.held_states import HeldStates
 from quire.sampling.state import SamplingState
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
-from quire.speculative.drawing import Order, drafting_state
-
-Ints = Sequence[int]
+from quire.speculative.drawing import DraftRunner, Order, drafting_state
 
 _MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
 _MOST_HELD_OF_ALL = 16384
 
 
-class EagleRunner(ABC):
+class EagleRunner(DraftRunner):
     """An EAGLE head, its caches, and the sequences' rows.
 
     Attributes:
@@ -33,23 +31,8 @@ class EagleRunner(ABC):
     taps: Sequence[int]
 
     @abstractmethod
-    def num_slots(self, row: DraftedSequence) -> int:
-        """Positions of a sequence that have a place in the KV cache."""
-
-    @abstractmethod
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """What the head reads of the model's hidden states, [T, H]."""
-
-    @abstractmethod
-    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor) -> None:
-        """Read so many tokens of each from a position on, with the hidden state before each; draw none."""
-
-    @abstractmethod
-    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
-        """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
-
-        Most drafts come first. Where drafts are a tree, its first nodes: the best choice is what would be drawn.
-        """
 
 
 class _Reading(HeldStates):

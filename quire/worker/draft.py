@@ -15,8 +15,8 @@ from quire.models.registry import CausalLM
 from quire.sampling.accept import draw_drafts
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.draft_model import DraftModelProposer, DraftRunner
-from quire.speculative.drawing import Order
+from quire.speculative.draft_model import DraftModelProposer
+from quire.speculative.drawing import DraftRunner, Ints, Order
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
@@ -46,10 +46,9 @@ class DraftModel(Drafter):
         self._runnable = self._device.compile(self.model)
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
-        runner = RowDraftRunner(self._device, self._runnable, table, caches, self._config.max_num_batched_tokens)
-        runner.draws_apart = self._speculative.acceptance == "rejection"
-        num_drafts, acceptance = self._speculative.num_speculative_tokens, self._speculative.acceptance
-        return DraftModelProposer(num_drafts, runner, acceptance)
+        draws_apart = self._speculative.acceptance == "rejection"
+        runner = RowDraftRunner(self._device, self._runnable, table, caches, draws_apart)
+        return DraftModelProposer(self._speculative, runner, self._config.max_num_batched_tokens)
 
     def costs(self, num_groups: int) -> StepCosts:
         meter = self._device.meter(self._runnable, self.model.cache_layers, num_groups)
@@ -59,27 +58,25 @@ class DraftModel(Drafter):
 class RowDraftRunner(DraftRunner):
     """Runs a draft model on the rows of a table: natively where the model is kernels alone, else step by step.
 
-    Attributes:
+    Args:
         draws_apart: drafts have random bits of their own, and what they were drawn from is kept.
     """
 
-    draws_apart = False
-
     def __init__(
-        self, device: Device, model: RunnableModel, table: RowTable, caches: list[Tensor], max_tokens: int
+        self, device: Device, model: RunnableModel, table: RowTable, caches: list[Tensor], draws_apart: bool
     ) -> None:
-        self.max_tokens = max_tokens
+        self._draws_apart = draws_apart
         self._device, self._model, self._table, self._caches = device, model, table, caches
         self._rounds = model.rounds(caches) if isinstance(model, CompiledModel) else None
 
     def num_slots(self, row: DraftedSequence) -> int:
         return self._table.num_slots(row.sequence_id)
 
-    def read(self, row: DraftedSequence, start: int, count: int) -> None:
-        self._compute([row], [start], [count])
+    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor | None = None) -> None:
+        self._compute(rows, starts, counts)
 
-    def draft(self, orders: Sequence[Order]) -> list[list[int]]:
-        if self._rounds is None or (self.draws_apart and not all(order.state.greedy for order in orders)):
+    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor] = ()) -> list[list[int]]:
+        if self._rounds is None or (self._draws_apart and not all(order.state.greedy for order in orders)):
             return draft_in_steps(orders, self._draw)
         return draft_natively(self._rounds, self._table, orders)
 
@@ -88,14 +85,14 @@ class RowDraftRunner(DraftRunner):
     ) -> list[int | None]:
         logits = self._model.compute_logits(self._compute([order.row for order in orders], starts, counts))
         states = [order.state for order in orders]
-        if not self.draws_apart:
+        if not self._draws_apart:
             return sample_ahead(logits, states, num_drawn, self._device.target)
         drawn, probs = draw_drafts(logits, states, num_drawn, self._device.target)
         for order, drawn_from in zip(orders, probs, strict=True):
             order.probs += [drawn_from] if drawn_from is not None else []
         return drawn
 
-    def _compute(self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    def _compute(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints) -> Tensor:
         """The hidden state of the last token of each, [R, H]."""
         batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
         hidden = self._model(*self._device.upload(batch.arrays, self._caches))

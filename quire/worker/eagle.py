@@ -20,8 +20,8 @@ from quire.models.growing_tree import GrowingTrees
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Order, rank_tokens
-from quire.speculative.eagle import EagleProposer, EagleRunner, Ints
+from quire.speculative.drawing import Ints, Order, rank_tokens
+from quire.speculative.eagle import EagleProposer, EagleRunner
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
@@ -94,10 +94,11 @@ class RowEagleRunner(EagleRunner):
     def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(taps or [hidden])
 
-    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor) -> None:
+    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor | None = None) -> None:
+        assert hidden is not None, "a head reads hidden states"
         self._run(rows, starts, counts, hidden)
 
-    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
+    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor] = ()) -> list[list[int]]:
         if self._rounds is not None and self._table.tree is None:
             return draft_natively(self._rounds, self._table, orders, hidden)
         before = torch.cat(list(hidden))
