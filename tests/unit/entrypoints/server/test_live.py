@@ -5,6 +5,7 @@ import base64
 import json
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,9 @@ class FakeLLM:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by a clock of its own: the machine's may have begun a minute ago, and has no five minutes to tell of then."""
     monkeypatch.setattr(live, "_INTERVAL", 0.01)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
 
 def events(data: bytes) -> list[tuple[str, Any]]:
