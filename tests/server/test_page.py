@@ -641,6 +641,7 @@ def test_conversations_and_parameters_outlive_a_reload(page: Browser, server: st
     page.run("document.querySelectorAll('#talks-list .open')[1].click()")
     assert shown(page) == ["How do I read a file?"]
     assert page.run("turns.chat[0].answer") == _ANSWER
+    assert page.run("$('log-chat').scrollTop > 0 && isAtEnd($('log-chat'))")  # where it was left
     assert page.run("document.querySelectorAll('#log-chat .md .code').length") == 12
     page.run("listTalks(); document.querySelector('[aria-label=\"Rename How do I read a file?\"]').click()")
     page.run("document.querySelector('#talks-list input').value = 'Files'")
@@ -725,6 +726,9 @@ def test_messages_are_edited_and_answers_made_anew_in_branches(page: Browser, se
     import_talk(page, "One", "First.", "Two", "Second.")
     page.run("document.querySelector('#log-chat .acts button').click()")
     assert page.run("document.activeElement.value") == "One"
+    page.run("document.activeElement.value = 'Uno\\n'.repeat(30)")
+    page.run("document.activeElement.dispatchEvent(new Event('input'))")
+    assert page.run("document.activeElement.clientHeight") > 200  # all of it is seen, within half a screen or so
     page.run("document.activeElement.value = 'Uno'")
     page.press("Enter")
     uno = answer(page)

@@ -134,6 +134,7 @@ function openTalk(talk) {
   current[talk.kind] = talk;
   showTalk(talk.kind);
   choose(talk.kind);
+  showEnd(talk.kind);
   $("history").hidePopover();
   $("input").focus();
 }

@@ -29,6 +29,7 @@ function markForgotten(kind) {
   $(`log-${kind}`).querySelector(".forgotten")?.classList.remove("forgotten");
   if (skip) list[Math.min(skip, list.length - 1)].node.classList.add("forgotten");
 }
+function showEnd(kind) { const log = $(`log-${kind}`); if (log) log.scrollTop = log.scrollHeight; }
 function emptyNote(kind) {
   const box = make("div", "empty");
   box.append(make("p", "", kind === "chat" ? "Talk with the model, or begin with:" : "The model goes on from your text. Begin with:"));
@@ -151,7 +152,7 @@ showTalk("chat");
 showTalk("completion");
 choose(wanted);
 viewFromAddress();
-for (const kind of ["chat", "completion"]) $(`log-${kind}`).scrollTop = $(`log-${kind}`).scrollHeight;
+showEnd(mode);
 if (matchMedia("(hover: hover)").matches || !matchMedia("(pointer: coarse)").matches) $("input").focus();
 listModels();
 connect();
