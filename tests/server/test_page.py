@@ -780,6 +780,20 @@ def test_a_full_context_is_told_and_the_oldest_turns_forgotten(page: Browser) ->
     assert all("status of 400" in text for text in page.complaints())
 
 
+def test_more_tokens_than_the_context_has_left_are_no_reason_to_forget(page: Browser) -> None:
+    """max_tokens is the most of an answer: where the context has less, it gives what it has."""
+    page.run("$('p-max_tokens').value = '500'")
+    import_talk(page, "word " * 50, "Yes.")
+    ask(page, "Go on")
+    assert answer(page)
+    assert page.run("document.querySelector('.error')?.textContent ?? ''") in (
+        "",
+        "The model's context is full, and the answer was cut off. Forget the oldest turns from now on",
+    )
+    assert page.run("turns.chat.at(-1).skip") == 0
+    assert all("status of 400" in text for text in page.complaints())
+
+
 def test_probabilities_are_told_token_by_token(page: Browser) -> None:
     ask(page, "Hello")
     answer(page)

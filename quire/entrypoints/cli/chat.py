@@ -16,9 +16,9 @@ from typing import Any
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints.cli import session
 from quire.entrypoints.cli.flags import add_engine_flags, flag_name, options_given
-from quire.entrypoints.cli.talk import Answer, Answerer, Messages, Talk, commands_help
+from quire.entrypoints.cli.talk import Answer, Answerer, Messages, Talk, commands_help, is_about_context
 from quire.entrypoints.cli.terminal import Keyboard
-from quire.errors import ConfigError
+from quire.errors import ConfigError, InvalidRequestError
 
 _PIPED_HELP = """\
 Piped input: each line that is not empty is a question or a command (several lines as above); only answers are printed,
@@ -86,6 +86,14 @@ def _server(namespace: Namespace, given: dict[str, Any]) -> tuple[Answerer, str]
 
     def answer(messages: Messages, noted: Answer) -> Generator[str, None, None]:
         body = {"messages": messages, **seed, **given, "stream_options": {"include_usage": True}}
+        try:
+            yield from told(body, noted)
+        except InvalidRequestError as error:
+            if not is_about_context(error) or body.pop("max_tokens", None) is None:
+                raise
+            yield from told(body, noted)  # it is the most of an answer, and here the context has less
+
+    def told(body: dict[str, Any], noted: Answer) -> Generator[str, None, None]:
         with closing(server.events("/chat/completions", body)) as events:
             for event in events:
                 choices = event.choices or []

@@ -92,7 +92,7 @@ class Talk:
                 text = show(self._answerer(self._told() + asked, answer), keyboard.interactive, keyboard.styled)
                 break
             except InvalidRequestError as error:
-                if not keyboard.interactive or not re.search(r"context (length|size|window)", str(error)):
+                if not keyboard.interactive or not is_about_context(error):
                     raise
                 if not self._make_room():
                     raise InvalidRequestError(_FULL if self.turns else f"the question is too long: {error}") from None
@@ -183,6 +183,11 @@ class Talk:
 
     def do_quit(self, _: str) -> None:
         """: leaves, as Ctrl-D does."""
+
+
+def is_about_context(error: InvalidRequestError) -> bool:
+    """Whether a request was refused as longer than the context, by an engine here or any server."""
+    return re.search(r"context (length|size|window)", str(error)) is not None
 
 
 COMMANDS = {name.removeprefix("do_"): each for name, each in vars(Talk).items() if name.startswith("do_")}

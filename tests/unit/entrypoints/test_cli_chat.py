@@ -124,6 +124,24 @@ def test_a_server_is_told_the_whole_conversation(server: Any, give_input: Callab
     assert server.bodies("/v1/models") == []  # a model was named: there was nothing to ask
 
 
+def test_more_tokens_than_the_context_has_left_are_no_reason_to_forget(
+    server: Any, capsys: pytest.CaptureFixture[str], give_input: Callable[[str], None]
+) -> None:
+    """--max-tokens is the most of an answer: where the context has less, it gives what it has."""
+
+    def answer(handler: Any, body: Any) -> None:
+        if "max_tokens" in body:
+            message = "this model's maximum context length is 512 tokens, but the prompt has 40 and max_tokens asks ..."
+            return handler.send_json(400, {"error": {"message": message}})
+        return handler.stream(server.answer, chat=True)
+
+    server.answers["/v1/chat/completions"] = answer
+    give_input("hi\nagain\n")
+    assert main(["chat", "--url", server.url, "--max-tokens", "500"]) == 0
+    assert capsys.readouterr().out == "Once more é.\n" * 2
+    assert [body.get("max_tokens") for body in server.bodies("/v1/chat/completions")] == [500, None] * 2
+
+
 def test_one_question(server: Any, fake_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", server.url, "-q", "hi"]) == 0
     assert main(["chat", "demo", "--quick", "hi"]) == 0

@@ -94,9 +94,17 @@ async function receive(turn, box, signal) {
   const { path: route, body } = turn.request, { figures } = turn;
   turn.requestId = `page-${newId()}`;
   own.add(turn.requestId);
-  const sent = JSON.stringify({ ...body, request_id: turn.requestId });
-  const response = await fetch(at(route), { method: "POST", headers: { "Content-Type": "application/json" }, body: sent, signal });
-  if (!response.ok) return explain(response, turn);
+  const post = () => fetch(at(route), { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ ...body, request_id: turn.requestId }), signal });
+  let response = await post();
+  if (!response.ok) {
+    const error = await errorOf(response);
+    // max_tokens is the most of an answer: where the context has less left, it gives what it has.
+    const isLess = turn.kind === "chat" && error?.code === "context_length_exceeded" && error.param === "max_tokens";
+    if (!isLess) return explain(response, error, turn);
+    delete body.max_tokens;
+    response = await post();
+    if (!response.ok) return explain(response, await errorOf(response), turn);
+  }
   let frame = 0, next = 0;
   const flush = () => {
     frame = 0;
@@ -146,9 +154,10 @@ async function* events(body) {
     for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
   }
 }
-async function explain(response, turn) {
-  let error = null;
-  try { error = (await response.json()).error; } catch { /* no JSON: the status has to do */ }
+async function errorOf(response) {
+  try { return (await response.json()).error; } catch { return null; } // no JSON: the status has to do
+}
+function explain(response, error, turn) {
   if (turn.kind === "chat" && error?.code === "context_length_exceeded") {
     const limit = contextLength ? ` of ${whole.format(contextLength)} tokens` : "";
     if (turn.skip >= before(turn).length) return `This message alone is longer than the model's context${limit}. Shorten it.`;
