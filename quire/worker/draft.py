@@ -1,11 +1,17 @@
-"""A draft model beside the model: built, loaded, and run on the rows' tokens and blocks.
+"""Drafts by a smaller model of the same vocabulary, which draws them with the random bits that the sampler will use.
 
-The worker makes one where the configuration names a draft model. Its layers come after the model's in the same KV
-groups, so that blocks are shared, copied and swapped with theirs. It knows rows, and no plan.
+So a drafted token is the one that the model would draw wherever both think alike. Its layers come after the model's in
+the same KV groups, so that blocks are shared, copied and swapped with theirs; what it has not read yet of a sequence,
+it reads first. The worker makes one where the configuration names a draft model. It knows rows, and no plan.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from quire.config.worker import WorkerConfig
@@ -13,13 +19,13 @@ from quire.models.causal_lm import RunnableModel
 from quire.models.compiled import CompiledModel
 from quire.models.registry import CausalLM
 from quire.sampling.accept import draw_drafts
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.draft_model import DraftModelProposer
-from quire.speculative.drawing import DraftRunner, Ints, Order
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
-from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
+from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state
 from quire.worker.gather import gather_tokens
 from quire.worker.rows import RowTable
 from quire.worker.weights.build import build_packed
@@ -32,50 +38,129 @@ class DraftModel(Drafter):
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no draft model is configured"
         assert config.speculative is not None, "a draft model, and nothing that uses it"
-        self._config, self._draft, self._device = config, config.draft, device
-        self._speculative = config.speculative
+        self.config, self._draft, self.device = config, config.draft, device
+        self.speculative = config.speculative
         self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device, False)
         self.module, self.layers = self.model, self.model.cache_layers
         self.assign_groups = self.model.assign_groups
-        self._runnable: RunnableModel = self.model  # until it is loaded
+        self.runnable: RunnableModel = self.model  # until it is loaded
 
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing or broken)."""
-        load_model_weights(self.model, self._draft, load_format=self._config.load_format, progress=progress)
+        load_model_weights(self.model, self._draft, load_format=self.config.load_format, progress=progress)
         self.store.finish()
-        self._runnable = self._device.compile(self.model)
+        self.runnable = self.device.compile(self.model)
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
-        draws_apart = self._speculative.acceptance == "rejection"
-        runner = RowDraftRunner(self._device, self._runnable, table, caches, draws_apart)
-        return DraftModelProposer(self._speculative, runner, self._config.max_num_batched_tokens)
+        return DraftModelProposer(self, table, caches)
 
     def costs(self, num_groups: int) -> StepCosts:
-        meter = self._device.meter(self._runnable, self.model.cache_layers, num_groups)
+        meter = self.device.meter(self.runnable, self.model.cache_layers, num_groups)
         return StepCosts(meter.step_seconds([1, 4, 16, 64], 0.05))
 
 
-class RowDraftRunner(DraftRunner):
-    """Runs a draft model on the rows of a table: natively where the model is kernels alone, else step by step.
+@dataclass(slots=True)
+class Reader:
+    """How far the draft model has read a sequence, and how it draws for it.
 
-    Args:
-        draws_apart: drafts have random bits of their own, and what they were drawn from is kept.
+    Attributes:
+        state: of the sampler, without what looks back.
+        num_read: tokens whose keys and values are in its caches.
+        drafted: the last of them, from its newest drafts.
     """
 
-    def __init__(
-        self, device: Device, model: RunnableModel, table: RowTable, caches: list[Tensor], draws_apart: bool
-    ) -> None:
-        self._draws_apart = draws_apart
-        self._device, self._model, self._table, self._caches = device, model, table, caches
+    state: SamplingState
+    num_read: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+    def keep_right(self, tokens: SequenceTokens) -> int:
+        """Count as read what became tokens: others may have been forced instead. The newest token is nobody's yet."""
+        start = self.num_read - len(self.drafted)
+        became = tokens.ids[start : min(self.num_read, tokens.num - 1)].tolist()
+        right = [*takewhile(lambda pair: pair[0] == pair[1], zip(became, self.drafted, strict=False))]
+        self.num_read, self.drafted = min(start, tokens.num - 1) + len(right), []
+        return self.num_read
+
+
+class DraftModelProposer(Proposer):
+    """Drafts for all sequences at once, one token of each after another: natively where the model is kernels alone.
+
+    Under the acceptance "typical" what is likeliest is drafted; under "rejection" drafts have random bits of their own,
+    and what they were drawn from is kept.
+    """
+
+    uses_hidden = False
+
+    def __init__(self, draft: DraftModel, table: RowTable, caches: list[Tensor]) -> None:
+        config, model = draft.speculative, draft.runnable
+        self.max_drafts, self._max_tokens = config.num_speculative_tokens, draft.config.max_num_batched_tokens
+        self._is_greedy, self._draws_apart = config.acceptance == "typical", config.acceptance == "rejection"
+        self.from_prefix = config.acceptance != "exact"
+        self._device, self._model, self._table, self._caches = draft.device, model, table, caches
         self._rounds = model.rounds(caches) if isinstance(model, CompiledModel) else None
 
-    def num_slots(self, row: DraftedSequence) -> int:
-        return self._table.num_slots(row.sequence_id)
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
+        if not self.from_prefix:
+            return self._propose(rows)
+        return [drafts for part in self._parts(rows) for drafts in self._propose(part)]
 
-    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor | None = None) -> None:
-        self._compute(rows, starts, counts)
+    def _propose(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in rows]
+        orders: list[tuple[int, Order]] = []
+        budget = self._max_tokens
+        for place, row in enumerate(rows):
+            reader, row.probs = row.memory or self._open(row), None
+            num = row.tokens.num
+            start = reader.keep_right(row.tokens)
+            count = min(row.max_drafts, self._table.num_slots(row.sequence_id) - num + 1)
+            if count <= 0:
+                continue
+            if num - start <= budget:
+                budget -= num - start
+                orders.append((place, Order(row, reader.state, start, num, count)))
+            elif budget == self._max_tokens:  # it will take several steps
+                self._compute([row], [start], [budget])
+                reader.num_read += budget
+                budget = 0
+        if not orders:
+            return drafts
+        orders.sort(key=lambda order: -order[1].num_drafts)
+        for (place, order), drawn in zip(orders, self._draft([order for _, order in orders]), strict=True):
+            reader = rows[place].memory
+            reader.drafted = drawn[: order.num_drafts - 1]
+            reader.num_read = order.stop + len(reader.drafted)
+            drafts[place] = drawn
+            if order.probs:
+                rows[place].probs = torch.from_numpy(np.stack(order.probs))
+        return drafts
 
-    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor] = ()) -> list[list[int]]:
+    def _parts(self, rows: Sequence[DraftedSequence]) -> Iterator[list[DraftedSequence]]:
+        """The rows, in parts whose unread tokens can be read at once; who is far behind reads some first."""
+        part: list[DraftedSequence] = []
+        budget = most = self._max_tokens
+        for row in rows:
+            reader, num = row.memory or self._open(row), row.tokens.num
+            reader.keep_right(row.tokens)
+            while num - reader.num_read > most:
+                self._compute([row], [reader.num_read], [most])
+                reader.num_read += most
+            if num - reader.num_read > budget:
+                yield part
+                part, budget = [], most
+            part.append(row)
+            budget -= num - reader.num_read
+        yield part
+
+    def num_behind(self, row: DraftedSequence) -> int:
+        reader: Reader | None = row.memory
+        return row.tokens.num - (reader.num_read if reader is not None else 0)
+
+    def _open(self, row: DraftedSequence) -> Reader:
+        reader = row.memory = Reader(drafting_state(row, math.inf if self._is_greedy else 1.0))
+        return reader
+
+    def _draft(self, orders: Sequence[Order]) -> list[list[int]]:
+        """Read and draw, as the sampler would at those positions; fewer where it can't be done. Most drafts first."""
         if self._rounds is None or (self._draws_apart and not all(order.state.greedy for order in orders)):
             return draft_in_steps(orders, self._draw)
         return draft_natively(self._rounds, self._table, orders)
@@ -92,7 +177,7 @@ class RowDraftRunner(DraftRunner):
             order.probs += [drawn_from] if drawn_from is not None else []
         return drawn
 
-    def _compute(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints) -> Tensor:
+    def _compute(self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """The hidden state of the last token of each, [R, H]."""
         batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
         hidden = self._model(*self._device.upload(batch.arrays, self._caches))

@@ -1,23 +1,51 @@
 """What all that drafts with a model of its own has in common: how a worker holds it, and how it draws for rows.
 
-A method's file makes a `Drafter`, which the worker builds, loads and asks for a proposer; its runner draws by the
-functions here. Knows rows and orders; neither models nor plans.
+A method's file makes a `Drafter`, which the worker builds, loads and asks for a proposer. That draws by the functions
+here: as the sampler will, with the random bits of the position that is drafted, so that a draft is the sampler's own
+choice wherever proposer and model think alike. Knows rows and orders; neither models nor plans.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from quire.models.causal_lm import RunnableModel
+from quire.ops.native.library import Target
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import CacheGroup, LayerCache
+from quire.protocol.step import TokenLogprobs
+from quire.sampling import Draw, rank
+from quire.sampling.accept import Probs
 from quire.sampling.native import fixed_record
-from quire.speculative.base import Proposer
-from quire.speculative.drawing import Order
+from quire.sampling.state import SamplingState
+from quire.sampling_params import SamplingParams
+from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.pace import StepCosts
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
+
+_LEAST = 0.01  # temperature that is not greedy
+_KEPT = ("top_k", "top_p", "min_p", "logit_bias", "allowed_token_ids")  # parameters that only choose among tokens
+
+
+@dataclass(slots=True)
+class Order:
+    """What is wanted of a sequence: tokens [start, stop) are to be read, then so many drafts drawn.
+
+    Attributes:
+        state: how it is drawn for.
+        probs: gets what each draft was drawn from, where that is kept.
+    """
+
+    row: DraftedSequence
+    state: SamplingState
+    start: int
+    stop: int
+    num_drafts: int
+    probs: list[Probs] = field(default_factory=list)
+
 
 # Of the orders still drafted for: these, their starts and counts, which of the last call's they are (None: the first
 # call), and how many drafts each has by now -> a token each, None where none can be drawn.
@@ -91,3 +119,24 @@ def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
         drafting = [drafting[at] for at in kept]
         starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
     return drafts
+
+
+def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingState:
+    """What draws for a sequence as its state does, but for what looks back at tokens or reports: that is left out.
+
+    sharpness: its temperature is divided by this; `math.inf` takes what is likeliest.
+    """
+    assert (state := row.state) is not None, "nothing says how it is drawn for"
+    temperature = state.params.temperature / sharpness
+    kept = {name: getattr(state.params, name) for name in _KEPT}
+    plain = SamplingParams(temperature=temperature if temperature >= _LEAST else 0.0, **kept)
+    seed, index = state.seed, state.sequence_index
+    return SamplingState(plain, state.tokens, seed=seed, sequence_index=index, vocab_size=state.vocab_size)
+
+
+def rank_tokens(
+    target: Target | None, logits: Tensor, states: list[SamplingState], nums: list[int]
+) -> list[Sequence[int]]:
+    """Of each row so many of the likeliest tokens, best first; fewer, or none, where there are no more."""
+    ranked = rank(logits, [Draw(*of) for of in zip(states, range(len(states)), nums, strict=True)], target)
+    return [found.token_ids if isinstance(found, TokenLogprobs) else () for found in ranked]

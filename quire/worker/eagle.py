@@ -1,7 +1,10 @@
-"""An EAGLE head beside the model: built, filled, and run on the rows' tokens and blocks.
+"""Drafts by an EAGLE head, which reads each token with the model's hidden state before it, and goes on from its own.
 
-The worker makes one where the configuration names a head. Its layer comes after the model's in the same KV groups, so
-that blocks are shared, copied and swapped with theirs. It knows rows, and no plan.
+All that the model computes of a sequence the head reads, too, when drafts are wanted next, or when there is much of it;
+drafts that were accepted with their true hidden states. What a cached prefix, or a time without drafts, has left
+unknown is taken as its neighbour: that may cost acceptance. The head's layer comes after the model's in the same KV
+groups, so that blocks are shared, copied and swapped with theirs. The worker makes one where the configuration names a
+head. It knows rows, and no plan.
 """
 
 from collections.abc import Sequence
@@ -17,20 +20,22 @@ from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
 from quire.models.growing_tree import GrowingTrees
+from quire.models.held_states import HeldStates
 from quire.models.weights import CheckpointFormat, weight_slots
+from quire.sampling.state import SamplingState
 from quire.sampling.waves import sample_ahead
-from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.drawing import Ints, Order, rank_tokens
-from quire.speculative.eagle import EagleProposer, EagleRunner
+from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
-from quire.worker.drafting import Drafter, draft_in_steps, draft_natively
+from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
 _SIZES = [1, 4, 16, 64]  # tokens of the steps that are timed
+_MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
+_MOST_HELD_OF_ALL = 16384
 
 
 class EagleModel(Drafter):
@@ -43,9 +48,9 @@ class EagleModel(Drafter):
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no head is configured"
         assert config.speculative is not None, "a head, and nothing that uses it"
-        self._config, self._device, self._model = config, device, model
+        self.config, self.device, self._model = config, device, model
         draft, speculative = config.draft, config.speculative
-        self._max_drafts = speculative.max_drafts
+        self.max_drafts = speculative.max_drafts
         found = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)
@@ -58,52 +63,122 @@ class EagleModel(Drafter):
         self.module, self.taps = self.model, self.model.layers_read
         self.layers = self.model.cache_layers
         self.assign_groups = builder.context.assign_groups
-        self._runnable: RunnableHead = self.model  # until it is loaded
+        self.runnable: RunnableHead = self.model  # until it is loaded
 
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing, broken, or of another model)."""
         own = weight_slots(self.model, CheckpointFormat())
         known = {theirs: ours for theirs, ours in self._names.items() if ours in own or ours.endswith(LEFT)}
         names = {theirs: ours if ours in own else None for theirs, ours in known.items()}
-        fill_heads(self.model, self._checkpoint, names, self.model.dtype, self._config.model.seed)
+        fill_heads(self.model, self._checkpoint, names, self.model.dtype, self.config.model.seed)
         width = self._model.embedding.shape.in_features
-        self._runnable = self._device.compile_head(self.model, [width] * max(1, len(self.taps)))
+        self.runnable = self.device.compile_head(self.model, [width] * max(1, len(self.taps)))
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
-        runner = RowEagleRunner(self._device, self._runnable, table, caches, self.taps)
-        return EagleProposer(self._max_drafts, runner, self._config.draft_tree)
+        return EagleProposer(self, table, caches)
 
     def costs(self, num_groups: int) -> StepCosts:
-        timed = TimedHead(self._runnable, self.model.num_hidden, max(_SIZES))
-        return StepCosts(self._device.meter(timed, self.model.cache_layers, num_groups).step_seconds(_SIZES, 0.05))
+        timed = TimedHead(self.runnable, self.model.num_hidden, max(_SIZES))
+        return StepCosts(self.device.meter(timed, self.model.cache_layers, num_groups).step_seconds(_SIZES, 0.05))
 
 
-class RowEagleRunner(EagleRunner):
-    """Runs a head on the rows of a table."""
+class _Reading(HeldStates):
+    """How far the head has read a sequence, and how it draws for it."""
 
-    def __init__(
-        self, device: Device, head: RunnableHead, table: RowTable, caches: list[Tensor], taps: Sequence[int]
-    ) -> None:
-        self.taps = taps
-        self._device, self._head, self._table, self._caches = device, head, table, caches
+    def __init__(self, state: SamplingState) -> None:
+        super().__init__()
+        self.state = state
+
+
+class EagleProposer(Proposer):
+    """Drafts a chain, or a tree, for all sequences at once: one token, or level, of each after another."""
+
+    uses_hidden = False
+    reads_all = True
+
+    def __init__(self, eagle: EagleModel, table: RowTable, caches: list[Tensor]) -> None:
+        head = eagle.runnable
+        self.max_drafts, self.taps, self._tree = eagle.max_drafts, eagle.taps, eagle.config.draft_tree
+        self._device, self._head, self._table, self._caches = eagle.device, head, table, caches
         self._rounds = head.rounds(caches) if isinstance(head, CompiledEagle) else None
 
-    def num_slots(self, row: DraftedSequence) -> int:
-        return self._table.num_slots(row.sequence_id)
+    def read(self, spans: Sequence[ComputedSpan], hidden: Tensor, taps: Sequence[Tensor]) -> None:
+        fused = self._head.fuse(taps or [hidden])
+        reading: list[DraftedSequence] = []
+        stops: list[int] = []
+        most = min(_MOST_HELD, _MOST_HELD_OF_ALL // len(spans))
+        for row, start, first, count, num_drafts in spans:
+            own: _Reading = row.memory or self._open(row)
+            part = fused[first : first + count]
+            own.settle(row.tokens.ids, row.tokens.num)
+            # A few rows would keep all of a large step's alive.
+            own.add(start, part if count * 4 >= len(fused) else part.clone())
+            stop = start + count - num_drafts
+            if self._tree is not None:
+                own.expect(self._tree, row.tokens.drafts()[:num_drafts])
+            if stop - own.num_read > most:
+                reading.append(row)
+                stops.append(stop)
+        if reading:
+            self._read(reading, stops)
 
-    def fuse(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
-        return self._head.fuse(taps or [hidden])
+    def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
+        drafts: list[list[int]] = [[] for _ in rows]
+        orders: list[tuple[int, Order]] = []
+        for place, row in enumerate(rows):
+            own: _Reading | None = row.memory
+            num = row.tokens.num
+            if own is None or own.end < num - 1:  # what was computed last was not read
+                continue
+            own.settle(row.tokens.ids, num)
+            own.cut(num - 1)
+            count = min(row.max_drafts, self._table.num_slots(row.sequence_id) - num + 1)
+            if count > 0:
+                orders.append((place, Order(row, own.state, own.num_read, num, count)))
+        if not orders:
+            return drafts
+        orders.sort(key=lambda order: -order[1].num_drafts)
+        taken = [part for place, order in orders for part in rows[place].memory.take(order.stop)]
+        drawn = self._draft([order for _, order in orders], taken)
+        for (place, _), found in zip(orders, drawn, strict=True):
+            drafts[place] = found
+        return drafts
 
-    def read(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor | None = None) -> None:
-        assert hidden is not None, "a head reads hidden states"
+    def num_behind(self, row: DraftedSequence) -> int:
+        own: _Reading | None = row.memory
+        return row.tokens.num - own.num_read if own is not None else 0
+
+    def forget(self, row: DraftedSequence) -> None:
+        """Read what was held of one that was drafted for, as its blocks may serve others."""
+        own: _Reading | None = row.memory
+        if own is None or own.num_read == own.first:
+            return
+        own.settle(row.tokens.ids, row.tokens.num)
+        if (stop := min(own.end, row.tokens.num - 1)) > own.num_read:
+            self._read([row], [stop])
+
+    def _read(self, rows: Sequence[DraftedSequence], stops: Sequence[int]) -> None:
+        """Read the tokens up to positions `stops`."""
+        reading: list[_Reading] = [row.memory for row in rows]
+        starts = [own.num_read for own in reading]
+        counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        hidden = torch.cat([part for own, stop in zip(reading, stops, strict=True) for part in own.take(stop)])
         self._run(rows, starts, counts, hidden)
 
-    def draft(self, orders: Sequence[Order], hidden: Sequence[Tensor] = ()) -> list[list[int]]:
-        if self._rounds is not None and self._table.tree is None:
+    def _open(self, row: DraftedSequence) -> _Reading:
+        found = row.memory = _Reading(drafting_state(row))
+        return found
+
+    def _draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
+        """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
+
+        Most drafts come first. Where drafts are a tree, its first nodes: the best choice is what would be drawn.
+        """
+        if self._rounds is not None and self._tree is None:
             return draft_natively(self._rounds, self._table, orders, hidden)
         before = torch.cat(list(hidden))
-        if self._table.tree is not None:
-            return self._grow(self._table.tree.tree, orders, before)
+        if self._tree is not None:
+            return self._grow(self._tree, orders, before)
 
         def draw(
             orders: list[Order], starts: list[int], counts: list[int], kept: list[int] | None, num_drawn: int
@@ -142,7 +217,9 @@ class RowEagleRunner(EagleRunner):
         input_ids, step = self._device.upload(batch.arrays, self._caches)
         return self._head(input_ids, hidden, step)
 
-    def _run(self, rows: Sequence[DraftedSequence], starts: Ints, counts: Ints, hidden: Tensor) -> Tensor:
+    def _run(
+        self, rows: Sequence[DraftedSequence], starts: Sequence[int], counts: Sequence[int], hidden: Tensor
+    ) -> Tensor:
         """What the head makes of the last token of each, [R, H]."""
         batch = gather_tokens([self._table[row.sequence_id] for row in rows], starts, counts, self._table)
         return self._device.take_rows(self._compute(batch, hidden), [end - 1 for end in batch.ends])

@@ -11,8 +11,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.models.compiled import CompiledModel
 from quire.ops.native.library import library
-from quire.speculative.draft_model import DraftModelProposer
 from quire.utils.hub import resolve_model_path
+from quire.worker.draft import DraftModelProposer
 
 PROMPTS = ["Once upon a time", "The captain said that the boat", "It was", "Nobody in the village knew why"]
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.speculative.eagle import EagleProposer
 from quire.utils.hub import resolve_model_path
+from quire.worker.eagle import EagleProposer
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ import pytest
 from quire import SamplingParams
 from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
-from quire.speculative.draft_model import Reader
+from quire.worker.draft import Reader
 
 
 @pytest.mark.parametrize(

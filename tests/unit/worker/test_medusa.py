@@ -11,7 +11,7 @@ from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence
-from quire.speculative.medusa import MedusaProposer
+from quire.worker.medusa import MedusaProposer
 
 VOCAB_SIZE = 128
 
