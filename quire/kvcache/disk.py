@@ -6,6 +6,7 @@ so what it says of a file may be out of date: a read that fails is an answer, to
 
 from collections.abc import Sequence
 
+from quire.kvcache.pool import BlockPool
 from quire.protocol.stats import TierStats
 from quire.protocol.step import DiskNews
 
@@ -21,9 +22,9 @@ class DiskTier:
         under_way: (group, host block) -> name of what is being read to it.
     """
 
-    def __init__(self, stored: Sequence[Sequence[bytes]], stats: TierStats) -> None:
-        """`stored` are the names that the worker found at its start; counts are kept in `stats`."""
-        self._stats, self._is_open = stats, True
+    def __init__(self, stored: Sequence[Sequence[bytes]], host: Sequence[BlockPool], stats: TierStats) -> None:
+        """`stored` are the names that the worker found at its start; `host` the pools; counts are kept in `stats`."""
+        self._host, self._stats, self._is_open = host, stats, True
         self.known = [set(names) for names in stored]
         self.saves: list[Request] = []
         self._fetches: list[Request] = []  # to the host's blocks
@@ -51,26 +52,30 @@ class DiskTier:
         self.saves, self._fetches = [], []
         return orders
 
-    def take(self, news: DiskNews) -> tuple[list[tuple[Request, bool]], list[bytes]]:
-        """The worker's answers: which blocks were read or could not be, and names of which no read is under way now."""
+    def take(self, news: DiskNews) -> list[bytes]:
+        """The worker's answers: what was read can be found from now on. Returns names of which no read is under way."""
         stats = self._stats
         stats.disk_written_blocks_total, stats.disk_failed_writes_total = news.num_written, news.num_failed
         stats.disk_damaged_files_total, stats.disk_removed_files_total = news.num_damaged, news.num_removed
-        answers: list[tuple[Request, bool]] = []
+        answered: dict[bytes, None] = {}
         for group, host, was_read in news.fetched:
             name = self.under_way.pop((group, host))
-            answers.append(((group, host, name), was_read))
+            answered[name] = None
             stats.disk_hits_total += was_read
             stats.disk_misses_total += not was_read
-            if not was_read:
+            if was_read:
+                self._host[group].register(host, name)
+            else:
                 self.known[group].discard(name)
-        left = set(self.under_way.values()) if answers else ()
-        return answers, [name for name in dict.fromkeys(name for (_, _, name), _ in answers) if name not in left]
+            self._host[group].release(host)
+        left = set(self.under_way.values()) if answered else ()
+        return [name for name in answered if name not in left]
 
-    def cancel(self) -> list[tuple[int, int]]:
-        """No answer will come any more; returns the host blocks, as (group, block), that were waiting for one."""
-        waiting, self.under_way, self._fetches = list(self.under_way), {}, []
-        return waiting
+    def cancel(self) -> None:
+        """No answer will come any more to what was asked."""
+        for group, host in self.under_way:
+            self._host[group].release(host)
+        self.under_way, self._fetches = {}, []
 
     def close(self) -> None:
         """Neither read nor write from now on: what a name stands for may have changed."""

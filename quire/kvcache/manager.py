@@ -309,7 +309,8 @@ class KVManager:
         """The result of the oldest plan in flight came, and with it perhaps news of the disk."""
         if self.space is not None:
             self.space.plan_done()
-            self.settled += self.space.take(disk) if disk is not None else []
+        if self.disk is not None and disk is not None:
+            self.settled += self.disk.take(disk)
 
     def cancel(self) -> None:
         """Plans in flight will not be carried out, and no table holds blocks; what they were to move is forgotten."""

@@ -20,7 +20,7 @@ from quire.kvcache.prefix import longest_prefix
 from quire.kvcache.table import BlockTable, PrefixMatch, Swapped
 from quire.protocol.cache import CacheLayout
 from quire.protocol.stats import TierStats
-from quire.protocol.step import DiskNews, Moves
+from quire.protocol.step import Moves
 
 MEASURED_TOKENS = 32  # of prompts in a step, from which on its time says what a token costs to compute again
 
@@ -53,7 +53,7 @@ class SwapSpace:
         self.arrivals = PlannedCopies(self.pools)
         self.swapped: dict[int, BlockTable] = {}
         self._stats = TierStats()
-        self.disk = DiskTier(stored, self._stats) if stored is not None else None
+        self.disk = DiskTier(stored, self.pools, self._stats) if stored is not None else None
         self._groups, self._size = groups, layout.block_size
         self._out: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
         self._unproven: deque[list[tuple[int, int]]] = deque()  # (group, host block), by plan in flight
@@ -178,16 +178,6 @@ class SwapSpace:
             disk.fetch(number, host, last := name)
         return last
 
-    def take(self, news: DiskNews) -> list[bytes]:
-        """The disk's answers came; returns the names of blocks that nobody need wait for any longer."""
-        assert self.disk is not None, "news of a disk that nobody asked"
-        answers, settled = self.disk.take(news)
-        for (group, host, name), was_read in answers:
-            if was_read:
-                self.pools[group].register(host, name)
-            self.pools[group].release(host)
-        return settled
-
     def complete(self, number: int, names: list[bytes], found: list[int | None], swapped: Swapped | None) -> list[int]:
         """A group's matched blocks: those that were not found on the device are here, b as -1 - b.
 
@@ -268,8 +258,8 @@ class SwapSpace:
         for table in list(self.swapped.values()):
             self.drop_swapped(table)
         self._forget_evicted()
-        for group, host in self.disk.cancel() if self.disk is not None else ():
-            self.pools[group].release(host)
+        if self.disk is not None:
+            self.disk.cancel()
         for group, block in chain(*self._unproven, self._out):
             self.pools[group].forget(block)
         self._unproven.clear()

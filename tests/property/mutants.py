@@ -293,8 +293,7 @@ def a_beam_goes_on_from_its_neighbour(
 @plant(DiskTier, "take")
 def what_could_not_be_read_is_believed(right: Callable[..., Any], disk: DiskTier, news: Any) -> Any:
     """A file that is gone or damaged counts as read."""
-    answers, settled = right(disk, news)
-    return [(request, True) for request, _ in answers], settled
+    return right(disk, structs.replace(news, fetched=[(group, host, True) for group, host, _ in news.fetched]))
 
 
 @plant(DiskTier, "owned")
