@@ -37,7 +37,7 @@ def wait_up(server: RunningServer) -> None:
 
 
 def engines_of(server: RunningServer) -> set[int]:
-    return {pid for pid in server.processes() if b"clients.process" in command_line(pid)}
+    return {pid for pid in server.processes() if b"entrypoints.engine" in command_line(pid)}
 
 
 def by_engine(server: RunningServer, name: str) -> dict[str, float]:

@@ -79,7 +79,7 @@ if "quire.entrypoints.worker" in words or any(word.endswith("default_worker.py")
                 at(Worker, "load")
         return chosen and stage != "loading" and order == "begin"
     at(Rank, "carry_out", counts)
-elif words[-1] == "quire.engine.clients.process":
+elif words[-1] == "quire.entrypoints.engine":
     from quire.engine import build
     from quire.engine.core import EngineCore
     make = build.build_core
@@ -177,7 +177,7 @@ def pid_of(server: RunningServer, fault: Fault) -> int:
     if fault.on_ray and "rank" in fault.role:
         return int(fault.happened.with_name(fault.role).read_text())
     pids = sorted(server.processes())
-    engines = [pid for pid in pids if b"quire.engine.clients.process" in command_line(pid)]
+    engines = [pid for pid in pids if b"quire.entrypoints.engine" in command_line(pid)]
     return next(pid for pid in pids if role_of(pid, engines) == fault.role)
 
 

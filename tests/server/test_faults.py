@@ -70,7 +70,7 @@ async def begin_all(server: RunningServer, count: int = NUM_STREAMS, **fields: A
 def engine_of(server: RunningServer) -> int:
     """The process id of its engine."""
     for pid in server.processes():
-        if b"clients.process" in command_line(pid):
+        if b"entrypoints.engine" in command_line(pid):
             return pid
     raise AssertionError("there is no engine process")
 
@@ -299,7 +299,7 @@ def test_engine_hangs(start_server: Starter, sockets: dict[str, str]) -> None:
 
 SABOTAGE = """
 import os, signal, sys, time
-if sys.orig_argv[-1] in ("quire.engine.clients.process", "thread"):
+if sys.orig_argv[-1] in ("quire.entrypoints.engine", "thread"):
     from quire.engine.core import EngineCore
     step, count = EngineCore.step, 0
     def no_memory(plan):
@@ -347,7 +347,7 @@ def test_one_request_fails_alone(start_server: Starter, tmp_path: Path) -> None:
     """What the engine can't compute for one request, or can't even take, is that request's error."""
     text = """
     import sys
-    if sys.orig_argv[-1] == "quire.engine.clients.process":
+    if sys.orig_argv[-1] == "quire.entrypoints.engine":
         from quire.scheduler.scheduler import Scheduler
         add = Scheduler.add
         def broken(self, request, now):

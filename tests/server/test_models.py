@@ -43,7 +43,7 @@ def states(server: RunningServer) -> dict[str, str]:
 
 
 def engines(server: RunningServer) -> list[int]:
-    return [pid for pid in server.processes() if b"clients.process" in command_line(pid)]
+    return [pid for pid in server.processes() if b"entrypoints.engine" in command_line(pid)]
 
 
 def test_each_is_loaded_once_and_all_routes_are_its_own(fleet: RunningServer) -> None:

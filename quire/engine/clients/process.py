@@ -1,22 +1,19 @@
-"""The engine core in a process of its own, and the client that starts it.
+"""The client that starts the engine core in a process of its own, and both ends of what the two say to each other.
 
 The front end keeps its event loop smooth while the model computes, and survives the engine. Commands and events are
-msgspec structs over two ZeroMQ sockets (`ipc://`, in a directory that only this user may enter). The child reads its
-options from standard input, and that pipe's end is how it learns that the parent is gone. Run as a module, this file
-is the child.
+msgspec structs over two ZeroMQ sockets (`ipc://`, in a directory that only this user may enter). The child,
+`quire.entrypoints.engine`, reads its options from standard input, and that pipe's end is how it learns that the parent
+is gone.
 """
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,16 +24,13 @@ import msgspec
 import zmq
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import EngineDeadError, QuireError
-from quire.executor.binding import cpus_of_ranks
-from quire.protocol.core import Beat, Command, Dead, Event, Failed, Fault, Ready, Stop
+from quire.errors import EngineDeadError
+from quire.protocol.core import Beat, Command, Dead, Event, Failed, Ready, Stop
 from quire.utils.child import how_it_ended, is_stopped, start_child
-from quire.utils.logs import configure_logging
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 7.0  # without a beat: the engine has stopped
 CLOSE_SECONDS = 2.5  # for the child to leave by itself
-_EXIT_ORPHANED = 3
 
 logger = logging.getLogger("quire")
 
@@ -50,8 +44,11 @@ class Birth(msgspec.Struct, frozen=True):
     rank: int = 0  # among several engines
 
 
-def _address(directory: str, name: str) -> str:
-    return f"ipc://{directory}/{name}"
+def _socket(context: zmq.Context, kind: int, directory: str, name: str, *, binds: bool = False) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.set_hwm(0)  # nothing is dropped, and nobody blocks; what bounds the queues is the number of requests
+    (socket.bind if binds else socket.connect)(f"ipc://{directory}/{name}")
+    return socket
 
 
 class ProcessClient:
@@ -59,7 +56,7 @@ class ProcessClient:
 
     def __init__(self, args: EngineArgs, log_level: str, rank: int = 0) -> None:
         """`rank`: the engine's, where there are several."""
-        self._process = start_child("quire.engine.clients.process")
+        self._process = start_child("quire.entrypoints.engine")
         self.pid = self._process.pid
         # The child is told of it before it is there: whenever a signal cuts this short, somebody can remove it.
         self._directory = os.path.join(tempfile.gettempdir(), f"quire-{secrets.token_hex(8)}")
@@ -67,8 +64,8 @@ class ProcessClient:
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         os.mkdir(self._directory, 0o700)
         self._context = zmq.Context()
-        self._commands = self._socket(zmq.PUSH, "commands")
-        self._events = self._socket(zmq.PULL, "events")
+        self._commands = _socket(self._context, zmq.PUSH, self._directory, "commands", binds=True)
+        self._events = _socket(self._context, zmq.PULL, self._directory, "events", binds=True)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Event).decode
         self._closing = False
@@ -160,12 +157,6 @@ class ProcessClient:
         self._context.destroy(linger=0)
         self._remove()
 
-    def _socket(self, kind: int, name: str) -> zmq.Socket:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)  # nothing is dropped, and nobody blocks; what bounds the queues is the number of requests
-        socket.bind(_address(self._directory, name))
-        return socket
-
 
 def _tell(process: subprocess.Popen[bytes], birth: Birth) -> None:
     assert process.stdin is not None
@@ -174,106 +165,38 @@ def _tell(process: subprocess.Popen[bytes], birth: Birth) -> None:
         process.stdin.flush()
 
 
-def main() -> int:
-    """The child: load the model, serve, and leave when told to or when the parent is gone."""
-    sys.setswitchinterval(1e-3)  # seconds: of a thread that computes beside the loop, as one that loads an adapter
-    # The front end, whose work is short, goes first: requests that trickle in cost the engine whole steps.
-    os.nice(5)
-    # A terminal's Ctrl-C and a service manager's SIGTERM go to the whole group: the parent decides what they mean.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if not (line := sys.stdin.buffer.readline()).endswith(b"\n"):
-        return _EXIT_ORPHANED
-    birth = msgspec.json.decode(line, type=Birth)
-    configure_logging(birth.log_level, f"engine {birth.rank}: " if birth.args.data_parallel_size > 1 else "")
-    _take_share(birth.args, birth.rank)
-    leaving = threading.Event()
-    threading.Thread(target=_watch_parent, args=(birth.directory, leaving), daemon=True).start()
-    context = zmq.Context()
-    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Command).decode
-    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, name in ((commands, "commands"), (events, "events")):
-        socket.set_hwm(0)
-        socket.connect(_address(birth.directory, name))
+class ChildEnd:
+    """The child's end of the sockets."""
 
-    def receive(wait: bool) -> list[Command]:
+    def __init__(self, directory: str) -> None:
+        self._directory, self._context = directory, zmq.Context()
+        self._commands = _socket(self._context, zmq.PULL, directory, "commands")
+        self._events = _socket(self._context, zmq.PUSH, directory, "events")
+        self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Command).decode
+
+    def receive(self, wait: bool) -> list[Command]:
+        """The commands that have come; if asked to, waits a second for the first."""
         received: list[Command] = []
-        while commands.poll(1000 if wait and not received else 0):
-            received.append(decode(commands.recv()))
+        while self._commands.poll(1000 if wait and not received else 0):
+            received.append(self._decode(self._commands.recv()))
         return received
 
-    def send(event: Event) -> None:
-        events.send(encode(event))
+    def send(self, event: Event) -> None:
+        """Tell the parent."""
+        self._events.send(self._encode(event))
 
-    try:
-        gc.disable()  # of what is made from here on nothing is garbage
-        from quire.engine.build import build_core  # torch comes in here: the watch above must not wait for it
-        from quire.engine.loop import CoreLoop
+    def beat(self, step_start: Callable[[], float | None]) -> None:
+        """Tell the parent every second how long the running step has taken; a socket belongs to one thread."""
+        with contextlib.suppress(zmq.ZMQError), _socket(self._context, zmq.PUSH, self._directory, "events") as socket:
+            while True:
+                start = step_start()
+                socket.send(msgspec.msgpack.encode(Beat(0.0 if start is None else time.monotonic() - start)))
+                time.sleep(BEAT_SECONDS)
 
-        core = build_core(birth.args.resolve(), show_progress=sys.stderr.isatty(), rank=birth.rank)
-        loop = CoreLoop(core, receive, send)
-    except QuireError as error:
-        send(Failed(Fault.of(error)))
-        context.destroy(linger=1000)
-        return 1
-    gc.freeze()  # the model's objects are here to stay: collections need not look at them again
-    gc.enable()
-    beat = threading.Thread(target=_beat, args=(context, birth.directory, lambda: loop.step_start), daemon=True)
-    beat.start()
-    send(loop.ready())
-    alive = loop.run()
-    leaving.set()
-    events.close(linger=1000)
-    if alive:
-        loop.core.stop()
-    _let_finish(CLOSE_SECONDS - 1.0)
-    return 0 if alive else 1
+    def close(self) -> None:
+        """Say nothing more but beats; what was said is still sent."""
+        self._events.close(linger=1000)
 
-
-def _take_share(args: EngineArgs, rank: int) -> None:
-    """Of several engines, each takes its part of the cores: its number of threads, and those very cores by default."""
-    size = args.data_parallel_size
-    if size == 1 or args.distributed_executor_backend == "ray":
-        return
-    share = cpus_of_ranks("auto", size)[rank]
-    if share and args.cpu_bind == "auto" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
-
-
-def _let_finish(seconds: float) -> None:
-    """Wait that long for the threads that the interpreter would wait for: packed weights are being written."""
-    end = time.monotonic() + seconds
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join(max(0.0, end - time.monotonic()))
-
-
-def _watch_parent(directory: str, leaving: threading.Event) -> None:
-    """Leave when standard input ends: the parent is gone, or closing and about to wait."""
-    while sys.stdin.buffer.read(4096):
-        pass
-    if not leaving.wait(CLOSE_SECONDS - 0.5):
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(_EXIT_ORPHANED)
-
-
-def _beat(context: zmq.Context, directory: str, step_start: Callable[[], float | None]) -> None:
-    """Tell the parent every second how long the running step has taken; a socket belongs to one thread."""
-    with contextlib.suppress(zmq.ZMQError), context.socket(zmq.PUSH) as socket:
-        socket.set_hwm(0)
-        socket.connect(_address(directory, "events"))
-        while True:
-            start = step_start()
-            socket.send(msgspec.msgpack.encode(Beat(0.0 if start is None else time.monotonic() - start)))
-            time.sleep(BEAT_SECONDS)
-
-
-if __name__ == "__main__":
-    try:
-        code = main()
-    except Exception:
-        logger.critical("the engine's process failed", exc_info=True)
-        code = 1
-    logging.shutdown()
-    os._exit(code)  # at once: nothing is left to save, and threads of libraries may linger
+    def destroy(self) -> None:
+        """End all of it, once what was said is sent."""
+        self._context.destroy(linger=1000)

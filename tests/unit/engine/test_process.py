@@ -3,7 +3,7 @@
 import threading
 import time
 
-from quire.engine.clients.process import _let_finish
+from quire.entrypoints.engine import _let_finish
 
 
 def test_a_thread_that_writes_is_waited_for_but_not_for_ever() -> None:
