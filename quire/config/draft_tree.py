@@ -6,6 +6,7 @@ tokens.
 """
 
 import ast
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -96,11 +97,6 @@ class DraftTree:
         """Most drafts that can be accepted."""
         return self.depths[-1]
 
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """[1 + max_depth]: how many nodes lie no deeper than each depth, from 0 on."""
-        return tuple(sum(depth <= limit for depth in self.depths) for limit in range(self.max_depth + 1))
-
     def num_within(self, depth: int) -> int:
         """How many nodes lie no deeper; they are the first ones."""
-        return self.ends[max(0, min(depth, self.max_depth))]
+        return bisect_right(self.depths, depth)

@@ -39,7 +39,7 @@ class GrowingTree:
             For each node of the new level, its parent's place in the old one; [] where nothing is left to be done.
         """
         tree, start = self._tree, len(self.token_ids)
-        end = tree.ends[tree.depths[start]]
+        end = tree.num_within(tree.depths[start])
         parents: list[int] = []
         for node in range(start, min(end, self._num_nodes)):
             place = tree.parents[node] - self.level.start
