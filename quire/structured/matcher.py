@@ -140,8 +140,7 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The next tokens, at most MAX_FORCED, where the grammar leaves but one text."""
-        compute = self._engine.compute_ff_tokens
-        return (self.meter.timed(compute) if self.meter.is_watching else compute())[:MAX_FORCED]
+        return self.meter.timed(self._engine.compute_ff_tokens)[:MAX_FORCED]
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts may come, before the first that may not."""
@@ -154,10 +153,7 @@ class Matcher:
         there is left, and must not fail.
         """
         engine, num_bytes, meter = self._engine, masks.num_bytes, self.meter
-        if meter.is_watching:
-            meter.timed(engine.unsafe_compute_mask_ptr, masks.address + row * num_bytes, num_bytes)
-        else:
-            engine.unsafe_compute_mask_ptr(masks.address + row * num_bytes, num_bytes)
+        meter.timed(engine.unsafe_compute_mask_ptr, masks.address + row * num_bytes, num_bytes)
         if engine.is_error() or meter.is_spent:
             masks.array[row : row + 1 + len(drafts)] = 0
             return
