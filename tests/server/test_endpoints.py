@@ -525,12 +525,12 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "function_call": (CHAT, "auto"),
     "modalities": (CHAT, ["audio"]),
     "audio": (CHAT, {"voice": "x"}),
-    "reasoning_effort": (CHAT, "high"),
     "chat_template": (CHAT, "x"),
 }
 # Those that have tests of their own; of no effect with a tokenizer whose tokens carry their own spaces.
 ELSEWHERE = {
-    "use_beam_search", "cache_salt", "chat_template_kwargs", "priority", "spaces_between_special_tokens", "speculative"
+    "use_beam_search", "cache_salt", "chat_template_kwargs", "priority", "spaces_between_special_tokens", "speculative",
+    "reasoning_effort",
 }  # fmt: skip
 
 

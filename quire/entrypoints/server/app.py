@@ -6,6 +6,8 @@ makes a browser fetch anything from elsewhere.
 
 import importlib
 import inspect
+import re
+from difflib import get_close_matches
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -92,18 +94,29 @@ def imported(path: str) -> Any:
     return found
 
 
+_LONGEST_GUESSED = 100  # characters of a path
+# Routes of other servers, and for each group why they are not here.
+_NOT_HERE = re.compile(r"(?:/v\d)?/(?:(score|rerank|classify|pooling)|(audio|images)/[\w/]{1,40})$")
+_WHY = ("they write and make vectors (/v1/embeddings); they don't classify, score or rerank", "they know text only")
+
+
 async def _answer(request: Request, error: Exception) -> Response:
     # The framework says that there is no such route, and no handler.
     is_no_route = isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found"
-    if is_no_route and (meant := _meant_path(request)):
+    if is_no_route and (missing := _NOT_HERE.match(route_path(request.scope))):
+        error = HTTPException(404, f"{missing[0]} is not what models here do: {_WHY[(missing.lastindex or 1) - 1]}.")
+    elif is_no_route and (meant := _meant_path(request)):
         error = HTTPException(404, f"there is no such route; did you mean {meant}? /docs lists those there are.")
     return error_response(error, request.scope)
 
 
 def _meant_path(request: Request) -> str | None:
-    """The route that a client with a base URL is after which `BaseURLs` can't tell, as one with more before it."""
-    known = {context.path for context in iter_route_contexts(request.app.routes)}
-    parts = [part for part in route_path(request.scope).split("/") if part]
+    """The route that is misspelt, or that a base URL is before of which `BaseURLs` can't tell."""
+    known = {context.path for context in iter_route_contexts(request.app.routes) if context.path}
+    given = route_path(request.scope)
+    if len(given) <= _LONGEST_GUESSED and (near := get_close_matches(given, known, n=1, cutoff=0.8)):
+        return near[0]
+    parts = [part for part in given.split("/") if part]
     for start in range(len(parts)):
         tail = "/" + "/".join(parts[start:])
         for path in (tail, f"/v1{tail}"):

@@ -48,12 +48,11 @@ async def respond(request: Request, service: Service[_Body], body: _Body, media_
     """The response to a request, of the kind that its body asks for. `media_type`: of a stream."""
     request_id, client = identify(request.scope).decode("latin-1"), client_of(request.scope)
     if body.stream:
-        response: Response = EventStream(service.stream(body, request_id, client), media_type)
-    else:
-        answer = await while_connected(request.receive, service.create(body, request_id, client))
-        if answer is None:
-            return Response(status_code=499)  # for the log: nobody reads it
-        response = JsonParts(answer)
+        return EventStream(service.stream(body, request_id, client), media_type, body)
+    answer = await while_connected(request.receive, service.create(body, request_id, client))
+    if answer is None:
+        return Response(status_code=499)  # for the log: nobody reads it
+    response = JsonParts(answer)
     warn_client(response, body)
     return response
 
@@ -83,12 +82,15 @@ class JsonParts(Response):
 class EventStream(Response):
     """Sends events as they come. Nothing is sent before the first, so that a refusal is a plain HTTP error."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str = _EVENTS) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], media_type: str = _EVENTS, body: AnyRequest | None = None
+    ) -> None:
+        """`body`: the request's, whose fields of no effect are told once it is read."""
         self.status_code = 200
         self.media_type = media_type
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events = events
+        self._events, self._body = events, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(send))
@@ -96,6 +98,8 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             data: bytes | None = await anext(events)
+            if self._body is not None:
+                warn_client(self, self._body)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while data is not None:
                 await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,7 +1,8 @@
 """Fields of a request's body that no route knows: told to the client in a header, and to the operator once a name.
 
-Routes with bodies call `warn_client`, services `ServerState.admit`. A body's model keeps such fields
-(`extra="allow"`); what asks for a feature that is not there is no matter of this module: the models refuse it by name.
+Routes with bodies call `warn_client`, services `ServerState.admit`, and who finds a field of no use `ignore`. A body's
+model keeps such fields (`extra="allow"`); what asks for a feature that is not there is no matter of this module: the
+models refuse it by name.
 """
 
 import logging
@@ -28,6 +29,12 @@ def unknown_fields(body: BaseModel) -> list[str]:
         if isinstance(value, BaseModel):
             names += [f"{name}.{inner}" for inner in value.model_extra or ()]
     return names
+
+
+def ignore(body: BaseModel, name: str) -> None:
+    """Count a field that is of no use to this model among those that nobody knows."""
+    if body.model_extra is not None:
+        body.model_extra[name] = None
 
 
 def warn_client(response: Response, body: BaseModel) -> None:

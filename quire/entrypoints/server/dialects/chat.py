@@ -22,7 +22,7 @@ from quire.entrypoints.server.structure import held_to, names_of
 from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.tool_request import read_offer
 from quire.entrypoints.server.turn import Delta, Rules, Turn
-from quire.errors import InvalidRequestError
+from quire.entrypoints.server.unknown_fields import ignore
 from quire.outputs import Logprob, RequestOutput
 
 # Variables of some templates, and the value that asks a template without them for nothing.
@@ -39,6 +39,7 @@ async def read_chat(
     offer = read_offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     params = held_to(chat_params(body, state.llm), state.args.structure)
     text = await _render(state, body)
+    state.unknown_fields.note(body)  # what is of no use to the template
     try:
         with named(names_of(body)):
             parsing = plan_parsing(state, text, params, offer, body)
@@ -93,8 +94,7 @@ def _variables(body: ChatCompletionRequest, template: str, efforts: dict[str, An
         elif value is not None and name == "reasoning_effort" and _SWITCH in template:
             variables.setdefault(_SWITCH, value != "none")
         elif value not in (None, harmless):
-            message = f"{name} is of no use: this model's chat template has no such variable; leave it out."
-            raise InvalidRequestError(message, name)
+            ignore(body, name)
     return variables
 
 

@@ -26,6 +26,7 @@ from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.timings import timings_of
 from quire.entrypoints.server.turn import ContentEvent, Turn, arguments_of
+from quire.errors import InvalidRequestError
 
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
@@ -56,6 +57,8 @@ async def read_ollama(
     async def read(limit: int | None) -> tuple[TurnRequest, Turn]:
         if raw is None:
             turn, writer = await read_through_chat(state, plain, request_id, fields | {"max_tokens": limit}, _NAMES)
+            if "think" in (plain.model_extra or ()):
+                raise InvalidRequestError("think is of no use: this model's chat template has no thoughts.", "think")
             return turn, writer.turn
         own = {name: value for name, value in fields.items() if name in OtherCompletion.model_fields}
         own |= {"prompt": raw, "max_tokens": -1 if limit is None else limit, **plain.model_dump(exclude_unset=True)}

@@ -18,6 +18,7 @@ from quire.entrypoints.server.errors import describe
 from quire.entrypoints.server.requests_common import AnyRequest, GenerationRequest
 from quire.entrypoints.server.service import TurnRequest
 from quire.entrypoints.server.state import ServerState
+from quire.entrypoints.server.unknown_fields import ignore
 from quire.errors import InvalidRequestError
 
 # Fields of all requests that these have no form for, and values that ask for nothing.
@@ -57,6 +58,8 @@ async def read_through_chat(
     with renamed(names):
         request = validated(ChatCompletionRequest, {"model": body.model, "stream": body.stream, **given})
         turn, writer = await read_chat(state, request, request_id, prompt_only)
+    for name in request.model_extra or ():
+        ignore(body, names.get(name, name))
     # What the engine refuses later has the engine's names.
     return replace(turn, names={own: names.get(field, field) for own, field in turn.names.items()}), writer
 

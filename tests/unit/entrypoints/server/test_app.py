@@ -116,6 +116,33 @@ def test_another_wrong_base_url_is_told_the_route(client: TestClient) -> None:
     assert "did you mean" not in client.post("/nowhere/at/all").text
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/modelss", "/v1/models"),
+        ("/v1/completion-s", "/v1/completions"),
+        ("/openai/v1/chat/completions", "/v1/chat/completions"),
+        ("/api/chatt", "/api/chat"),
+        ("/helth", "/health"),
+    ],
+)
+def test_a_misspelt_route_is_told_the_right_one(client: TestClient, path: str, meant: str) -> None:
+    answer = client.post(path, json={})
+    assert (answer.status_code, f"did you mean {meant}?" in answer.text) == (404, True), answer.text
+    assert "did you mean" not in client.post(path + "x" * 5000, json={}).text
+
+
+def test_routes_of_what_models_here_do_not_do_say_so(client: TestClient) -> None:
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"):
+        answer = client.post(path, json={"query": "x"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "not_found")
+        assert "they don't classify, score or rerank" in error["message"]
+    answer = client.post("/v1/audio/transcriptions", files={"file": b"x"})
+    assert (answer.status_code, "text only" in answer.text) == (404, True)
+
+
 def test_unknown_model(client: TestClient) -> None:
     answer = client.post("/tokenize", json={"model": "gpt", "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -168,8 +168,6 @@ WRONG_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -255,6 +253,25 @@ def test_max_tokens_may_fill_the_context(client: TestClient, server: Any) -> Non
     assert client.post(COMPLETIONS, json={"prompt": [5] * 100, "max_tokens": 29}).status_code == 400
     assert client.post(COMPLETIONS, json={"prompt": [5] * 120}).status_code == 200  # 16 is only the default
     assert server.core.requests[-1].task.max_tokens == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_of_no_use_to_the_template_is_ignored_and_noted(
+    client: TestClient, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients send an effort to any model."""
+    caplog.set_level(logging.WARNING, "quire")
+    efforts = {"reasoning_effort": "high", "verbosity": "low", "stream": stream}
+    answer = client.post(CHAT, json=PLAIN[CHAT] | efforts)
+    told = "unknown fields, which are ignored: 'reasoning_effort', 'verbosity'"
+    assert (answer.status_code, answer.headers["x-quire-warnings"]) == (200, told)
+    assert caplog.messages == [f"a request has {told}"]
+    body = {"input": "Hi", "reasoning": {"effort": "high"}, "text": {"verbosity": "low"}, "stream": stream}
+    answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-quire-warnings"] == (
+        "unknown fields, which are ignored: 'reasoning.effort', 'text.verbosity'"
+    )
 
 
 HARMLESS: dict[str, Any] = {
