@@ -73,7 +73,7 @@ def read_header(path: Path) -> list[TensorSpec]:
                     raise ModelLoadError(f"{path}: tensor {name!r} has dtype {dtype!r}, which is not supported.")
                 specs.append(TensorSpec(name, dtype, shape, math.prod(shape) * _DTYPE_BYTES[dtype], path.name))
     except OSError as error:
-        raise ModelLoadError(f"{path.name} can't be read: {error.strerror}.") from error
+        raise ModelLoadError(f"{path.name} can't be read: {error.strerror or error}.") from error
     except SafetensorError as error:
         size = path.stat().st_size
         raise ModelLoadError(f"{path} is truncated or corrupt: {error} ({size} bytes). Fetch it again.") from error

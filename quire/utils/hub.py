@@ -7,6 +7,7 @@ says what to do. Must not know what the files hold; huggingface_hub is imported 
 import os
 import re
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,7 @@ def _why(error: Exception, name: str, revision: str | None, offline: bool) -> st
 
     at = f" at revision {revision!r}" if revision else ""
     if isinstance(error, errors.GatedRepoError):
-        remedy = "accept its licence on its hub page, then log in with `hf auth login` or set HF_TOKEN"
-        return f" is gated: {remedy}."
+        return " is gated: accept its licence on its hub page, then log in with `hf auth login` or set HF_TOKEN."
     if isinstance(error, errors.RevisionNotFoundError):
         return f" has no revision {revision!r} on the hub."
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -132,16 +132,16 @@ def _why(error: Exception, name: str, revision: str | None, offline: bool) -> st
         why, remedy = "the hub can't be reached", "check the network"
         if offline:
             why, remedy = "HF_HUB_OFFLINE forbids to download it", "unset HF_HUB_OFFLINE"
-        cached = f"is not, or not wholly, in the local cache, and {why}"
-        return f"{at} {cached}: {remedy}, or give a directory.{_hint(name)}"
-    return f"{at} can't be downloaded ({type(error).__name__}); try again."
+        return f"{at} is not, or not wholly, in the local cache, and {why}: {remedy}, or give a directory.{_hint(name)}"
+    remedy = "set HF_HOME to a folder of your own" if isinstance(error, PermissionError | RuntimeError) else "try again"
+    return f"{at} can't be downloaded ({type(error).__name__}); {remedy}."
 
 
 def _hint(name: str) -> str:
     """What a name that the hub does not have may have meant: a bundled model, or one that is in the cache."""
     from huggingface_hub import constants
 
-    cached = [path.name[8:].replace("--", "/") for path in Path(constants.HF_HUB_CACHE).glob("models--*")]
+    cached = [name[8:].replace("--", "/") for name in glob("models--*", root_dir=constants.HF_HUB_CACHE)]
     names = {each: each for each in cached}
     if "/" not in name:
         names = {each.rpartition("/")[2]: each for each in cached} | {each: each for each in _BUNDLED}

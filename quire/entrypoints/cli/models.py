@@ -81,6 +81,9 @@ def _cache() -> list[Any]:
         models = [each for each in scan_cache_dir(constants.HF_HUB_CACHE).repos if each.repo_type == "model"]
     except CacheNotFound:
         return []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the hub's cache {constants.HF_HUB_CACHE} can't be read: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last: there is no home
+        cache = constants.HF_HUB_CACHE
+        raise ConfigError(
+            f"the hub's cache {cache} can't be read: {str(error).rstrip('.')}. HF_HOME names another."
+        ) from None
     return sorted(models, key=lambda each: each.repo_id)

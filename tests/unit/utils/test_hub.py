@@ -1,5 +1,6 @@
 """Where a model is found: bundled, local or in a hub cache laid out by hand; nothing here touches the network."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,23 @@ def test_a_near_miss_of_what_is_in_the_cache(offline: None, tmp_path: Path, monk
     assert refused("Qwen/Qwen3-0.6B").endswith("or give a directory.")
 
 
+def test_a_cache_that_may_not_be_entered_is_no_traceback(
+    offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a HOME that a program was left with which then became another user."""
+
+    known, cache = os.stat, str(tmp_path / "hub")
+
+    def forbid(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).startswith(cache):
+            raise PermissionError(13, "Permission denied", path)
+        return known(path, *args, **kwargs)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", cache)
+    monkeypatch.setattr(os, "stat", forbid)
+    assert refused("owner/name").endswith("or give a directory.")
+
+
 def test_other_addresses_and_formats(tmp_path: Path) -> None:
     assert "is an address; give a directory, or a hub id (owner/name)" in refused("https://example.org/model")
     for name in ("x.gguf", str(tmp_path / "model-Q4.GGUF")):
@@ -175,7 +193,8 @@ class Response:
         (hub_errors.RevisionNotFoundError, "no revision 'v9'"),
         (hub_errors.HfHubHTTPError, "can't be downloaded (HfHubHTTPError)"),
         (OSError, "can't be downloaded (OSError)"),
-        (RuntimeError, "can't be downloaded (RuntimeError)"),
+        (RuntimeError, "can't be downloaded (RuntimeError); set HF_HOME"),
+        (PermissionError, "can't be downloaded (PermissionError); set HF_HOME"),
     ],
 )
 def test_refusals_of_the_hub(monkeypatch: pytest.MonkeyPatch, error: type[Exception], remedy: str) -> None:

@@ -73,6 +73,17 @@ def test_an_empty_cache_and_one_that_can_not_be_read(cache: Path, capsys: pytest
     assert f"the hub's cache {cache} can't be read: " in capsys.readouterr().err
 
 
+def test_a_user_without_a_home_is_told_of_hf_home(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scan(_: Any) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("huggingface_hub.scan_cache_dir", scan)
+    assert main(["models"]) == 2
+    assert capsys.readouterr().err.endswith("home directory. HF_HOME names another.\n")
+
+
 def test_removing_takes_all_revisions_of_a_model(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
