@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
+    if arguments[0] == "help":  # of a command, if one is named
+        arguments = [*arguments[1:], "--help"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may write what this terminal can't show

@@ -112,6 +112,16 @@ def test_both_ways_to_name_the_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"), [(["help"], "usage: quire [-h]"), (["help", "bench", "step"], "usage: quire bench step")]
+)
+def test_help_is_a_command_too(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(told)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate", "--max-modl-len", "4"], "unknown argument --max-modl-len. Did you mean --max-model-len?"),
