@@ -4,10 +4,7 @@
 `check_options` when they are made; `quire.entrypoints.cli.flags` makes flags of them. Must not know any one option.
 """
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import types
 import typing
 from collections.abc import Mapping
@@ -61,26 +58,6 @@ def option_of(options: type, name: str) -> Any:
     """The same option as another class of options has."""
     found = next(field for field in dataclasses.fields(options) if field.name == name)
     return dataclasses.field(default=found.default, metadata={**found.metadata, "of": options}, repr=found.repr)
-
-
-@cache
-def documentation(options: type) -> dict[str, str]:
-    """The docstring of each option by its name, in one line; those of another class's options are found there.
-
-    Empty where Python has no source of the class.
-    """
-    owners = {field.name: field.metadata.get("of") for field in dataclasses.fields(options)}
-    texts = {name: "" if owner is None else documentation(owner)[name] for name, owner in owners.items()}
-    try:
-        [declared] = ast.parse(inspect.getsource(options)).body
-    except (OSError, TypeError):
-        return texts
-    assert isinstance(declared, ast.ClassDef), "a class of options is declared at the top of its module"
-    for statement, below in itertools.pairwise(declared.body):
-        match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                texts[name] = " ".join(text.split())
-    return texts
 
 
 def by_other_names(options: type) -> dict[str, str]:

@@ -5,17 +5,21 @@ decides how its flag is read, its help text is what `--help` shows.
 """
 
 import argparse
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import os
 import re
 import typing
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from quire.config.engine_args import EngineArgs
-from quire.config.options import documentation, split_optional
+from quire.config.options import split_optional
 from quire.errors import ConfigError
 from quire.utils.hub import hub_id
 
@@ -120,6 +124,26 @@ def add_typed_flag(
         help_text += f" (default: {default})"
     text = help_text.replace("%", "%%")
     group.add_argument(flag_name(name), *others, dest=name, default=SUPPRESS, help=text, **spec)
+
+
+@cache
+def documentation(options: type) -> dict[str, str]:
+    """The docstring of each option by its name, in one line; those of another class's options are found there.
+
+    Empty where Python has no source of the class.
+    """
+    owners = {field.name: field.metadata.get("of") for field in dataclasses.fields(options)}
+    texts = {name: "" if owner is None else documentation(owner)[name] for name, owner in owners.items()}
+    try:
+        [declared] = ast.parse(inspect.getsource(options)).body
+    except (OSError, TypeError):
+        return texts
+    assert isinstance(declared, ast.ClassDef), "a class of options is declared at the top of its module"
+    for statement, below in itertools.pairwise(declared.body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def add_option_flags(

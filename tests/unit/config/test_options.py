@@ -9,7 +9,8 @@ from typing import Any, Literal, get_type_hints
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.options import check_options, choices_of, documentation, option, option_of
+from quire.config.options import check_options, choices_of, option, option_of
+from quire.entrypoints.cli.flags import documentation
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, NotYetSupportedError

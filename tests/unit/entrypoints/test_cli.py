@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.options import documentation
-from quire.entrypoints.cli.flags import engine_args_from, human_int
+from quire.entrypoints.cli.flags import documentation, engine_args_from, human_int
 from quire.entrypoints.cli.main import build_parser, main
 from quire.errors import ModelLoadError
 from quire.sampling_params import RequestOutputKind

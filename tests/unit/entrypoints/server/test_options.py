@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.options import documentation
+from quire.entrypoints.cli.flags import documentation
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
 
