@@ -1,15 +1,15 @@
 """Writes docs/vllm_flags.md: what Quire answers to each flag of `vllm serve`.
 
 The names are read from vllm_flags.txt beside this file, the answers from `quire serve`'s own parser and from
-quire/config/not_yet.txt. `--check` only says whether the document is up to date; a test does the same.
+quire/entrypoints/not_yet.txt. `--check` only says whether the document is up to date; a test does the same.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from quire.config.not_yet import answers
 from quire.entrypoints.cli.main import build_parser
+from quire.entrypoints.not_yet import answers
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES, DOCUMENT = ROOT / "tools" / "vllm_flags.txt", ROOT / "docs" / "vllm_flags.md"
@@ -68,7 +68,7 @@ def document() -> str:
     for names in flags:
         found = answer(names[0], parser)
         if found is None or any((answer(short, parser) or ("",))[0] != found[0] for short in names[1:]):
-            raise LookupError(f"{' '.join(names)} has no answer; give one in quire/config/not_yet.txt")
+            raise LookupError(f"{' '.join(names)} has no answer; give one in quire/entrypoints/not_yet.txt")
         kinds.append(found[0])
         rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {found[1].replace('|', chr(92) + '|')} |")
     counts = {kind: kinds.count(kind) for kind in ("taken", "kept", "refused")}

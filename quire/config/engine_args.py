@@ -6,7 +6,6 @@ against the model's own configuration, once, and returns the frozen `EngineConfi
 
 import dataclasses
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +13,13 @@ from typing import Any, Literal
 from quire.config.families import drafting_method
 from quire.config.kv_events import KVEventsConfig
 from quire.config.model import ModelConfig, read_json
-from quire.config.not_yet import take_anyway
-from quire.config.options import by_other_names, check_options, option, option_of, read_options
+from quire.config.options import check_options, option, option_of, read_options
 from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig
 from quire.config.speculative import CACHED_METHODS, EAGLE_METHODS, HEAD_METHODS, SpeculativeConfig, check_draft_model
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS, SamplingParams
 from quire.utils.hub import HEAD_PATTERNS, resolve_model_path
-from quire.utils.suggest import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -229,28 +226,6 @@ class EngineArgs:
         """Whether workers are processes of their own."""
         backend = self.distributed_executor_backend
         return backend in ("mp", "ray") or (self.num_ranks > 1 and backend != "external_launcher")
-
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> "EngineArgs":
-        """EngineArgs from keyword arguments; an unknown one is a ConfigError that names the nearest known one.
-
-        One that vLLM has and Quire has not yet is a NotYetSupportedError. None is an option's default.
-        """
-        known, aliases = [f.name for f in dataclasses.fields(cls)], by_other_names(cls)
-        for alias in aliases.keys() & kwargs.keys():
-            if aliases[alias] in kwargs:
-                raise ConfigError(f"{alias} and {aliases[alias]} are two names of one option; give one of them.")
-            kwargs[aliases[alias]] = kwargs.pop(alias)
-        for name in [*kwargs]:
-            if name not in known:
-                if take_anyway(name, kwargs[name]):
-                    del kwargs[name]
-                    continue
-                close = nearest(name, known)
-                hint = f" Did you mean {close!r}?" if close else " See quire.EngineArgs for the options there are."
-                raise ConfigError(f"unknown engine argument {name!r}.{hint}")
-        given: dict[str, Any] = {name: v for name, v in kwargs.items() if v is not None or name == "model"}
-        return cls(**{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in given.items()})
 
     def _generation_overrides(self) -> dict[str, Any]:
         given = self.override_generation_config or {}

@@ -60,11 +60,6 @@ def option_of(options: type, name: str) -> Any:
     return dataclasses.field(default=found.default, metadata={**found.metadata, "of": options}, repr=found.repr)
 
 
-def by_other_names(options: type) -> dict[str, str]:
-    """Other names of the options of a class -> their own."""
-    return {alias: f.name for f in dataclasses.fields(options) for alias in f.metadata.get("aliases", ())}
-
-
 def split_optional(hint: Any) -> tuple[Any, bool]:
     """A type without its None, and whether it had one."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from quire.config import engine_args
 from quire.engine import async_llm, llm_engine
+from quire.entrypoints import not_yet
 from quire.entrypoints.cli.flags import add_option_flags
 from quire.entrypoints.vllm_names import lacking
 from quire.protocol.stats import EngineStats
@@ -27,7 +28,7 @@ class EngineArgs(engine_args.EngineArgs):
     """The options of an engine, which take vLLM's other names too, and can be a command line's flags."""
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        vars(self).update(vars(engine_args.EngineArgs.from_kwargs(model=model, **options)))
+        vars(self).update(vars(not_yet.engine_args(model=model, **options)))
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:

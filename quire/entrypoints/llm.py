@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, tensor
 from tqdm import tqdm
 
-from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import LLMEngine, Metrics
+from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError
 from quire.executor.inprocess import InProcessExecutor
@@ -62,7 +62,7 @@ class LLM:
     def __init__(
         self, model: str = "demo", tokenizer: str | None = None, *, show_progress: bool = True, **kwargs: Any
     ) -> None:
-        args = EngineArgs.from_kwargs(model=model, tokenizer=tokenizer, **kwargs)
+        args = engine_args(model=model, tokenizer=tokenizer, **kwargs)
         start = None
         if args.data_parallel_size > 1:
             from quire.entrypoints.replicated_core import ReplicatedCore as start  # few need processes and event loops

@@ -1,7 +1,7 @@
 """The parser of a command line: it takes vLLM's ways to write flags, and reports an error in one line.
 
 `quire`'s commands are such parsers, and so is what scripts import as vLLM's `FlexibleArgumentParser`. Knows no flag:
-which there are is what was added to it, and what is said of vLLM's others stands in `quire.config.not_yet`.
+which there are is what was added to it, and what is said of vLLM's others stands in `quire.entrypoints.not_yet`.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from quire.config.not_yet import answers, take_anyway
 from quire.entrypoints.cli.files import read_text
+from quire.entrypoints.not_yet import answers, take_anyway
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.utils.suggest import nearest
 

@@ -12,6 +12,7 @@ from quire.config.engine_args import EngineArgs
 from quire.config.options import check_options, choices_of, option, option_of
 from quire.entrypoints.cli.flags import documentation
 from quire.entrypoints.cli.load.options import LoadArgs
+from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, NotYetSupportedError
 from quire.sampling_params import SamplingParams
@@ -108,18 +109,18 @@ def test_every_option_is_declared_by_one_function(options: type) -> None:
 
 def test_options_of_vllm_that_are_not_there_are_named() -> None:
     with pytest.raises(NotYetSupportedError, match="^enable_dbo is not supported: a step is one batch. Use pipeline_p"):
-        EngineArgs.from_kwargs(enable_dbo=True)
+        engine_args(enable_dbo=True)
     with pytest.raises(NotYetSupportedError, match="cpu_kvcache_space is not an option here: give kv_cache_memory"):
-        EngineArgs.from_kwargs(cpu_kvcache_space=4)
+        engine_args(cpu_kvcache_space=4)
     with pytest.raises(ConfigError, match="unknown engine argument 'max_modl_len'. Did you mean 'max_model_len'?"):
-        EngineArgs.from_kwargs(max_modl_len=4)
+        engine_args(max_modl_len=4)
 
 
 def test_other_names_of_vllm() -> None:
-    assert EngineArgs.from_kwargs(num_gpu_blocks_override=4) == EngineArgs(num_kv_blocks=4)
-    assert EngineArgs.from_kwargs(kv_cache_memory_bytes=1 << 20) == EngineArgs(kv_cache_memory=1 << 20)
+    assert engine_args(num_gpu_blocks_override=4) == EngineArgs(num_kv_blocks=4)
+    assert engine_args(kv_cache_memory_bytes=1 << 20) == EngineArgs(kv_cache_memory=1 << 20)
     with pytest.raises(ConfigError, match="num_gpu_blocks_override and num_kv_blocks are two names of one option"):
-        EngineArgs.from_kwargs(num_gpu_blocks_override=4, num_kv_blocks=4)
+        engine_args(num_gpu_blocks_override=4, num_kv_blocks=4)
     with pytest.raises(ConfigError, match="stream_interval must be an integer, at least 1, got 0"):
         EngineArgs(stream_interval=0)
 
@@ -127,7 +128,7 @@ def test_other_names_of_vllm() -> None:
 def test_none_is_the_default() -> None:
     """As vLLM has it: scripts hand on what their own flags left open."""
     given = ("seed", "max_num_seqs", "block_size", "enable_prefix_caching", "max_model_len", "scheduling_policy")
-    assert EngineArgs.from_kwargs(**dict.fromkeys(given)) == EngineArgs()
+    assert engine_args(**dict.fromkeys(given)) == EngineArgs()
 
 
 def test_defaults_of_requests_are_overridden() -> None:
@@ -160,7 +161,7 @@ def test_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_paths_are_texts(tmp_path: Path) -> None:
-    args = EngineArgs.from_kwargs(model=tmp_path, tokenizer=tmp_path / "x", download_dir=tmp_path)
+    args = engine_args(model=tmp_path, tokenizer=tmp_path / "x", download_dir=tmp_path)
     assert (args.model, args.tokenizer, args.download_dir) == (str(tmp_path), str(tmp_path / "x"), str(tmp_path))
     with pytest.raises(ConfigError, match="^model must be a text, got None.$"):
-        EngineArgs.from_kwargs(model=None)
+        engine_args(model=None)

@@ -105,7 +105,7 @@ def test_quires_own_modules_are_as_they_are() -> None:
     assert not hasattr(quire.config, "nonsense")
     loader: Any = own.__loader__
     assert "class SamplingParams(" in loader.get_source("quire.sampling_params"), "runpy, resources and the like ask it"
-    assert importlib.resources.files("quire.config").joinpath("not_yet.txt").is_file()
+    assert importlib.resources.files("quire.entrypoints").joinpath("not_yet.txt").is_file()
     missing: Any = getattr(own, "SamplingParamz", None)
     assert missing is None
 

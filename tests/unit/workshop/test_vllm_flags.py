@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.not_yet import answers
 from quire.entrypoints.cli.main import build_parser
+from quire.entrypoints.not_yet import answers
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import NotYetSupportedError
 

@@ -11,6 +11,7 @@ from quire.config.engine_args import EngineArgs
 from quire.entrypoints.cli.flags import engine_args_from
 from quire.entrypoints.cli.main import build_parser, main
 from quire.entrypoints.cli.parser import Parser
+from quire.entrypoints.not_yet import engine_args
 from quire.errors import ConfigError, NotYetSupportedError
 
 
@@ -97,8 +98,8 @@ def test_flags_that_are_refused(line: str, message: str, capsys: pytest.CaptureF
 
 def test_options_in_python(caplog: pytest.LogCaptureFixture) -> None:
     nothing = {"runner": "generate", "task": None, "enable_dbo": False, "enable_sleep_mode": True, "cpu_offload_gb": 0}
-    assert EngineArgs.from_kwargs(compilation_config={"mode": 3}, **nothing) == EngineArgs()
-    assert EngineArgs.from_kwargs(optimization_level=0) == EngineArgs()
+    assert engine_args(compilation_config={"mode": 3}, **nothing) == EngineArgs()
+    assert engine_args(optimization_level=0) == EngineArgs()
     assert caplog.messages == [
         "compilation_config has no effect: nothing is compiled at start-up, and the kernels are there already.",
         "optimization_level has no effect: nothing is compiled at start-up, and the kernels are there already.",
