@@ -84,7 +84,8 @@ def describe_address(listener: socket.socket, args: ServerArgs) -> str:
     if args.uds is not None:
         return f"the Unix socket {args.uds}"
     host, port = listener.getsockname()[:2]
-    note = "all interfaces; " if host in ("0.0.0.0", "::") else ""
+    open_to = "all interfaces" if args.api_key else "all interfaces, and no API key"
+    note = f"{open_to}; " if host in ("0.0.0.0", "::") else ""
     shown = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     scheme = "http" if args.ssl_certfile is None else "https"
     docs = "" if args.disable_fastapi_docs else "docs: /docs, "

@@ -80,6 +80,8 @@ def serve(args: ServerArgs, engine_args: EngineArgs, catalog: Catalog | None = N
     _open_standard_streams()
     _configure_logging(args)
     _raise_file_limit()
+    for risk in args.risks():
+        logger.warning(risk)
     with bound_socket(args) as listener:
         context = ssl_context(args)
         args = dataclasses.replace(args, chat_template=read_chat_template(args.chat_template))

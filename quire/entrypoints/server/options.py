@@ -188,6 +188,15 @@ class ServerArgs:
         """What holds of all structured outputs."""
         return read_options(StructureOptions, self.structured_outputs_config or {}, "structured_outputs_config")
 
+    def risks(self) -> list[str]:
+        """What these options let strangers do, a sentence each."""
+        told: list[str] = []
+        if "*" in (self.allowed_origins or ()) and (self.allow_credentials or not self.api_key):
+            told.append("allowed_origins '*': any web page that somebody opens can ask, and read the answers.")
+        if self.trust_request_chat_template:
+            told.append("trust_request_chat_template: whoever may send requests has Jinja programs of theirs run here.")
+        return told
+
     @property
     def logs_requests(self) -> bool:
         """Whether each request gets a line in the log."""

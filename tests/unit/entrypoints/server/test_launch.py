@@ -347,7 +347,8 @@ def test_unix_sockets(tmp_path: Path) -> None:
     ("options", "shown"),
     [
         ({"host": "127.0.0.1"}, "http://127.0.0.1:PORT (docs: /docs, playground: /)"),
-        ({}, "http://127.0.0.1:PORT (all interfaces; docs: /docs, playground: /)"),
+        ({}, "http://127.0.0.1:PORT (all interfaces, and no API key; docs: /docs, playground: /)"),
+        ({"api_key": ["k"]}, "http://127.0.0.1:PORT (all interfaces; docs: /docs, playground: /)"),
         (
             {"host": "127.0.0.1", "root_path": "/x", "disable_fastapi_docs": True},
             "http://127.0.0.1:PORT/x (playground: /)",

@@ -78,3 +78,20 @@ def test_no_text_shows_a_key(options: dict[str, Any]) -> None:
 )
 def test_who_logs_requests(options: dict[str, Any], logs: bool) -> None:
     assert ServerArgs(**options).logs_requests is logs
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, []),
+        ({"allowed_origins": ["https://a.example"]}, []),
+        ({"allowed_origins": ["*"]}, ["any web page that somebody opens"]),
+        ({"allowed_origins": ["*"], "api_key": ["k"]}, []),
+        ({"allowed_origins": ["*"], "api_key": ["k"], "allow_credentials": True}, ["any web page that somebody opens"]),
+        ({"trust_request_chat_template": True}, ["Jinja programs of theirs"]),
+    ],
+)
+def test_what_options_risk_is_told(options: dict[str, Any], told: list[str]) -> None:
+    risks = ServerArgs(**options).risks()
+    assert len(risks) == len(told)
+    assert all(part in risk for part, risk in zip(told, risks, strict=True))
