@@ -8,8 +8,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_inputs import AsyncInputs
@@ -35,6 +38,7 @@ from quire.utils.logs import quoted
 
 Starter = Callable[[EngineArgs, EngineConfig, "AsyncOptions"], CoreClient]
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
+_FAILED = "the engine failed to compute this request; the server's log says why."
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class AsyncLLM:
         self._outputs = OutputProcessor(tokenizer, config.args)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
+        self._fresh: list[OutputStream] = []  # whose readers are to be woken
         self._queued: set[str] = set()  # not yet part of a step
         self._aborted_early: set[str] = set()  # while their prompts are encoded: the engine has not heard of them yet
         self._ids = itertools.count()
@@ -160,26 +165,43 @@ class AsyncLLM:
             RequestFailedError: the engine could not compute this request.
             EngineDeadError: the engine is dead, or died meanwhile.
         """
+        terms = Terms(priority, client, ttft_target, tpot_target)
+        adapter = one_adapter(lora_request, prompt_adapter_request)
+        async with self.open(prompt, sampling_params, request_id, terms, adapter, arrival_time) as stream:
+            finished = False
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+
+    @asynccontextmanager
+    async def open(
+        self,
+        prompt: PromptType | PreparedPrompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        terms: Terms,
+        adapter: AdapterRequest | None,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[OutputStream, None]:
+        """The same for callers who read the outputs' stream themselves; leaving the context early aborts the request.
+
+        Args:
+            terms: but for the adapter, of which `adapter` is what to find.
+        """
         self._monitor.attach()
         given = prompt.params if isinstance(prompt, PreparedPrompt) else sampling_params
         params = given or self.get_default_sampling_params()
         external, internal, stream = self._open(request_id, params)
-        finished = False
         try:
             arrival = time.monotonic() if arrival_time is None else arrival_time
-            adapter = await self._inputs.find_adapter(one_adapter(lora_request, prompt_adapter_request))
-            terms = Terms(priority, client, ttft_target, tpot_target, adapter)
+            if adapter is not None:
+                terms = msgspec.structs.replace(terms, adapter=await self._inputs.find_adapter(adapter))
             if not isinstance(prompt, PreparedPrompt):
                 prompt, sampling_params = await self.prepare(prompt, params), None
             processed = self._inputs.processor.process(external, prompt, sampling_params, arrival, terms)
             self._submit(processed.renamed(internal))
-            while not finished:
-                output = await stream.get()
-                finished = output.finished
-                if finished and any(part.finish_reason == "error" for part in output.outputs):
-                    raise RequestFailedError("the engine failed to compute this request; the server's log says why.")
-                output.request_id = external
-                yield output
+            yield stream
         finally:
             self._close(internal)
 
@@ -391,14 +413,26 @@ class AsyncLLM:
         if processed.stopped:
             self._client.send(Finish(processed.stopped))
         for output in processed.outputs:
+            error, internal = output.error, output.request_id
             if output.finished:
                 reasons = [part.finish_reason or "abort" for part in output.outputs]
-                metrics.on_finished(output.request_id, reasons, output.num_cached_tokens or 0, now)
-            stream = self._streams.get(output.request_id)
-            if stream is not None and output.error is not None:
-                stream.fail(output.error)
-            elif stream is not None:
-                stream.put(output)
+                metrics.on_finished(internal, reasons, output.num_cached_tokens or 0, now)
+                error = error or (RequestFailedError(_FAILED) if "error" in reasons else None)
+            if (stream := self._streams.get(internal)) is None:
+                continue
+            if error is not None:
+                stream.fail(error)
+                continue
+            output.request_id = self._external[internal]
+            stream.put(output)
+            if not self._fresh:  # of several steps whose news have come at once, readers hear once
+                asyncio.get_running_loop().call_soon(self._wake_readers)
+            self._fresh.append(stream)
+
+    def _wake_readers(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        for stream in fresh:
+            stream.listener()
 
     def _refuse(self, event: Refused) -> None:
         if self._outputs.discard(event.request_id):

@@ -8,9 +8,10 @@ import asyncio
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from quire.entrypoints.server.errors import ErrorInfo, error_body
+from quire.entrypoints.server.middleware import OUTLET
 from quire.entrypoints.server.options import ServerArgs
 
 
@@ -34,6 +35,13 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._note_progress()
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        # What came by HTTP/1.1 is answered in chunks, where no length is said. The application starts after this.
+        if self.cycle is not before and self.scope["http_version"] == "1.1" and self.scope["method"] == "POST":
+            self.cycle.scope[OUTLET] = ChunkOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -76,3 +84,21 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if what is None else self.loop.call_later(self._timeouts[what], self.transport.abort)
+
+
+class ChunkOutlet:
+    """Where more of an answer's body goes that has no length (an `Outlet`)."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        stopped = cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        return cycle.response_started and not stopped
+
+    def write(self, data: bytes) -> None:
+        """Send a chunk, as h11 would, which goes through all that may follow on what each time."""
+        if data:  # an empty one would be the last
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from quire.entrypoints.server.errors import ErrorInfo, describe
 from quire.entrypoints.server.parsers.base import ContentEvent
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import Read, TurnRequest, next_of, outputs_of
+from quire.entrypoints.server.service import Read, TurnRequest, next_of, opened
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Finish, Turn
 from quire.errors import QuireError
@@ -70,8 +70,8 @@ async def events_of(
     Raises:
         InvalidRequestError, OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does.
     """
-    async with aclosing(outputs_of(state, request, client)) as batches:
-        async for batch in batches:
+    async with opened(state, request, client) as outputs:
+        while batch := await outputs.next():
             deltas = (delta for place, output in batch for delta in writer.turn.take(place, output))
             events = [event for delta in deltas for event in writer.take(delta)]
             if events:

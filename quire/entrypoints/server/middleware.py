@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from typing import Any
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
@@ -30,7 +31,8 @@ _ENDLESS_PATHS = ("/live",)  # streams that end with the server
 _NO_LOAD = (*_ENDLESS_PATHS, *PUBLIC_PATHS, "/load", "/metrics")  # who asks for the load is none, nor what to wait for
 _PAGES = ("/", "/docs")
 _LONGEST_ID = 200
-_CLIENT = "quire.client"  # in a request's scope
+OUTLET = "quire.outlet"  # in a request's scope, as what follows
+_CLIENT = "quire.client"
 
 
 def route_path(scope: Scope) -> str:
@@ -50,6 +52,8 @@ class Frame:
             await self._app(scope, receive, send)
             return
         inner = _as_get(scope)
+        if self._state.args.middleware:
+            scope.pop(OUTLET, None)  # others want to see all that is sent
         args, status, start = self._state.args, 0, time.perf_counter()
         headers = [(b"x-request-id", identify(scope))] if args.enable_request_id_headers else []
         if is_anthropic(scope):
@@ -177,6 +181,11 @@ def _digest(key: bytes) -> bytes:
 def client_of(scope: Scope) -> str | None:
     """Whose request it is by its API key, which the name does not tell; None where no keys are asked for."""
     return scope.get(_CLIENT)
+
+
+def outlet_of(scope: Scope) -> Any:
+    """The `Outlet` of the request's answer, where its connection has one that nobody needs to listen at."""
+    return scope.get(OUTLET)
 
 
 class RequestLimits:

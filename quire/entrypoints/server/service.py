@@ -7,12 +7,14 @@ is built and encoded in a thread. Knows nothing of any dialect's form.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from quire.engine.output_stream import OutputStream
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sampling import named
 from quire.entrypoints.server.sse import DONE, event
@@ -32,7 +34,7 @@ _MANY = 5000  # tokens, and alternatives to them, of an answer: to write more is
 _MOST_LOGGED = 100  # prompts of a request that the log shows, where the operator wants them there
 _PART = 1 << 18  # bytes that are written at once, about
 
-_Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
+Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
 _Body = TypeVar("_Body")
 _Writer = TypeVar("_Writer")
 _Item = TypeVar("_Item")
@@ -79,11 +81,77 @@ class Writer(Protocol):
 Read = Callable[[ServerState, _Body, str], Awaitable[tuple[TurnRequest, _Writer]]]
 
 
+class Outlet(Protocol):
+    """The way to a client past the layers of the application: for the middle of a stream's body."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the body has begun, and the client is there and reads it."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send more of the body now."""
+        ...
+
+
+class Outputs:
+    """What the engine makes of a request's prompts, as it comes: places and outputs, those of one step together."""
+
+    def __init__(self, streams: list[OutputStream]) -> None:
+        self._streams = dict(enumerate(streams))  # of those that go on
+        self._fresh = {*self._streams}  # where something may have come
+        self._waiter: asyncio.Future[None] | None = None
+        self._outlet: Outlet | None = None
+        self._write: Callable[[Batch], bytes] = lambda batch: b""
+        for place, stream in self._streams.items():
+            stream.listener = partial(self._listen, place)
+
+    async def next(self, outlet: Outlet | None = None, write: Callable[[Batch], bytes] = lambda batch: b"") -> Batch:
+        """What comes next; nothing once all have ended. Raises what a prompt met.
+
+        Args:
+            outlet: as long as it is ready, what comes of a single prompt goes there, in the engine's own callback and
+                as `write` puts it: to wake a task would cost more than all else that a token needs.
+        """
+        self._write, self._outlet = write, outlet if len(self._streams) == 1 else None
+        while not (batch := self._take()) and self._streams:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return batch
+
+    def _take(self) -> Batch:
+        fresh = sorted(self._fresh)
+        batch = [(place, output) for place in fresh if (output := self._streams[place].take()) is not None]
+        for place, output in batch:
+            if output.finished:
+                del self._streams[place]
+        self._fresh = {place for place, output in batch if not output.finished}  # an error may have come after it
+        return batch
+
+    def _listen(self, place: int) -> None:
+        if place in self._streams:
+            self._fresh.add(place)
+        if self._waiter is None or self._waiter.done():
+            return
+        try:
+            if self._outlet is not None and self._outlet.is_ready:
+                self._outlet.write(self._write(self._take()))
+                if self._streams:
+                    return
+            self._waiter.set_result(None)
+        except Exception as error:
+            self._waiter.set_exception(error)
+
+
 class TurnService(Generic[_Body]):
     """Answers the requests of one dialect."""
 
-    def __init__(self, state: ServerState, read: Read[_Body, Writer]) -> None:
-        self._state, self._read = state, read
+    def __init__(self, state: ServerState, read: Read[_Body, Writer], outlet: Outlet | None = None) -> None:
+        """`outlet`: where a stream's items may go that are not its first."""
+        self._state, self._read, self._outlet = state, read, outlet
 
     async def create(self, body: _Body, request_id: str, client: str | None = None) -> list[bytes]:
         """The whole answer as JSON, which may come in several parts.
@@ -98,8 +166,8 @@ class TurnService(Generic[_Body]):
         """
         request, writer = await self._read(self._state, body, request_id)
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(outputs_of(self._state, request, client)) as batches:
-            async for batch in batches:
+        async with opened(self._state, request, client) as found:
+            while batch := await found.next():
                 outputs.update(batch)
         if _size(outputs.values(), request.params) <= _MANY:
             return [_whole(writer, outputs)]
@@ -108,35 +176,41 @@ class TurnService(Generic[_Body]):
     async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
         request, writer = await self._read(self._state, body, request_id)
-        turn = writer.turn
-        async with aclosing(outputs_of(self._state, request, client)) as batches:
-            async for batch in batches:
+        turn, outlet = writer.turn, None if writer.opens_large else self._outlet
+
+        def write(batch: Batch) -> bytes:
+            return b"".join(_events(writer, batch))
+
+        async with opened(self._state, request, client) as outputs:
+            while batch := await outputs.next(outlet, write):
                 if writer.opens_large and turn.num_begun < turn.num_choices:
                     for part in await asyncio.to_thread(_events_in_parts, writer, batch):
                         yield part
-                elif events := _events(writer, batch):
-                    yield b"".join(events)
-                if turn.num_unfinished == 0:
-                    return
+                elif events := write(batch):
+                    yield events
 
 
-def outputs_of(
-    state: ServerState, request: TurnRequest, client: str | None
-) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """What the engine makes of a request: places of prompts and their outputs, those of one step together."""
+@asynccontextmanager
+async def opened(state: ServerState, request: TurnRequest, client: str | None) -> AsyncGenerator[Outputs, None]:
+    """Have the engine run a request as long as the context lasts.
+
+    Raises:
+        InvalidRequestError, OverloadedError, RequestFailedError, EngineDeadError: as `AsyncLLM.generate` does.
+    """
     request_id, prompts = request.request_id, request.prompts
     if state.args.enable_log_requests:
         _log(request, state.args.max_log_len)
-    terms = msgspec.structs.asdict(request.terms)
-    terms["lora_request"] = request.lora_request
-    del terms["adapter"]
-    if client is not None:
-        terms["client"] = client
+    terms = request.terms if client is None else msgspec.structs.replace(request.terms, client=client)
     ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
-    batches = _merged(
-        [state.llm.generate(prompt, request_id=own_id, **terms) for prompt, own_id in zip(prompts, ids, strict=True)]
-    )
-    return _refused_by_name(batches, request.names) if request.names else batches
+    async with AsyncExitStack() as stack:
+        with named(request.names):
+            streams: list[OutputStream] = []
+            for place, prompt in enumerate(prompts):
+                if place % _STARTED_TOGETHER == _STARTED_TOGETHER - 1:
+                    await asyncio.sleep(0)
+                run = state.llm.open(prompt, None, ids[place], terms, request.lora_request)
+                streams.append(await stack.enter_async_context(run))
+            yield Outputs(streams)
 
 
 def _log(request: TurnRequest, longest: int | None) -> None:
@@ -153,16 +227,7 @@ def _log(request: TurnRequest, longest: int | None) -> None:
         logger.info("request %s: %d more prompts", quoted(request.request_id), num_more)
 
 
-async def _refused_by_name(
-    batches: AsyncGenerator[_Batch, None], names: Mapping[str, str]
-) -> AsyncGenerator[_Batch, None]:
-    async with aclosing(batches):
-        with named(names):
-            async for batch in batches:
-                yield batch
-
-
-def _events(writer: Writer, batch: _Batch) -> list[bytes]:
+def _events(writer: Writer, batch: Batch) -> list[bytes]:
     """The events that a batch brings; with the last ones goes the stream's end."""
     turn = writer.turn
     events = [event(writer.chunk(delta)) for place, output in batch for delta in turn.take(place, output)]
@@ -173,7 +238,7 @@ def _events(writer: Writer, batch: _Batch) -> list[bytes]:
     return events
 
 
-def _events_in_parts(writer: Writer, batch: _Batch) -> list[bytes]:
+def _events_in_parts(writer: Writer, batch: Batch) -> list[bytes]:
     return _joined(_events(writer, batch))
 
 
@@ -216,39 +281,6 @@ def _size(outputs: Iterable[RequestOutput], params: SamplingParams) -> int:
         if output.prompt_logprobs is not None:
             size += sum(len(entry) for entry in output.prompt_logprobs if entry is not None) * len(output.outputs)
     return size
-
-
-async def _merged(sources: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[_Batch, None]:
-    """Outputs of several requests as they come, those of one step together. Leaving it, or a failure, ends them all."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as outputs:
-            async for output in outputs:
-                yield [(0, output)]
-        return
-    waiting: dict[asyncio.Task[RequestOutput | None], int] = {}
-    fresh = list(range(len(sources)))  # places whose next output nobody awaits
-    try:
-        while waiting or fresh:
-            for count, place in enumerate(fresh, 1):
-                waiting[asyncio.create_task(next_of(sources[place]))] = place
-                if count % _STARTED_TOGETHER == 0:
-                    await asyncio.sleep(0)
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for error in [task.exception() for task in done]:
-                if error is not None:
-                    raise error
-            batch = [(place, task.result()) for task, place in waiting.items() if task in done]
-            batch.sort(key=lambda item: item[0])
-            for task in done:
-                del waiting[task]
-            fresh = [place for place, output in batch if output is not None]
-            yield [(place, output) for place, output in batch if output is not None]
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for source in sources:
-            await source.aclose()
 
 
 async def next_of(source: AsyncGenerator[_Item, None]) -> _Item | None:

@@ -22,9 +22,9 @@ from quire.entrypoints.server.dialects.through_chat import validated
 from quire.entrypoints.server.embedding_request import EmbeddingRequest
 from quire.entrypoints.server.event_service import EventService
 from quire.entrypoints.server.messages_request import ConversationRequest, MessagesRequest
-from quire.entrypoints.server.middleware import identify
+from quire.entrypoints.server.middleware import identify, outlet_of
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import TurnRequest, TurnService
+from quire.entrypoints.server.service import Outlet, TurnRequest, TurnService
 from quire.entrypoints.server.sse import CONTENT_TYPES, respond
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.entrypoints.server.unknown_fields import warn_client
@@ -36,13 +36,13 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions", tags=["completions"], responses=CONTENT_TYPES)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on with one or more prompts."""
-    return await respond(request, completion_service(get_state(request)), body)
+    return await respond(request, completion_service(get_state(request), outlet_of(request.scope)), body)
 
 
 @router.post("/v1/chat/completions", tags=["chat"], responses=CONTENT_TYPES)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
-    return await respond(request, chat_service(get_state(request)), body)
+    return await respond(request, chat_service(get_state(request), outlet_of(request.scope)), body)
 
 
 @router.post("/v1/messages", tags=["messages"], responses=CONTENT_TYPES)
@@ -66,14 +66,14 @@ async def invoke(body: dict[str, Any], request: Request) -> Response:
     return await create_completion(validated(CompletionRequest, body), request)
 
 
-def completion_service(state: ServerState) -> TurnService[CompletionRequest]:
+def completion_service(state: ServerState, outlet: Outlet | None = None) -> TurnService[CompletionRequest]:
     """What answers completion requests, over HTTP or not."""
-    return TurnService(state, read_completion)
+    return TurnService(state, read_completion, outlet)
 
 
-def chat_service(state: ServerState) -> TurnService[ChatCompletionRequest]:
+def chat_service(state: ServerState, outlet: Outlet | None = None) -> TurnService[ChatCompletionRequest]:
     """What answers chat requests, over HTTP or not."""
-    return TurnService(state, read_chat)
+    return TurnService(state, read_chat, outlet)
 
 
 class TokenCount(BaseModel):

@@ -3,6 +3,7 @@
 import asyncio
 import types
 from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -19,6 +20,36 @@ from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.utils.hub import resolve_model_path
+
+
+class _FakeStream:
+    """An `OutputStream` that merges nothing."""
+
+    def __init__(self, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        self.listener: Callable[[], object] = bool
+        self.finished = False
+        self._come: list[RequestOutput | Exception] = []
+        self.task = asyncio.create_task(self._follow(outputs))
+
+    async def _follow(self, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async for output in outputs:
+                self._come.append(output)
+                self.listener()
+        except Exception as error:
+            self._come.append(error)
+            self.listener()
+
+    def take(self) -> RequestOutput | None:
+        if not self._come:
+            return None
+        found = self._come.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        self.finished = found.finished
+        if self._come:
+            asyncio.get_running_loop().call_soon(self.listener)
+        return found
 
 
 class FakeAsyncLLM:
@@ -89,16 +120,16 @@ class FakeAsyncLLM:
             token_ids = await self.encode(text, add_special_tokens)
         return PreparedPrompt(token_ids, text, params, prompt.get("cache_salt"))
 
-    async def generate(self, prompt: PreparedPrompt, *, request_id: str | None = None, **_: Any):
+    @asynccontextmanager
+    async def open(self, prompt: PreparedPrompt, params: None, request_id: str, *_: Any):
         await self.check_health()
         self.requests.append((prompt, prompt.params))
-        finished = False
+        stream = _FakeStream(self._outputs(request_id))
         try:
-            async for output in self._outputs(request_id or "0"):
-                finished = output.finished
-                yield output
+            yield stream
         finally:
-            self.num_aborted += not finished
+            stream.task.cancel()
+            self.num_aborted += not stream.finished
 
     async def _outputs(self, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         for place, word in enumerate(self.words):

@@ -86,13 +86,13 @@ def test_structures(make_server: Callable[..., Any]) -> None:
     for options, expected in (({}, False), ({"disable_any_whitespace": True}, True)):
         server = make_server(structured_outputs_config=options)
         seen: list[Any] = []
-        generate = server.llm.generate
+        run = server.llm.open
 
-        def noted(prompt: Any, *args: Any, seen: Any = seen, generate: Any = generate, **kwargs: Any) -> Any:
+        def noted(prompt: Any, *args: Any, seen: Any = seen, run: Any = run) -> Any:
             seen.append(prompt.params.structured_outputs)
-            return generate(prompt, *args, **kwargs)
+            return run(prompt, *args)
 
-        server.llm.generate = noted
+        server.llm.open = noted
         with TestClient(server.app) as client:
             for path, body in (
                 ("completions", {"prompt": "Hi"}),

@@ -1,6 +1,7 @@
 """How answers are sent: one send a step, nothing before the first event, and an end when the client leaves."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from quire.entrypoints.server.completion_request import CompletionRequest
 from quire.entrypoints.server.sse import EventStream, while_connected
+from quire.entrypoints.server.turn_routes import completion_service
 from quire.errors import InvalidRequestError, RequestFailedError
 
 Message = dict[str, Any]
@@ -221,3 +223,71 @@ def test_one_send_for_each_step(server: Any) -> None:
     wire = asyncio.run(talk())
     assert wire.body.count(b"data: {") >= 8 * 3
     assert len(wire.sent) <= 2 + 2 * 7, "a send for each step of each prompt at most"
+
+
+class Shortcut:
+    """An `Outlet` into a wire, which is ready now and then."""
+
+    def __init__(self, wire: Wire, ready: list[bool]) -> None:
+        self._wire, self._ready = wire, ready
+        self.num_written = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self._wire.sent) >= 2 and self._ready[len(self._wire.sent) % len(self._ready)]
+
+    def write(self, data: bytes) -> None:
+        self.num_written += 1
+        self._wire.sent.append({"body": data})
+
+
+def sent_past(server: Any, ready: list[bool], **fields: Any) -> tuple[Wire, Shortcut]:
+    """What a stream with an outlet sends."""
+    wire = Wire()
+    outlet = Shortcut(wire, ready)
+    body = CompletionRequest.model_validate({"prompt": [5], "max_tokens": 9, "stream": True, **fields})
+
+    async def talk() -> None:
+        service = completion_service(server.state, outlet)
+        await EventStream(service.stream(body, "r"))({"type": "http"}, wire.receive, wire.send)
+
+    asyncio.run(talk())
+    return wire, outlet
+
+
+@pytest.mark.parametrize("ready", [[True], [True, False], [True, True, False], [False]])
+def test_the_middle_of_a_stream_goes_past_the_application(server: Any, ready: list[bool]) -> None:
+    """Whatever goes which way, the body is the same, and only its middle takes the shortcut."""
+    texts = []
+    for outlets in ([False], ready):
+        wire, outlet = sent_past(server, outlets, n=2)
+        assert outlet.num_written <= len(wire.sent) - 3, "headers, the first piece and the end are the application's"
+        assert wire.body.endswith(b"[DONE]\n\n")
+        assert wire.body.count(b"[DONE]") == 1
+        texts.append(texts_of(wire.body))
+    assert texts[0] == texts[1]
+    assert (outlet.num_written > 3) == (True in ready)
+
+
+def test_what_a_stream_meets_past_the_application_is_its_last_event(server: Any) -> None:
+    server.core.ending, server.core.ends_at = "abort", 4
+    wire, outlet = sent_past(server, [True])
+    assert outlet.num_written == 3
+    assert b"is stopping" in wire.body
+    assert wire.body.endswith(b"[DONE]\n\n")
+
+
+def test_several_prompts_do_without_a_shortcut(server: Any) -> None:
+    wire, outlet = sent_past(server, [True], prompt=[[5], [6]])
+    assert outlet.num_written == 0
+    assert wire.body.endswith(b"[DONE]\n\n")
+
+
+def texts_of(body: bytes) -> list[str]:
+    """Of each choice, and how it ended."""
+    texts = ["", ""]
+    for line in body.splitlines():
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"] + (choice["finish_reason"] or "")
+    return texts
