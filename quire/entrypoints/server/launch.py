@@ -52,6 +52,7 @@ _ACCEPTED_AT_ONCE = 64
 _LOG_SECONDS = 10.0
 _FLUSH_SECONDS = 1.0  # for last words to reach the clients
 _DEAD_SECONDS = 2.0  # for /health to tell that the engine is dead
+_NEW_OBJECTS = 20_000  # that cycles are looked for among: streams' steps make few, and a step of 256 thousands of objects
 _EXIT_SECONDS = 3.0  # for the interpreter to leave by itself, which threads can hold up
 _MAX_FILES = 65536
 _STALL_SECONDS = 0.01
@@ -189,6 +190,7 @@ class Server(uvicorn.Server):
             raise QuireError(f"can't listen: {error.strerror}. Stop what uses it, or choose another --port.") from None
         gc.collect()
         gc.freeze()  # what is here now stays: collections need not look at it again
+        gc.set_threshold(_NEW_OBJECTS)
         others = _beside(self._state) if isinstance(self._state, ServerState) else []
         self._watchers = [asyncio.create_task(watcher) for watcher in (self._watch_engine(), *others)]
         assert sockets, "serve() passes the socket"
