@@ -17,7 +17,7 @@ from quire.lora.request import AdapterRequest
 from quire.protocol.requests import AdapterRef
 from quire.sampling_params import SamplingParams
 from quire.text.conversation import Conversation
-from quire.text.renderer import Renderer
+from quire.text.renderer import RenderLane
 from quire.text.tokenizer import Tokenizer
 
 _SHORT = 2000  # characters or ids of a prompt that are handled on the event loop: less work than going to a thread
@@ -37,8 +37,8 @@ class AsyncInputs:
         self._tokenizer = tokenizer
         self._encodings = ThreadPoolExecutor(2, "quire-encode")
         self._long_encodings = ThreadPoolExecutor(1, "quire-encode-long")
-        self._renders, self._long_renders = _RenderLane("render", 2), _RenderLane("render-long", 1)
-        self._strangers = _RenderLane("render-strangers", 2)
+        self._renders, self._long_renders = RenderLane("render", 2), RenderLane("render-long", 1)
+        self._strangers = RenderLane("render-strangers", 2)
 
     async def prepare(
         self, prompt: PromptType, params: SamplingParams, add_special_tokens: bool = True
@@ -72,9 +72,10 @@ class AsyncInputs:
         """
         conversation = Conversation(messages=messages, **options)
         job = conversation.job(self._tokenizer_or_refuse())
+        lane = self._renders if len(job) < _LONG else self._long_renders
         if conversation.chat_template is not None and not trusted:
-            return await self._strangers.render(job)
-        return await (self._renders if len(job) < _LONG else self._long_renders).render(job)
+            lane = self._strangers
+        return await _run(lane, lambda: lane.render(job))
 
     def close(self) -> None:
         """End the threads and the processes."""
@@ -94,27 +95,3 @@ class AsyncInputs:
 
 async def _run(threads: ThreadPoolExecutor, function: Callable[[], _Result]) -> _Result:
     return await asyncio.get_running_loop().run_in_executor(threads, function)
-
-
-class _RenderLane(ThreadPoolExecutor):
-    """Threads, each with a process that renders for it; one that is warm comes first."""
-
-    def __init__(self, name: str, width: int) -> None:
-        super().__init__(width, f"quire-{name}")
-        self._renderers = [Renderer() for _ in range(width)]
-        self._idle = [*self._renderers]  # as many as there are threads: one that works finds one
-
-    async def render(self, job: bytes) -> str:
-        return await _run(self, lambda: self._render(job))
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait, cancel_futures=cancel_futures)
-        for renderer in self._renderers:
-            renderer.close()
-
-    def _render(self, job: bytes) -> str:
-        renderer = self._idle.pop()
-        try:
-            return renderer.render(job)
-        finally:
-            self._idle.append(renderer)

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -121,6 +122,29 @@ class Renderer:
         if code < 0:
             raise _stopped(f"its process was ended by {signal.Signals(-code).name}; too much memory, perhaps")
         raise RequestFailedError(f"the process that renders chat templates failed (exit code {code}).")
+
+
+class RenderLane(ThreadPoolExecutor):
+    """Threads, each with a process that renders for it; one that is warm comes first."""
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__(width, f"quire-{name}")
+        self._renderers = [Renderer() for _ in range(width)]
+        self._idle = [*self._renderers]  # as many as there are threads: one that works finds one
+
+    def render(self, job: bytes) -> str:
+        """As `Renderer.render`, in one of these threads."""
+        renderer = self._idle.pop()
+        try:
+            return renderer.render(job)
+        finally:
+            self._idle.append(renderer)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads, and the processes."""
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        for renderer in self._renderers:
+            renderer.close()
 
 
 def _stopped(reason: str) -> InvalidRequestError:
