@@ -1,0 +1,213 @@
+"""Reads one config.json, by whichever names its family and its version of transformers use.
+
+`quire.config.model` asks it for the facts of a `ModelConfig`; every error names the key and the model. GGUF files say
+the same in a config.json of their own (`quire.config.gguf`). Must not know options.
+"""
+
+import logging
+import math
+from typing import Any
+
+from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
+from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
+from quire.sampling_params import GENERATION_KEYS
+
+logger = logging.getLogger(__name__)
+
+_INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
+_UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
+_DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
+_TOO_LARGE = 2**31  # no size of a model reaches it
+_KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # of rope_parameters, under a rope_scaling
+
+
+class ConfigReader:
+    """Reads one config.json by whichever names its family uses; every error names the key and the model."""
+
+    def __init__(self, config: dict[str, Any], model: str) -> None:
+        self.config = config
+        self.model = model
+        model_type = config.get("model_type")
+        self.model_type: str = model_type if isinstance(model_type, str) else ""
+        self.family = family_of(self.model_type)
+        self.architecture = self._architecture()
+        if not self.model_type:
+            self.family = BY_ARCHITECTURE.get(self.architecture, self.family)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value under the first of `names` that is there and not null, else the family's default or `default`."""
+        for name in names:
+            if self.config.get(name) is not None:
+                return self.config[name]
+        # A null in the file is a statement ("no sliding window"); only an absent key takes the family's default.
+        if any(name in self.config for name in names):
+            return default
+        return next((self.family.defaults[name] for name in names if name in self.family.defaults), default)
+
+    def positive_int(self, *names: str, default: int | None = None) -> int:
+        value = self.get(*names, default=default)
+        if value is None:
+            hint = ""
+            if self.architecture not in BY_ARCHITECTURE:
+                hint = f" Architecture {self.architecture!r} is not one that this version of Quire reads."
+            raise self.error(f"has no {' or '.join(map(repr, names))}.{hint}")
+        if type(value) is not int or not 1 <= value < _TOO_LARGE:
+            raise self.error(f"has {names[0]} = {value!r}; it must be a whole number from 1 to {_TOO_LARGE - 1}.")
+        return value
+
+    def error(self, complaint: str) -> ModelLoadError:
+        return ModelLoadError(f"config.json of model {self.model!r} {complaint}")
+
+    def shapes(self) -> dict[str, int]:
+        """The sizes that ModelConfig has under the same names, checked against one another."""
+        hidden = self.positive_int("hidden_size", "n_embd")
+        heads = self.positive_int("num_attention_heads", "n_head")
+        kv_heads = self.positive_int("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise self.error(f"has {heads} attention heads, which {kv_heads} key-value heads don't divide evenly.")
+        derived_head_dim = hidden // heads if hidden % heads == 0 else None
+        if derived_head_dim is None and self.get("head_dim") is None:
+            raise self.error(f"has hidden_size = {hidden}, which {heads} attention heads don't divide evenly.")
+        return {
+            "vocab_size": self.positive_int("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": self.positive_int("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
+            "num_layers": self.positive_int("num_hidden_layers", "n_layer"),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": self.positive_int("head_dim", default=derived_head_dim),
+        }
+
+    def rope_parameters(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """One form of `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta` (before it).
+
+        The second is for layers with a window, where those have frequencies of their own.
+        """
+        scaling, parameters = self.config.get("rope_scaling") or {}, self.config.get("rope_parameters") or {}
+        for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+            if not isinstance(rope, dict):
+                raise self.error(f"has {key} = {rope!r}; it must be an object or null.")
+        window: dict[str, Any] | None = None
+        if (local := self.get("rope_local_base_freq")) is not None:
+            window = self._one_rope({}, {"rope_type": "default", "rope_theta": local})
+        by_type = parameters or scaling
+        if any(isinstance(value, dict) for value in by_type.values()):
+            if window is None or set(by_type) - {"full_attention", "sliding_attention"}:
+                raise NotYetSupportedError(
+                    f"Model {self.model!r} has rope parameters per layer type, {', '.join(by_type)}: not supported yet."
+                )
+            for kind, value in by_type.items():
+                if not isinstance(value, dict):
+                    raise self.error(f"has {kind} = {value!r} among its rope parameters; it must be an object.")
+            window = self._one_rope({}, window | by_type.get("sliding_attention", {}))
+            scaling, parameters = {}, by_type.get("full_attention", {})
+        return self._one_rope(scaling, parameters), window
+
+    def _one_rope(self, scaling: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+        # A scaling says nothing of the frequencies that it scales.
+        rope = {k: v for k, v in parameters.items() if not scaling or k in _KEPT_ROPE_KEYS} | scaling
+        legacy_type = rope.pop("type", "default")
+        rope.setdefault("rope_type", legacy_type)
+        rope.setdefault("rope_theta", self.get("rope_theta", default=10000.0))
+        for key in ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"):
+            value = rope.get(key)
+            if value is not None and not (_is_number(value) and 0 < value < _TOO_LARGE**2):
+                raise self.error(f"has {key} = {value!r} among its rope parameters; it must be a number over 0.")
+        if not isinstance(rope["rope_type"], str):
+            raise self.error(f"has rope_type = {rope['rope_type']!r}; it must be a name.")
+        return rope
+
+    def derived_max_model_len(self, rope: dict[str, Any], requested: int | None) -> int:
+        """Tokens that the position encoding supports, rope scaling included (the same rule as vLLM's)."""
+        names = ("max_position_embeddings", "n_positions")
+        if self.get(*names) is None:
+            logger.warning("config.json of %s names no context length; %s assumed", self.model, _DEFAULT_MAX_MODEL_LEN)
+        length = self.positive_int(*names, default=requested or _DEFAULT_MAX_MODEL_LEN)
+        unscaled = rope["rope_type"] in _UNSCALED_ROPE_TYPES
+        if self.family.learned_positions or self.family.scaled_length or unscaled:
+            return length
+        if rope["rope_type"] == "yarn":
+            length = rope.get("original_max_position_embeddings") or length
+        return int(length * (rope.get("factor") or 1.0))
+
+    def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """The sliding window of each layer: by `layer_types`, else by the family's older keys."""
+        layer_types, switch = self.get("layer_types"), self.family.window_switch
+        if layer_types is not None:
+            self._check_layer_types(layer_types, num_layers)
+        if self.get("sliding_window") is None or (switch and not self.get(switch, default=False)):
+            return (None,) * num_layers
+        window = self.positive_int("sliding_window")
+        if layer_types is not None:
+            return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        self.positive_int("sliding_window_pattern", default=1)
+        first = self.get("max_window_layers", default=0)
+        if type(first) is not int:
+            raise self.error(f"has max_window_layers = {first!r}; it must be a whole number.")
+        return tuple(window if self.family.windowed(self.get, layer) else None for layer in range(num_layers))
+
+    def _check_layer_types(self, layer_types: Any, num_layers: int) -> None:
+        if not isinstance(layer_types, list):
+            raise self.error(f"has layer_types = {layer_types!r}; it must be a list.")
+        if strange := [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]:
+            raise NotYetSupportedError(f"Model {self.model!r} has layers of type {strange[0]!r}: not supported yet.")
+        if len(layer_types) != num_layers:
+            raise self.error(f"has {len(layer_types)} layer_types for {num_layers} layers.")
+
+    def _architecture(self) -> str:
+        names = self.config.get("architectures")
+        if names is None and self.family.architecture:
+            return self.family.architecture
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            return names[0]
+        raise self.error(
+            "doesn't say which architecture it is: add \"architectures\", for example ['LlamaForCausalLM'], "
+            'to the file or to hf_overrides, or a "model_type" among ' + ", ".join(BY_MODEL_TYPE) + "."
+        )
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a multi-modal config.json, under the architecture of the whole."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {key: value for key, value in config.items() if key != "text_config"}
+    return whole | text | {key: whole[key] for key in ("architectures",) if whole.get(key)}
+
+
+def refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
+    """Overrides that replace rope_parameters must not lose the base of its frequencies without a word."""
+
+    def theta(source: dict[str, Any]) -> Any:
+        places = (source.get("rope_scaling"), source.get("rope_parameters"), source)
+        return next((one["rope_theta"] for one in places if isinstance(one, dict) and "rope_theta" in one), None)
+
+    if theta(config) is None and theta(stated) is not None:
+        raise ConfigError(
+            f"hf_overrides replaces rope_parameters, in which config.json names rope_theta = {theta(stated)!r}, by one "
+            f"without: add 'rope_theta': {theta(stated)!r} to it, or override rope_scaling, which keeps it."
+        )
+
+
+def eos_token_ids(*files: dict[str, Any]) -> tuple[int, ...]:
+    """The token ids that are each file's `eos_token_id`: null, one id, or a list."""
+    stated = [file.get("eos_token_id") for file in files]
+    ids = [token_id for value in stated for token_id in (value if isinstance(value, list) else [value])]
+    return tuple(dict.fromkeys(token_id for token_id in ids if type(token_id) is int and token_id >= 0))
+
+
+def generation_defaults(generation: dict[str, Any], model: str) -> dict[str, Any]:
+    """The sampling values that generation_config.json states; a value that is no number is left out, with a warning."""
+    defaults: dict[str, Any] = {}
+    for key in GENERATION_KEYS:
+        if (value := generation.get(key)) is None:
+            continue
+        if _is_number(value) and (type(value) is int or key not in _INTEGER_SAMPLING_KEYS):
+            defaults[key] = value
+        else:
+            logger.warning("generation_config.json of %s: %s = %r ignored", model, key, value)
+    return defaults
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
