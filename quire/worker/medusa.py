@@ -8,11 +8,11 @@ worker makes one where the configuration says so. It knows rows, and no plan.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from quire.config.draft_tree import DraftTree
 from quire.config.speculative import SpeculativeConfig
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
@@ -121,52 +121,33 @@ class MedusaProposer(Proposer):
     def __init__(
         self, config: SpeculativeConfig, logits: Callable[[Tensor, int], Tensor], target: Target | None
     ) -> None:
-        self.max_drafts = config.max_drafts
-        self._tree = config.tree
+        self.max_drafts, self._tree = config.max_drafts, config.tree
+        # Of each draft, its head, and which of that one's likeliest tokens it is.
+        self._nodes = [(head, 0) for head in range(config.max_drafts)]
+        if (tree := config.tree) is not None:
+            self._nodes = [(depth - 1, choice) for depth, choice in zip(tree.depths, tree.choices, strict=True)]
         self._logits, self._target = logits, target
         self._sharpness = math.inf if config.acceptance == "typical" else _SHARPNESS
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
-        states: list[SamplingState] = []
-        num_drafts = 0
-        for row in rows:
-            if row.memory is None:
-                row.memory = drafting_state(row, self._sharpness)
-            states.append(row.memory)
-            num_drafts = max(num_drafts, row.max_drafts)
+        nodes = self._nodes[: max(row.max_drafts for row in rows)]
+        num_heads = nodes[-1][0] + 1
+        states = [state for state in map(self._state, rows) for _ in range(num_heads)]
+        logits = self._logits(hidden, num_heads)
         if self._tree is not None:
-            return self._fill(self._tree, rows, hidden, states, num_drafts)
-        logits, each = self._logits(hidden, num_drafts), [state for state in states for _ in range(num_drafts)]
-        drawn = sample_ahead(logits, each, [*range(num_drafts)] * len(states), self._target)
+            ranked = rank_tokens(self._target, logits, states, [1 + max(choice for _, choice in nodes)] * len(states))
+        else:
+            drawn = sample_ahead(logits, states, [*range(num_heads)] * len(rows), self._target)
+            ranked = [[] if token_id is None else [token_id] for token_id in drawn]
         drafts: list[list[int]] = []
         for place, row in enumerate(rows):
-            chain: list[int] = []
-            for token_id in drawn[place * num_drafts : place * num_drafts + row.max_drafts]:
-                if token_id is None:
-                    break
-                chain.append(token_id)
-            drafts.append(chain)
+            # What a head says of a place doesn't depend on the node above it; where one has no more, the drafts end.
+            found = ranked[place * num_heads : (place + 1) * num_heads]
+            there = takewhile(lambda node, found=found: node[1] < len(found[node[0]]), nodes[: row.max_drafts])
+            drafts.append([found[head][choice] for head, choice in there])
         return drafts
 
-    def _fill(
-        self,
-        tree: DraftTree,
-        rows: Sequence[DraftedSequence],
-        hidden: Tensor,
-        states: Sequence[SamplingState],
-        num_nodes: int,
-    ) -> list[list[int]]:
-        """The first nodes of a tree: what a head says of a place doesn't depend on the node above it."""
-        num_heads, num_choices = tree.depths[num_nodes - 1], 1 + max(tree.choices[:num_nodes])
-        logits, each = self._logits(hidden, num_heads), [state for state in states for _ in range(num_heads)]
-        ranked = rank_tokens(self._target, logits, each, [num_choices] * len(each))
-        drafts: list[list[int]] = []
-        for place, row in enumerate(rows):
-            found = ranked[place * num_heads : (place + 1) * num_heads]
-            nodes: list[int] = []
-            for depth, choice in zip(tree.depths[: row.max_drafts], tree.choices, strict=False):
-                if choice >= len(found[depth - 1]):
-                    break
-                nodes.append(found[depth - 1][choice])
-            drafts.append(nodes)
-        return drafts
+    def _state(self, row: DraftedSequence) -> SamplingState:
+        if row.memory is None:
+            row.memory = drafting_state(row, self._sharpness)
+        return row.memory
