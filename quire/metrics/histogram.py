@@ -6,6 +6,7 @@ neither Prometheus nor what they count.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 
 class Histogram:
@@ -37,14 +38,9 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[float, int]]:
         """Each shown bound and how many values are not above it; infinity comes last."""
-        result: list[tuple[float, int]] = []
-        done = below = 0
-        for bound in self._shown:
-            end = bisect_left(self.bounds, bound) + 1
-            below += sum(self.counts[done:end])
-            done = end
-            result.append((bound, below))
-        return [*result, (float("inf"), sum(self.counts))]
+        below = [*accumulate(self.counts)]
+        shown = [(bound, below[bisect_left(self.bounds, bound)]) for bound in self._shown]
+        return [*shown, (float("inf"), below[-1])]
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
