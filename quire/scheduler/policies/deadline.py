@@ -34,7 +34,6 @@ class EarliestDeadline(Policy):
         super().__init__(options)
         self._pace = Pace()
         self._tpot_targets: Counter[float] = Counter()  # of live requests
-        self._strictest: float | None = None
 
     # The order.
 
@@ -49,9 +48,9 @@ class EarliestDeadline(Policy):
 
     def budget(self, limit: int, num_running: int) -> int:
         """What the strictest TPOT target leaves."""
-        if self._strictest is None or not self._pace.is_known:
+        if not self._tpot_targets or not self._pace.is_known:
             return limit
-        return int(min(limit, max(self._pace.tokens(self._strictest), num_running + _LEAST_PREFILL)))
+        return int(min(limit, max(self._pace.tokens(min(self._tpot_targets)), num_running + _LEAST_PREFILL)))
 
     # What happens.
 
@@ -75,15 +74,11 @@ class EarliestDeadline(Policy):
         """Its TPOT target holds from now on."""
         if (target := self._tpot_target(request)) is not None:
             self._tpot_targets[target] += 1
-            self._strictest = min(self._tpot_targets)
 
     def on_ended(self, request: NewRequest) -> None:
         """Its TPOT target holds no more."""
         if (target := self._tpot_target(request)) is not None:
-            self._tpot_targets[target] -= 1
-            if not self._tpot_targets[target]:
-                del self._tpot_targets[target]
-                self._strictest = min(self._tpot_targets, default=None)
+            self._tpot_targets -= Counter([target])  # one that nobody has any more goes
 
     def on_step(self, num_tokens: int, seconds: float) -> None:
         """Measure."""
