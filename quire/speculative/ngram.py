@@ -5,6 +5,7 @@ few entries, so that a step costs the same however long the sequence is. Knows n
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 from torch import Tensor
 
@@ -51,10 +52,7 @@ class NgramIndex:
         found, token_ids = self._found, self.token_ids
         if found < 0:
             return []
-        drafts = token_ids[found : found + count]
-        while len(drafts) < count:
-            drafts += drafts[: count - len(drafts)]
-        return drafts
+        return [*islice(cycle(token_ids[found : found + count]), count)]
 
 
 class NgramProposer(Proposer):
