@@ -33,7 +33,12 @@ from quire.worker.weights.load import load_model_weights
 
 
 class DraftModel(Drafter):
-    """The draft model of a configuration that names one; `load` fills it."""
+    """The draft model of a configuration that names one; `load` fills it.
+
+    Attributes:
+        config, speculative, device: what it was made with.
+        runnable: the model as it is run, compiled once it is loaded.
+    """
 
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         assert config.draft is not None, "no draft model is configured"

@@ -42,6 +42,9 @@ class EagleModel(Drafter):
     """The EAGLE head of a configuration that names one; `load` fills it.
 
     Attributes:
+        config, device: what it was made with.
+        max_drafts: of a sequence.
+        runnable: the head as it is run, compiled once it is loaded.
         taps: the model's layers whose outputs it reads; none for the last hidden state alone.
     """
 
