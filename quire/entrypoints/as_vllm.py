@@ -46,32 +46,56 @@ class EngineArgs(engine_args.EngineArgs):
 class LLMEngine(llm_engine.LLMEngine):
     """The engine, with settings to read as scripts for vLLM do: `vllm_config`, `model_config`, `cache_config`, ..."""
 
+    @cached_property
+    def vllm_config(self) -> SimpleNamespace:
+        """All settings; changing them changes nothing."""
+        return _settings(self.config, len(self.core.call("snapshot").blocks))
+
     def __getattr__(self, name: str) -> Any:
         """Called for names that are not there only."""
-        if name.endswith("_config") and hasattr(self.vllm_config, name):
-            return getattr(self.vllm_config, name)
-        raise lacking(self, name)
+        return _setting(self, name)
+
+
+class AsyncLLM(async_llm.AsyncLLM):
+    """The engine, with the same settings to read."""
 
     @cached_property
     def vllm_config(self) -> SimpleNamespace:
         """All settings; changing them changes nothing."""
-        import torch
+        return _settings(self.config, self.num_blocks)
 
-        config, args, model = self.config, self.config.args, self.config.model
-        read = SimpleNamespace(**model.hf_config)
-        sizes = {"get_vocab_size": lambda: model.vocab_size, "get_hidden_size": lambda: model.hidden_size}
-        facts = {"hf_config": read, "hf_text_config": read, "dtype": getattr(torch, model.dtype)}
-        blocks = self.core.call("snapshot")
-        cache = {"num_gpu_blocks": len(blocks.blocks), "num_cpu_blocks": 0, "cache_dtype": args.kv_cache_dtype}
-        return SimpleNamespace(
-            model_config=_with(model, tokenizer=args.tokenizer or args.model, **sizes, **facts),
-            cache_config=_with(args, **cache),
-            parallel_config=_with(args, world_size=args.num_ranks),
-            scheduler_config=config.scheduler,
-            speculative_config=config.speculative,
-            lora_config=args if args.enable_lora else None,
-            device_config=current_platform,
-        )
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are not there only."""
+        return _setting(self, name)
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name
+
+
+def _settings(config: engine_args.EngineConfig, num_blocks: int) -> SimpleNamespace:
+    import torch
+
+    args, model = config.args, config.model
+    read = SimpleNamespace(**model.hf_config)
+    sizes = {"get_vocab_size": lambda: model.vocab_size, "get_hidden_size": lambda: model.hidden_size}
+    facts = {"hf_config": read, "hf_text_config": read, "dtype": getattr(torch, model.dtype)}
+    cache = {"num_gpu_blocks": num_blocks, "num_cpu_blocks": 0, "cache_dtype": args.kv_cache_dtype}
+    return SimpleNamespace(
+        model_config=_with(model, tokenizer=args.tokenizer or args.model, **sizes, **facts),
+        cache_config=_with(args, **cache),
+        parallel_config=_with(args, world_size=args.num_ranks),
+        scheduler_config=config.scheduler,
+        speculative_config=config.speculative,
+        lora_config=args if args.enable_lora else None,
+        device_config=current_platform,
+    )
+
+
+def _setting(engine: Any, name: str) -> Any:
+    """A part of an engine's settings; an AttributeError, with what to do instead, for other names."""
+    if name.endswith("_config") and not name.startswith("_") and hasattr(engine.vllm_config, name):
+        return getattr(engine.vllm_config, name)
+    raise lacking(engine, name)
 
 
 def _with(settings: Any, **others: Any) -> Any:
@@ -79,17 +103,6 @@ def _with(settings: Any, **others: Any) -> Any:
     copied = copy.copy(settings)
     vars(copied).update(others)
     return copied
-
-
-class AsyncLLM(async_llm.AsyncLLM):
-    """The engine, which says of vLLM's methods that it has not what to do instead."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for names that are not there only."""
-        raise lacking(self, name)
-
-
-AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
 
 class Metric(Struct):

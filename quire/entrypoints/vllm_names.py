@@ -73,6 +73,8 @@ class Finder(MetaPathFinder, Loader):
         if "*" in names:
             raise NotHereError(f"{fullname} {names['*']}")
         spec = PathFinder.find_spec(fullname, path) or ModuleSpec(fullname, None, is_package=True)
+        if any(each.startswith(f"{fullname}.") for each in vllm_names()):  # a package there, if it is a file here
+            spec.submodule_search_locations = spec.submodule_search_locations or []
         spec.loader = Finder(spec.loader)
         return spec
 

@@ -123,6 +123,11 @@ async def _refusals(engine: AsyncLLM) -> None:
         with pytest.raises(NotYetSupportedError, match="^AsyncLLM.pause_generation is not supported: send no requests"):
             await engine.pause_generation(mode="keep")
         assert not hasattr(engine, "nonsense")
+        settings = engine.vllm_config
+        assert (engine.model_config.max_model_len, settings.cache_config.num_gpu_blocks) == (64, 16)
+        with pytest.raises(NotYetSupportedError, match=r"^AsyncLLM.get_tokenizer is .*: read AsyncLLM.tokenizer\.$"):
+            await engine.get_tokenizer()
+        assert engine.tokenizer is not None
     finally:
         engine.shutdown()
 
@@ -131,7 +136,7 @@ def test_methods_that_are_not_there(llm: LLM) -> None:
     import asyncio
 
     assert AsyncLLMEngine is AsyncLLM
-    asyncio.run(_refusals(AsyncLLM.from_engine_args(EngineArgs(max_model_len=64))))
+    asyncio.run(_refusals(AsyncLLM.from_engine_args(EngineArgs(max_model_len=64, num_kv_blocks=16))))
     for owner, name in ((llm, "score"), (llm, "start_profile"), (llm.llm_engine, "add_lora")):
         with pytest.raises(NotYetSupportedError, match=f"^{type(owner).__name__}.{name} is not supported"):
             getattr(owner, name)

@@ -61,6 +61,10 @@ def test_every_module_of_the_table_is_found(module: str) -> None:
         "from quire.lora.request import LoRARequest",
         "from quire.outputs import RequestOutput",
         "from quire.platforms import current_platform",
+        "from quire.inputs.data import TextPrompt, TokensPrompt",
+        "from quire.beam_search import BeamSearchOutput",
+        "from quire.entrypoints.chat_utils import ChatCompletionMessageParam",
+        "from quire.distributed.kv_events import KVEventBatch",
         "import quire.v1.metrics.reader as reader; reader.Gauge",
     ],
 )
@@ -75,6 +79,9 @@ def test_lines_of_scripts(line: str) -> None:
         ("from quire.model_executor.models.llama import X", "quire.model_executor is not here: models are Quire's own"),
         ("from quire.v1.sample.logits_processor import LogitsProcessor", r"SamplingParams\(logits_processors="),
         ("from quire.config import CompilationConfig", "CompilationConfig is not here: nothing is compiled"),
+        ("from quire.usage.usage_lib import UsageContext", "nobody is told of what runs where"),
+        ("import quire.collect_env", "'quire collect-env' shows"),
+        ("from quire.v1.core.sched.output import X", "quire.v1.core is not here: the scheduler"),
         ("import quire.multimodal.image", "quire.multimodal is not here yet: a prompt is text or token ids."),
     ],
 )
