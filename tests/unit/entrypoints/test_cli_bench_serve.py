@@ -120,7 +120,7 @@ def test_prompts_of_the_users_own(server: Any, bench: Any, tmp_path: Path) -> No
     assert [(b["prompt"], b["max_tokens"], b["min_tokens"]) for b in bodies] == [("a", 2, 1), ([4, 5], 8, 1)]
     assert "ignore_eos" not in bodies[0]
     assert {headers["authorization"] for _, headers, _ in server.requests} == {"Bearer k"}
-    assert main(["bench", "serve", "--base-url", server.url, *flags, "--backend", "openai-chat"]) == 2
+    assert main(["bench", "serve", "--url", server.url, *flags, "--backend", "openai-chat"]) == 2
 
 
 def test_failures_are_counted_by_kind(

@@ -19,7 +19,7 @@ _RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom")
 class LoadArgs:
     """What load to put on which server, and what to tell of it."""
 
-    base_url: str | None = option(None)
+    base_url: str | None = option(None, aliases=("url",))
     """The server, instead of host and port, such as http://localhost:8000/v1."""
     host: str = option("127.0.0.1")
     """The server's host."""
