@@ -243,8 +243,15 @@ def test_a_chat_answer_comes(page: Browser) -> None:
     ask(page, "Tell me a story.")
     first = answer(page)
     assert first
-    assert "tokens/s" in page.run("document.querySelector('.foot').textContent")
     assert "to the first" in page.run("document.querySelector('.foot').textContent")
+    # Where all of an answer comes at once, it has no speed.
+    page.run("""{
+        const { figures } = turns.chat[0];
+        Object.assign(figures, { last: figures.first + 500, usage: { ...figures.usage, completion_tokens: 6 } });
+        showFigures(turns.chat[0]);
+    }""")
+    assert "6 tokens" in page.run("document.querySelector('.foot').textContent")
+    assert "10.0 tokens/s" in page.run("document.querySelector('.foot').textContent")
     ask(page, "<img src=x onerror='document.title=1'> And then?")
     answer(page)
     assert page.run("[...document.querySelectorAll('.said')].at(-1).textContent").startswith("<img src=x")
@@ -632,7 +639,7 @@ def test_conversations_and_parameters_outlive_a_reload(page: Browser, server: st
     load(page, server)
     assert shown(page) == ["Hello"]
     assert page.run("turns.chat[0].answer") == first
-    assert "tokens/s" in page.run("document.querySelector('.foot').textContent")
+    assert "to the first" in page.run("document.querySelector('.foot').textContent")
     assert page.run("parameters()") == {"temperature": 0.3}
     assert page.run("$('p-system_prompt').value") == "Be <b>brief</b>."
     page.run("$('talks').click()")
