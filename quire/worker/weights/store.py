@@ -166,11 +166,14 @@ class WeightStore:
 
 
 def checksum(flat: Tensor) -> int:
-    """Of uint8 [N]: of the sums of its pages, which are as fast as memory, and of the rest."""
+    """Of uint8 [N]: of the sums of its pages, which are as fast as memory, and of the rest.
+
+    numpy sums them on this thread alone; torch has its threads meet for each tensor, and spin where a core is busy.
+    """
     whole = flat.numel() // (8 * _SUMMED) * (8 * _SUMMED)
-    sums = flat[:whole].view(torch.int64).view(-1, _SUMMED).sum(1)
+    sums = flat[:whole].view(torch.int64).view(-1, _SUMMED).numpy().sum(1)
     rest = zlib.crc32(memoryview(cast(Any, flat[whole:].numpy())))
-    return zlib.crc32(memoryview(cast(Any, sums.numpy())), rest)
+    return zlib.crc32(memoryview(sums), rest)
 
 
 def _write_all(file: int, content: memoryview, offset: int) -> None:
