@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.engine.async_inputs import AsyncInputs
 from quire.engine.clients.process import ProcessClient
@@ -36,6 +34,7 @@ from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingP
 from quire.scheduler.live_limits import limits_of
 from quire.utils.logs import quoted
 
+_Prompt = PromptType | PreparedPrompt
 Starter = Callable[[EngineArgs, EngineConfig, "AsyncOptions"], CoreClient]
 _LONGEST_ID = 64  # characters of a caller's id that the engine's own has
 _FAILED = "the engine failed to compute this request; the server's log says why."
@@ -58,7 +57,7 @@ class AsyncLLM:
         config: options and model, with the context that the KV cache turned out to hold.
         model_config: the model's part of it.
         tokenizer: the model's, or None with skip_tokenizer_init.
-        prepare, encode, render_chat: see `AsyncInputs`.
+        prepare, encode, render_chat, find_adapter: see `AsyncInputs`.
         metrics: counts and times what happens to requests.
         num_blocks: KV blocks of the engine.
         limits: the scheduler's limits and its policy, as they were last set.
@@ -74,6 +73,7 @@ class AsyncLLM:
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
         self.prepare, self.encode, self.render_chat = inputs.prepare, inputs.encode, inputs.render_chat
+        self.find_adapter = inputs.find_adapter
         self._outputs = OutputProcessor(tokenizer, config.args)
         self._streams: dict[str, OutputStream] = {}  # by internal id, as all that follow
         self._external: dict[str, str] = {}  # -> the caller's id
@@ -133,7 +133,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: PromptType | PreparedPrompt,
+        prompt: _Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -165,41 +165,33 @@ class AsyncLLM:
             RequestFailedError: the engine could not compute this request.
             EngineDeadError: the engine is dead, or died meanwhile.
         """
-        terms = Terms(priority, client, ttft_target, tpot_target)
-        adapter = one_adapter(lora_request, prompt_adapter_request)
-        async with self.open(prompt, sampling_params, request_id, terms, adapter, arrival_time) as stream:
-            finished = False
-            while not finished:
+        adapter = await self.find_adapter(one_adapter(lora_request, prompt_adapter_request))
+        terms = Terms(priority, client, ttft_target, tpot_target, adapter)
+        async with self.open(prompt, sampling_params, request_id, terms, arrival_time) as stream:
+            output = None
+            while output is None or not output.finished:
                 output = await stream.get()
-                finished = output.finished
                 yield output
 
     @asynccontextmanager
     async def open(
-        self,
-        prompt: PromptType | PreparedPrompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        terms: Terms,
-        adapter: AdapterRequest | None,
-        arrival_time: float | None = None,
+        self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None, terms: Terms, came: float | None
     ) -> AsyncGenerator[OutputStream, None]:
-        """The same for callers who read the outputs' stream themselves; leaving the context early aborts the request.
-
-        Args:
-            terms: but for the adapter, of which `adapter` is what to find.
-        """
+        """The same for those who read the outputs' stream themselves; leaving the context early aborts the request."""
         self._monitor.attach()
-        given = prompt.params if isinstance(prompt, PreparedPrompt) else sampling_params
-        params = given or self.get_default_sampling_params()
-        external, internal, stream = self._open(request_id, params)
+        self.check_room()
+        number, arrival = next(self._ids), time.monotonic() if came is None else came
+        given = (prompt.params if isinstance(prompt, PreparedPrompt) else params) or self.get_default_sampling_params()
+        external = str(number) if request_id is None else request_id
+        # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
+        internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
+        stream = self._streams[internal] = OutputStream(merge=given.output_kind == RequestOutputKind.DELTA)
+        self._external[internal] = external
+        self._queued.add(internal)
         try:
-            arrival = time.monotonic() if arrival_time is None else arrival_time
-            if adapter is not None:
-                terms = msgspec.structs.replace(terms, adapter=await self._inputs.find_adapter(adapter))
             if not isinstance(prompt, PreparedPrompt):
-                prompt, sampling_params = await self.prepare(prompt, params), None
-            processed = self._inputs.processor.process(external, prompt, sampling_params, arrival, terms)
+                prompt, params = await self.prepare(prompt, given), None
+            processed = self._inputs.processor.process(external, prompt, params, arrival, terms)
             self._submit(processed.renamed(internal))
             yield stream
         finally:
@@ -207,7 +199,7 @@ class AsyncLLM:
 
     def beam_search(
         self,
-        prompt: PromptType | PreparedPrompt,
+        prompt: _Prompt,
         request_id: str | None,
         params: BeamSearchParams,
         lora_request: AdapterRequest | None = None,
@@ -255,7 +247,7 @@ class AsyncLLM:
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
         internal = [own for own, external in self._external.items() if external in wanted]
         if internal and self._monitor.dead is None:
-            self._aborted_early.update(own for own in internal if own not in self._outputs)
+            self._aborted_early.update(own for own in internal if own not in self._outputs.records)
             self._client.send(Abort(internal))
 
     # The engine.
@@ -342,18 +334,6 @@ class AsyncLLM:
 
     # On the way down.
 
-    def _open(self, request_id: str | None, params: SamplingParams) -> tuple[str, str, OutputStream]:
-        """Queue a request that is still to be prepared: its caller's id, the engine's own, and where outputs go."""
-        self.check_room()
-        number = next(self._ids)
-        external = str(number) if request_id is None else request_id
-        # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
-        internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
-        stream = OutputStream(merge=params.output_kind == RequestOutputKind.DELTA)
-        self._streams[internal], self._external[internal] = stream, external
-        self._queued.add(internal)
-        return external, internal, stream
-
     def _submit(self, processed: ProcessedInput) -> None:
         self._monitor.check()
         request, internal = processed.request, processed.request.request_id
@@ -406,10 +386,9 @@ class AsyncLLM:
         self._queued.difference_update(news.scheduled)
         for request_id in news.scheduled:
             metrics.on_scheduled(request_id, news.start)
-        for item in news.outputs:
-            if item.new_token_ids and self._outputs.awaits(item.request_id, item.sequence_index):
-                metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         processed = self._outputs.process(news.outputs, now)
+        for item in processed.taken:
+            metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         if processed.stopped:
             self._client.send(Finish(processed.stopped))
         for output in processed.outputs:

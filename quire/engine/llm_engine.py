@@ -134,7 +134,7 @@ class LLMEngine:
         """End requests now; their final outputs ("abort") come with the next step. Unknown ids are ignored."""
         with self.core.interrupts:
             for one in [request_id] if isinstance(request_id, str) else list(request_id):
-                if one in self._outputs:
+                if one in self._outputs.records:
                     self._pending.extend(self.core.abort(one))
 
     def discard_outputs(self, request_ids: Iterable[str]) -> None:
@@ -147,11 +147,11 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has more to return."""
-        return len(self._outputs) + len(self._undelivered) > 0
+        return len(self._outputs.records) + len(self._undelivered) > 0
 
     def get_num_unfinished_requests(self) -> int:
         """Requests whose final output is still to come."""
-        return len(self._outputs)
+        return len(self._outputs.records)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, pinned ones too; False (and nothing done) while requests run."""
@@ -186,5 +186,5 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Abort what is unfinished and release the model's memory."""
-        self.abort_request(self._outputs.request_ids())
+        self.abort_request([*self._outputs.records])
         self.core.stop()

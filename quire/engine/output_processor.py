@@ -24,10 +24,11 @@ LogprobDict = dict[int, Logprob]
 
 
 class ProcessedOutputs(NamedTuple):
-    """Outputs to hand out, and sequences that a stop string ended: (request_id, sequence_index)."""
+    """What a step's news came to."""
 
-    outputs: list[RequestOutput]
-    stopped: list[tuple[str, int]]
+    taken: list[SequenceOutput]  # the news that somebody awaits; a sequence that a stop string ended may get more
+    outputs: list[RequestOutput]  # to hand out
+    stopped: list[tuple[str, int]]  # sequences that a stop string ended: (request_id, sequence_index)
 
 
 class _SequenceRecord:
@@ -86,8 +87,6 @@ class _RequestRecord:
     def update(self, news: SequenceOutput, now: float) -> bool:
         """Take in one sequence's news; returns whether a stop string ended the sequence just now."""
         sequence = self.sequences[news.sequence_index]
-        if sequence.finish_reason is not None:
-            return False
         self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens - self.request.num_virtual)
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
@@ -180,53 +179,43 @@ class _RequestRecord:
 
 
 class OutputProcessor:
-    """Records of all live requests."""
+    """Records of all live requests.
+
+    Attributes:
+        records: by id, in order of arrival.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
         self._tokenizer, self._args = tokenizer, args
-        self._records: dict[str, _RequestRecord] = {}
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._records
-
-    def awaits(self, request_id: str, sequence_index: int) -> bool:
-        """Whether tokens of this sequence are still wanted; one that a stop string ended may get more for a step."""
-        record = self._records.get(request_id)
-        return record is not None and record.sequences[sequence_index].finish_reason is None
-
-    def request_ids(self) -> list[str]:
-        """Ids of the live requests, in order of arrival."""
-        return list(self._records)
+        self.records: dict[str, _RequestRecord] = {}
 
     def add(self, processed: ProcessedInput) -> None:
         """Open a record."""
-        self._records[processed.request.request_id] = _RequestRecord(processed, self._tokenizer, self._args)
+        self.records[processed.request.request_id] = _RequestRecord(processed, self._tokenizer, self._args)
 
     def note_scheduled(self, request_ids: list[str], now: float) -> None:
         """Note when requests were first part of a step; later times, after a preemption, do not count."""
         for request_id in request_ids:
-            record = self._records.get(request_id)
+            record = self.records.get(request_id)
             if record is not None and record.metrics is not None and record.metrics.first_scheduled_time is None:
                 record.metrics.first_scheduled_time = now
 
     def discard(self, request_id: str) -> bool:
         """Close a record without an output; whether there was one."""
-        return self._records.pop(request_id, None) is not None
+        return self.records.pop(request_id, None) is not None
 
     def process(self, news: list[SequenceOutput], now: float) -> ProcessedOutputs:
         """Turn a step's news into outputs, at most one per request, in the order of the batch.
 
         `now`, in seconds of the clock of arrival times, is when the step brought them.
         """
-        result = ProcessedOutputs([], [])
+        result = ProcessedOutputs([], [], [])
         touched: dict[str, _RequestRecord] = {}
         for item in news:
-            record = self._records.get(item.request_id)
-            if record is None:
+            record = self.records.get(item.request_id)
+            if record is None or record.sequences[item.sequence_index].finish_reason is not None:
                 continue
+            result.taken.append(item)
             touched[item.request_id] = record
             try:
                 if record.update(item, now):
@@ -238,5 +227,5 @@ class OutputProcessor:
             if (output := record.output(now)) is not None and (output.finished or output.outputs):
                 result.outputs.append(output)
                 if output.finished:
-                    del self._records[request_id]
+                    del self.records[request_id]
         return result

@@ -200,7 +200,8 @@ async def opened(state: ServerState, request: TurnRequest, client: str | None) -
     request_id, prompts = request.request_id, request.prompts
     if state.args.enable_log_requests:
         _log(request, state.args.max_log_len)
-    terms = request.terms if client is None else msgspec.structs.replace(request.terms, client=client)
+    adapter, asked = await state.llm.find_adapter(request.lora_request), request.terms
+    terms = msgspec.structs.replace(asked, adapter=adapter, client=asked.client if client is None else client)
     ids = [f"{request_id}-{place}" for place in range(len(prompts))] if len(prompts) > 1 else [request_id]
     async with AsyncExitStack() as stack:
         with named(request.names):
@@ -208,7 +209,7 @@ async def opened(state: ServerState, request: TurnRequest, client: str | None) -
             for place, prompt in enumerate(prompts):
                 if place % _STARTED_TOGETHER == _STARTED_TOGETHER - 1:
                     await asyncio.sleep(0)
-                run = state.llm.open(prompt, None, ids[place], terms, request.lora_request)
+                run = state.llm.open(prompt, None, ids[place], terms, None)
                 streams.append(await stack.enter_async_context(run))
             yield Outputs(streams)
 

@@ -120,6 +120,9 @@ class FakeAsyncLLM:
             token_ids = await self.encode(text, add_special_tokens)
         return PreparedPrompt(token_ids, text, params, prompt.get("cache_salt"))
 
+    async def find_adapter(self, request: Any) -> None:
+        assert request is None
+
     @asynccontextmanager
     async def open(self, prompt: PreparedPrompt, params: None, request_id: str, *_: Any):
         await self.check_health()
