@@ -19,6 +19,8 @@ from quire.errors import InvalidRequestError, QuireError
 
 Messages = list[dict[str, Any]]
 _INPUT_HELP = 'Several lines: paste them, end each with a backslash, or write them between """ and """.'
+# What Ollama's and llama.cpp's users type.
+_ALSO = {"bye": "quit", "exit": "quit", "clear": "reset", "regen": "regenerate", "?": "help"}
 _FULL = "the context is full: '/forget N' forgets the oldest N turns, '/reset' all of them."
 
 
@@ -73,15 +75,16 @@ class Talk:
         """Talk until the input ends."""
         for text in self._keyboard:
             with refusals_shown(self._keyboard.interactive):
-                command = re.fullmatch(r"/([a-z]+)(?: +(.*))?", text)  # a path is none
+                command = re.fullmatch(r"/([a-z]+|\?)(?: +(.*))?", text)  # a path is none
+                name = None if command is None else _ALSO.get(command[1], command[1])
                 if command is None:
                     self.ask(text)
-                elif command[1] == "quit":
+                elif name == "quit":
                     return
-                elif command[1] in COMMANDS:
-                    COMMANDS[command[1]](self, (command[2] or "").strip())
+                elif name in COMMANDS:
+                    COMMANDS[name](self, (command[2] or "").strip())
                 else:
-                    print(f"There is no command /{command[1]}. /help lists them.")
+                    print(f"There is no command /{name}. /help lists them.")
 
     def ask(self, question: str) -> None:
         """Show the answer to a question; both stay in the conversation if there is one."""
@@ -142,7 +145,7 @@ class Talk:
 
     def do_set(self, text: str) -> None:
         """[NAME [VALUE]]: changes a sampling parameter, such as temperature 0.7, or shows them."""
-        name, _, value = text.partition(" ")
+        name, _, value = text.removeprefix("parameter ").partition(" ")  # as Ollama has it
         if name:
             session.set_parameter(self.given, name, value.strip())
         print(", ".join(f"{name} = {value!r}" for name, value in self.given.items()) or "All is as the model has it.")

@@ -128,6 +128,16 @@ def test_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) ->
     assert "temperature 0.7" in commands_help()
 
 
+def test_commands_of_ollama_and_llama_cpp_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    conversation, _ = talk(
+        model, "/?", "/set parameter temperature 0.7", "one", "/clear", "two", "/regen", "/bye", "three"
+    )
+    assert conversation.given == {"temperature": 0.7}
+    assert contents(conversation.turns) == ["two", "answer 3"]
+    assert "/regenerate" in capsys.readouterr().out
+
+
 def test_an_answer_tells_its_speed_and_that_it_was_cut(capsys: pytest.CaptureFixture[str]) -> None:
     talk(Model(room=10), "one", max_tokens=7)
     out = capsys.readouterr().out
