@@ -53,7 +53,8 @@ def build_app(state: ServerState | Fleet) -> FastAPI:
     app.state.quire, app.state.fleet = state, state if isinstance(state, Fleet) else None
     app.state.responses = ResponsesService(front)
     app.root_path = args.root_path
-    for module in (info, turn_routes, response_routes, llama_routes, ollama_routes, adapters, admin, live, pages):
+    # In this order they are looked through for each request.
+    for module in (turn_routes, response_routes, llama_routes, ollama_routes, info, adapters, admin, live, pages):
         app.include_router(module.router)
     if not args.disable_fastapi_docs:
         app.include_router(pages.docs_router)

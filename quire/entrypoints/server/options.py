@@ -5,6 +5,7 @@ here opens a file or a socket: `quire.entrypoints.server.launch` does.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from quire.config.options import check_options, option, read_options
@@ -183,7 +184,7 @@ class ServerArgs:
             raise ConfigError("response_role must not be empty.")
         _ = self.structure  # refuses what is not there
 
-    @property
+    @cached_property
     def structure(self) -> "StructureOptions":
         """What holds of all structured outputs."""
         return read_options(StructureOptions, self.structured_outputs_config or {}, "structured_outputs_config")

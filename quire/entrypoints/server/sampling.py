@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.terms import MAX_CLIENT, check_terms
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
@@ -92,14 +90,14 @@ def _params(
     _check_stream(body)
     terms_of(body, llm)  # before any work is done for it
     same = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    defaults = llm.get_default_sampling_params()
+    defaults = llm.config.model.generation_defaults
     if body.use_beam_search:  # what the model has besides a length is about drawing
-        defaults = SamplingParams(temperature=0.0, max_tokens=defaults.max_tokens)
+        defaults = {"temperature": 0.0, "max_new_tokens": defaults.get("max_new_tokens")}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     if "structured_outputs" not in given and (structure := structure_of(body)) is not None:
         given["structured_outputs"] = structure[1]
     with named(http_names):
-        return msgspec.structs.replace(defaults, output_kind=kind, **(given | same))
+        return SamplingParams.from_generation_defaults(defaults, output_kind=kind, **(given | same))
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:

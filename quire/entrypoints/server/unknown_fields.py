@@ -24,7 +24,7 @@ _LONGEST_NAME = 40  # characters
 def unknown_fields(body: BaseModel) -> list[str]:
     """Names of the fields that the body's model, or that of an object in it, does not have."""
     names = list(body.model_extra or ())
-    for name in type(body).model_fields:
+    for name in sorted(body.model_fields_set):
         value = getattr(body, name)
         if isinstance(value, BaseModel):
             names += [f"{name}.{inner}" for inner in value.model_extra or ()]
