@@ -138,9 +138,12 @@ class Outputs:
             return
         try:
             if self._outlet is not None and self._outlet.is_ready:
-                self._outlet.write(self._write(self._take()))
-                if self._streams:
+                if (output := self._streams[place].take()) is not None:
+                    self._outlet.write(self._write([(place, output)]))
+                if output is None or not output.finished:
                     return
+                del self._streams[place]
+                self._fresh.clear()
             self._waiter.set_result(None)
         except Exception as error:
             self._waiter.set_exception(error)
