@@ -41,7 +41,8 @@ struct Matrix {
     int64_t tile_bytes() const {
         switch (type) {
             case Type::f32: return 2048;
-            case Type::bf16: return 1024;
+            case Type::bf16:
+            case Type::bf16_turned: return 1024;
             case Type::i8:
             case Type::w8a8: return 512;
             case Type::i4: return 288;  // 16 scales in bf16, then 512 nibbles

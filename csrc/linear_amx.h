@@ -51,6 +51,9 @@ public:
     QUIRE_ALWAYS void operator()(const uint8_t* tile, int64_t t, bf16* out) {
         if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
         if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
+        if constexpr (kType == Type::bf16_turned)
+            for (int row = 0; row < 16; row++)
+                for_pieces(kType, row, [&](int64_t at, int64_t c) { std::memcpy(out + row * 32 + c, reinterpret_cast<const bf16*>(tile) + at, 16); });
         if constexpr (is_blocks(kType)) {
             scales_.read(tile, t);
             for (int row = 0; row < 16; row++) _mm512_store_si512(out + row * 32, expand_blocks<kType>(tile, scales_, row));
@@ -61,11 +64,12 @@ private:
     typename ScalesOf<kType>::type scales_;
 };
 
-// Calls body with an expander's type: of i8, i4 or blocks.
+// Calls body with an expander's type: of i8, i4, blocks, or bf16 in another order.
 template <class Body>
 inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());
     if (type == Type::i4) return body(Expander<Type::i4>());
+    if (type == Type::bf16_turned) return body(Expander<Type::bf16_turned>());
     with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
 }
 inline void prefetch_codes(const uint8_t* p, int64_t bytes) {

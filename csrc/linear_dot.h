@@ -92,11 +92,23 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     __m512 acc[kRows][4];
     for (auto& row : acc)
         for (__m512& sum : row) sum = _mm512_setzero_ps();
+    constexpr bool kTurned = kType == Type::bf16_turned;
+    constexpr int kStep = kTurned && kRows == 1 ? 256 : 64;  // where there is so little to do, the CPU fetches the lines between by itself
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
         scales.read(tile, t);
-        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
-        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+        if constexpr (kTurned) {
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                __m512i eights[kRows];
+                for (int m = 0; m < kRows; m++) eights[m] = eight_of_x(x + m * x_stride + c * 8);
+                for (int g = 0; g < 4; g++) {
+                    const __m512i weights = _mm512_loadu_si512(tile + c * 256 + g * 64);
+                    for (int m = 0; m < kRows; m++) acc[m][g] = add_dot(acc[m][g], weights, eights[m]);
+                }
+            }
+        } else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
                     const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
@@ -115,7 +127,8 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         scales.read(tile, t);
-        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        if constexpr (kType == Type::bf16_turned) std::memcpy(out, tile, 1024);
+        else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
@@ -130,6 +143,7 @@ using TurnBlock = void (*)(const uint8_t* tile, int64_t num_tiles, int64_t tile_
 struct Fetch {
     const uint8_t* from;
     int64_t step;
+    int64_t near = 0;  // of the block itself, into L1: bytes with every tile, a piece ahead
 };
 
 // Where sums wait between the pieces of k that they are of, [row][4][16]; a piece may be the first one, the last one or both.
@@ -147,6 +161,7 @@ inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* 
     for (int64_t t = 0; t < num_tiles; t++) {
         for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
         fetch.from += fetch.step;
+        for (int64_t i = 0; i < fetch.near; i += 64) _mm_prefetch(reinterpret_cast<const char*>(block + kPieceTiles * 1024 + i), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++, block += 256, x += 8) {
             __m512i weights[4];
@@ -242,8 +257,8 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, i
     return blocks.weights(there ? block : range.begin, there ? int(item % blocks.parts) : 0) + t % tiles * blocks.a.weight.tile_bytes();
 }
 
-// Some rows, block by block, a few tiles at a time, so that what is turned stays in L1. The weights that come next are fetched
-// meanwhile, half a piece further than they are needed: what is asked for last has time to come.
+// Some rows, block by block, a few tiles at a time, so that what is turned stays in L1 (null: nothing is to be). The weights that
+// come next are fetched meanwhile, half a piece further than they are needed: what is asked for last has time to come.
 inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, Scratch& scratch) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), groups = divide_up(a.num_rows, kPanelTileRows);
@@ -255,19 +270,21 @@ inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, BlockRang
         for (int part = 0; part < blocks.parts; part++)
             for (int64_t t = 0; t < tiles; t += kPieceTiles) {
                 const int64_t count = tiles - t < kPieceTiles ? tiles - t : kPieceTiles;
-                turn_block(blocks.weights(block, part) + t * bytes, count, bytes, turned);
+                const uint8_t* piece = blocks.weights(block, part) + t * bytes;
+                if (turn_block) turn_block(piece, count, bytes, turned), piece = turned;
                 const int64_t item = (block - range.begin) * blocks.parts + part, ahead = t + count + half;
                 auto fetch_of = [&](int64_t at, int64_t in, int64_t num_tiles) {
                     return Fetch{weights_ahead(blocks, range, item, at), round_up(divide_up(num_tiles * bytes, in * count), 64)};
                 };
                 // Each half from where it lies.
                 Fetch fetch = first_groups ? fetch_of(ahead, first_groups, half) : fetch_of(ahead, 1, kPieceTiles);
+                if (!turn_block) fetch.near = bytes;  // else turning fetches
                 int64_t group = 0;
                 for_row_groups(a.num_rows, [&](int64_t row, auto n) {
                     if (first_groups && group++ == first_groups) fetch = fetch_of(ahead + half, groups - first_groups, half);
                     const Carry carry{carried + row * 64, t == 0, t + count == tiles};
-                    multiply_block<n>(turned, count, rows.x + row * rows.stride + t * 32, rows.stride, fetch, carry, sums[part] + row * 16);
-                    fetch.from += count * fetch.step;
+                    multiply_block<n>(piece, count, rows.x + row * rows.stride + t * 32, rows.stride, fetch, carry, sums[part] + row * 16);
+                    fetch.from += count * fetch.step, fetch.near = 0;
                 });
             }
         blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], 0, a.num_rows);
@@ -317,7 +334,8 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
         context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
             const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
-            multiply_few(blocks, rows, {begin, end, begin + context.pool.size() * group}, turn_block<kType>, context.thread_scratch[thread]);
+            multiply_few(blocks, rows, {begin, end, begin + context.pool.size() * group}, kType == Type::bf16_turned ? nullptr : turn_block<kType>,
+                         context.thread_scratch[thread]);
         });
         return;
     }
@@ -339,6 +357,7 @@ inline void linear_dot(const LinearArgs& a, Context& context) {
     switch (a.weight.type) {
         case Type::i8: return linear_dot_of<Type::i8>(a, context);
         case Type::i4: fill_i4_values(); return linear_dot_of<Type::i4>(a, context);
+        case Type::bf16_turned: return linear_dot_of<Type::bf16_turned>(a, context);
         default: return linear_dot_of<Type::bf16>(a, context);
     }
 }

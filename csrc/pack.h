@@ -6,6 +6,7 @@
 //   w8a8       the same codes plus 128, for products with x in eight bits, too: of four columns in turn the rows' four bytes.
 //   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
+//   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
 //   q4_0 ...   blocks (blocks.h).
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
 #pragma once
@@ -18,6 +19,16 @@ namespace quire::QUIRE_NS {
 
 inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }
 inline int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
+constexpr bool is_bf16(Type type) { return type == Type::bf16 || type == Type::bf16_turned; }
+
+// Calls body(elements in the tile, elements in the row) for pieces of 8 of a row in bf16.
+template <class Body>
+inline void for_pieces(Type type, int64_t row, const Body& body) {
+    for (int64_t c = 0; c < 32; c += 8) body(type == Type::bf16 ? row * 32 + c : c * 16 + row % 4 * 32 + row / 4 * 8, c);
+}
+inline void put_bf16_row(Type type, uint8_t* tile, int64_t row, const bf16* values) {
+    for_pieces(type, row, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
+}
 
 // One tile's row of 32 values -> floats, without the row's scale in i8.
 inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, float* out) {
@@ -26,8 +37,12 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             std::memcpy(out, tile + row * 128, 128);
             break;
         case Type::bf16:
-            for (int c = 0; c < 32; c += kLanes) store(out + c, load(reinterpret_cast<const bf16*>(tile) + row * 32 + c));
+        case Type::bf16_turned: {
+            bf16 values[32];
+            for_pieces(m.type, row, [&](int64_t at, int64_t c) { std::memcpy(values + c, reinterpret_cast<const bf16*>(tile) + at, 16); });
+            for (int c = 0; c < 32; c += kLanes) store(out + c, load(values + c));
             break;
+        }
         case Type::i8:
             for (int c = 0; c < 32; c += kLanes) {
                 uint8_t bytes[kLanes];
@@ -156,8 +171,10 @@ inline void pack_row(const Matrix& m, int64_t row, const float* x) {  // x [tile
         const float* values = x + t * 32;
         if (m.type == Type::f32) {
             std::memcpy(tile + r * 128, values, 128);
-        } else if (m.type == Type::bf16) {
-            for (int c = 0; c < 32; c += kLanes) store(reinterpret_cast<bf16*>(tile) + r * 32 + c, load(values + c));
+        } else if (is_bf16(m.type)) {
+            bf16 rounded[32];
+            for (int c = 0; c < 32; c += kLanes) store(rounded + c, load(values + c));
+            put_bf16_row(m.type, tile, r, rounded);
         } else {
             int32_t codes[32];
             reinterpret_cast<bf16*>(tile)[r] = quantize_i4(values, codes);
@@ -189,13 +206,13 @@ inline void pack(const PackArgs& a, Context& context) {
                 pack_blocks_row(m, row, static_cast<const uint8_t*>(a.source) + offset);
                 continue;
             }
-            if (a.source_type == Type::bf16 && m.type == Type::bf16) {  // nothing to convert
+            if (a.source_type == Type::bf16 && is_bf16(m.type)) {  // nothing to convert
                 const bf16* source = static_cast<const bf16*>(a.source) + offset;
                 for (int64_t t = 0; t < m.num_tiles(); t++) {
-                    int64_t count = m.cols - t * 32 < 32 ? m.cols - t * 32 : 32;
-                    uint8_t* tile = const_cast<uint8_t*>(m.tile(row / 16, t)) + row % 16 * 64;
-                    std::memcpy(tile, source + t * 32, count * 2);
-                    if (count < 32) std::memset(tile + count * 2, 0, 64 - count * 2);
+                    const int64_t count = m.cols - t * 32;
+                    bf16 last[32] = {};
+                    if (count < 32) std::memcpy(last, source + t * 32, count * 2);
+                    put_bf16_row(m.type, const_cast<uint8_t*>(m.tile(row / 16, t)), row % 16, count < 32 ? last : source + t * 32);
                 }
                 continue;
             }

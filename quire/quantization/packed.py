@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.native.matrix import SCALED, PackedMatrix, row_bytes
+from quire.ops.native.matrix import OWN_TYPES, SCALED, PackedMatrix, row_bytes
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
@@ -30,6 +30,7 @@ class Packed(QuantizationMethod):
         filled: what `allocate` returns holds the packed weights already.
         kept: the type of a checkpoint's matrices that are kept as they are, blocks or W8A8, whatever is `made`: its
             `weight` is uint8 [out, bytes of a row].
+        level: of the kernels that will multiply, where they are known: see `OWN_TYPES`.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Packed(QuantizationMethod):
         filled: bool = False,
         *,
         kept: Type | None = None,
+        level: str = "",
     ) -> None:
-        self.type = kept if kept is not None else TYPE_OF[dtype] if made is None else _MADE[made]
+        self.type = kept or (_MADE[made] if made else OWN_TYPES.get((level, dtype), TYPE_OF[dtype]))
         self._kept = kept is not None
         self._allocate = allocate
         self.filled = frozenset({"weight"}) if filled else frozenset()

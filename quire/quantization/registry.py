@@ -71,17 +71,19 @@ def select_formats(
     allocate: Allocate | None,
     filled: bool = False,
     blocks: TypesByLayer | None = None,
+    level: str = "",
 ) -> WeightFormats:
     """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
 
     Args:
         blocks: of a checkpoint whose matrices are in blocks. What the kernels have no such type for is
             kept plain, as is everything without kernels: its loader makes numbers of it.
+        level: see `Packed`.
     """
 
     def method(made: str | None) -> QuantizationMethod:
         if allocate is not None:
-            return Packed(made, dtype, allocate, filled)
+            return Packed(made, dtype, allocate, filled, level=level)
         return Unquantized() if made is None else WeightOnly(made)
 
     plain = method(None)

@@ -226,7 +226,7 @@ def _kernels(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
             if op == "linear":
                 assert spec is not None
                 weight, kind = spec.weight, Type(spec.weight.type)
-                name = f"product {weight.rows} x {weight.cols} {kind.name.lower()}"
+                name = f"product {weight.rows} x {weight.cols} {kind.name.lower().removesuffix('_turned')}"
                 num_bytes = math.prod(PackedMatrix.data_shape(weight.rows, weight.cols, kind))
                 operations = 2.0 * weight.rows * weight.cols * tokens
             elif op == "attention":

@@ -17,8 +17,10 @@ from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
 TILE_COLS = 32
-_TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288, Type.W8A8: 512}
+_TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288, Type.W8A8: 512, Type.BF16_TURNED: 1024}
 SCALED = (Type.I8, Type.W8A8)
+# What levels like best to have numbers as, where that is an order of their own. Every level can multiply every type.
+OWN_TYPES = {("avx512_bf16", torch.bfloat16): Type.BF16_TURNED}
 
 
 class BlockFormat(NamedTuple):

@@ -79,7 +79,7 @@ class CpuDevice(Device):
         self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
     ) -> WeightFormats:
         allocate = store.allocate if self.packs_weights else None
-        return select_formats(quantization, self._dtype, allocate, store.filled, blocks)
+        return select_formats(quantization, self._dtype, allocate, store.filled, blocks, self.kernels)
 
     def adopt(self, num_parameters: int) -> None:
         if num_parameters < SMALL_MODEL:

@@ -29,7 +29,8 @@ def expanded(codes: Tensor, scales: Tensor) -> Tensor:
 def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, shape: tuple[int, int]) -> None:
     dense = at_page_end(draw(*shape, dtype=source) * 0.1)
     assert torch.equal(unpacked(packed(dense, Type.F32)), dense.float())
-    assert torch.equal(unpacked(packed(dense, Type.BF16)), dense.bfloat16().float())
+    for type in (Type.BF16, Type.BF16_TURNED):
+        assert torch.equal(unpacked(packed(dense, type)), dense.bfloat16().float())
     codes, scales = quantize_int8(dense.float())
     assert torch.equal(unpacked(packed(dense, Type.I8)), codes * scales)
     assert torch.equal(unpacked(packed(dense, Type.W8A8)), codes * scales)

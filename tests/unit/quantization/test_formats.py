@@ -68,6 +68,18 @@ def test_registry() -> None:
             assert getattr(twin, "name", None) == {Type.BF16: None, Type.I8: "int8", Type.I4: "int4"}.get(type, name)
 
 
+def test_a_level_may_have_an_order_of_its_own() -> None:
+    """Of bfloat16, at one level; what no level is told for is good for all."""
+    for dtype, level, type in (
+        (BF16, "avx512_bf16", Type.BF16_TURNED),
+        (BF16, "amx", Type.BF16),
+        (F32, "avx512_bf16", Type.F32),
+    ):
+        linear = select_formats(None, dtype, zeros, level=level).linear
+        assert isinstance(linear, Packed)
+        assert linear.type is type
+
+
 @pytest.mark.parametrize("made", [None, "int8", "int4", "w8a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | None) -> None:
