@@ -18,8 +18,8 @@ from quire.attention.registry import select_backend
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
 from quire.models.registry import build_model
-from quire.ops.native.library import TORCH
-from quire.ops.native.matrix import PackedMatrix
+from quire.ops.native.library import TORCH, levels
+from quire.ops.native.matrix import OWN_TYPES, PackedMatrix
 from quire.protocol.cache import CacheReport
 from quire.worker.weights.store import WeightStore
 from quire.worker.worker import Worker
@@ -97,6 +97,18 @@ def test_the_second_start_is_filled(cache: Path, model: Path, options: dict[str,
     no_packing()
     assert start(model, **options) == plain
     assert files(cache) == [file]
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_a_level_with_an_order_of_its_own_has_a_file_of_its_own(cache: Path, model: Path) -> None:
+    """Sizes in the file are the same: only its name tells the orders apart."""
+    own = next((level for level, _ in OWN_TYPES if level in levels()), None)
+    if own is None:
+        pytest.skip("this machine has no such level")
+    plain = start(model, dtype="bfloat16", kernels="portable", weight_cache=False)
+    start(model, dtype="bfloat16", kernels=own)
+    assert start(model, dtype="bfloat16", kernels="portable") == plain
+    assert len(files(cache)) == 2
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
