@@ -16,6 +16,9 @@ import pytest
 # Set before torch is first imported, and for child processes too: the models here are tiny, and two OpenMP threads on a
 # busy machine wait for each other at every operation.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Likewise before Triton is, which transformers does: without a GPU its kernels are interpreted.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell's background job ignores Ctrl-C, and all that it starts: tests that interrupt something would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,12 +1,12 @@
 """Mixture of experts: a router sends each token to a few of many gated MLPs, and sums what they answer.
 
-A token's choice and sum depend on that token alone: experts are computed one by one on the rows that chose them, in the
-order of their numbers. The router and the shared expert are layers as any other; the rest is torch between them, on the
-host, whatever carries out the products.
+A token's choice and sum depend on that token alone: experts are summed in the order of their numbers. Router and
+shared expert are layers as any other; the rest is computed between them, by native kernels only as for products.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from quire.attention.step import Step
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
-from quire.ops.gather import Meeting
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,7 @@ class Routing:
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Scores [T, E] -> weights, float32 [T, k], and experts, int64 [T, k]; of equals the first is chosen."""
-        wide = scores.float()
-        wide = (wide - wide.amax(-1, keepdim=True)).exp_()
-        shares, experts = torch.sort(wide / wide.sum(-1, keepdim=True), stable=True, dim=-1, descending=True)
-        weights, experts = shares[:, : self.top_k], experts[:, : self.top_k]
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, experts
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Of a group whose ranks have whole experts each: where each rank's start, and their end."""
-
-    group: Meeting
-    starts: tuple[int, ...]
-
-    @property
-    def own(self) -> range:
-        """The experts that are here."""
-        return range(self.starts[self.group.rank], self.starts[self.group.rank + 1])
+        return ops.route(scores, self.top_k, self.renormalize)
 
 
 class MixtureOfExperts(nn.Module):
@@ -81,57 +61,47 @@ class MixtureOfExperts(nn.Module):
         gate: Linear,
         experts: list[GatedMLP],
         shared: tuple[GatedMLP, Linear] | None = None,
-        owners: Owners | None = None,
+        owners: ops.Owners | None = None,
     ) -> None:
         super().__init__()
         self.routing = routing
         self.gate = gate
         self.experts = nn.ModuleList(experts)
         self.shared_expert, self.shared_expert_gate = shared or (None, None)
-        self.owners = owners
+        here = range(len(experts)) if owners is None else owners.own
+        # An expert's rows are not the step's tokens: it sees no step.
+        runs = {i: partial(experts[i], step=None) for i in here}
+        self._all = ops.Experts(runs, routing.num_experts, owners, _weights(experts), experts[0].activation)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""
         inputs = [x, self.gate(x, step)]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             inputs += [self.shared_expert(x, step), self.shared_expert_gate(x, step)]
-        # An expert's rows are not the step's tokens: it sees no step.
-        here = range(len(self.experts)) if self.owners is None else self.owners.own
-        runs = {i: ops.on_rows(lambda rows, e=self.experts[i]: e(rows, None), x) for i in here}
-        return ops.host(_Mixture(self.routing, runs, self.owners), inputs, self.gate.shape.in_features)
+        runs = {i: ops.on_rows(run, x) for i, run in self._all.runs.items()}
+        experts = replace(self._all, runs=runs)
+        return ops.host(_Mixture(self.routing, experts), inputs, self.gate.shape.in_features)
+
+
+def _weights(experts: Sequence[GatedMLP]) -> tuple[list[Mapping[str, Tensor]], list[Mapping[str, Tensor]]] | None:
+    """Of all experts those of the first product, and of the second; None where these can't be multiplied together."""
+    pairs = [(expert.gate_up_proj, expert.down_proj) for expert in experts]
+    if all(layer.shard is None and not layer.shape.bias and layer.method.groups for pair in pairs for layer in pair):
+        return [first.weights for first, _ in pairs], [second.weights for _, second in pairs]
+    return None
 
 
 @dataclass(frozen=True)
 class _Mixture:
-    """What is computed on the host.
-
-    Attributes:
-        runs: each expert that is here, as a function of its rows [n, H].
-    """
+    """What is computed between the layers."""
 
     routing: Routing
-    runs: dict[int, Callable[[Tensor], Tensor]]
-    owners: Owners | None
+    experts: ops.Experts
 
     def __call__(
         self, x: Tensor, scores: Tensor, shared: Tensor | None = None, shared_score: Tensor | None = None
     ) -> Tensor:
-        weights, experts = self.routing.choose(scores)
-        weights, experts = weights.flatten(), experts.flatten()
-        by_expert = experts.argsort(stable=True)
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        counts = torch.bincount(experts, minlength=self.routing.num_experts).tolist()
-        users = {i: chosen for i, chosen in enumerate(by_expert.split(counts)) if len(chosen)}
-        rows = {i: chosen // self.routing.top_k for i, chosen in users.items()}
-        answers = {i: self.runs[i](x.index_select(0, rows[i])) for i in users if i in self.runs}
-        if self.owners is not None:  # summed in one rank's order all the same
-            several = x.new_empty(len(experts), x.shape[1])
-            for i, answer in answers.items():
-                several[users[i]] = answer
-            several = self.owners.group.gather_rows(several, experts, self.owners.starts)
-            answers = {i: several[chosen] for i, chosen in users.items()}
-        for i, chosen in users.items():
-            total.index_add_(0, rows[i], answers[i].float().mul_(weights[chosen, None]))
+        total = ops.mix(x, *self.routing.choose(scores), self.experts)
         if shared is not None and shared_score is not None:
             total += shared.float() / torch.neg(shared_score.float()).exp_().add_(1.0)  # torch's sigmoid has two bodies
         return total.to(x.dtype)

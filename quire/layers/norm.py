@@ -35,6 +35,11 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, self.plus_one)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return super().add(x, residual)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, self.plus_one)
+
 
 class LayerNorm(Norm):
     """``(x - mean(x)) / std(x) * weight + bias``; neither weight nor bias where not `affine`."""

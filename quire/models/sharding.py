@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from quire.attention.base import AttentionSpec
 from quire.errors import ModelLoadError
 from quire.layers.linear import Shard
-from quire.layers.moe import Owners
+from quire.ops.experts import Owners
 from quire.ops.gather import Meeting
 from quire.ops.native.matrix import BLOCK_ROWS
 

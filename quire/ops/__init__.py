@@ -16,6 +16,10 @@ from quire.ops.add import add as add
 from quire.ops.attention import attend as attend
 from quire.ops.attention import paged_attention as paged_attention
 from quire.ops.embedding import embedding as embedding
+from quire.ops.experts import Experts as Experts
+from quire.ops.experts import Owners as Owners
+from quire.ops.experts import mix as mix
+from quire.ops.experts import route as route
 from quire.ops.gather import gather as gather
 from quire.ops.gather import gather_rows as gather_rows
 from quire.ops.gather import own_rows as own_rows
@@ -29,8 +33,11 @@ from quire.ops.lora import LoraMatrices as LoraMatrices
 from quire.ops.lora import TokenSlots as TokenSlots
 from quire.ops.lora import lora as lora
 from quire.ops.lora import lora_rows as lora_rows
+from quire.ops.norm import add_rms_norm as add_rms_norm
 from quire.ops.norm import layer_norm as layer_norm
 from quire.ops.norm import rms_norm as rms_norm
+from quire.ops.quantized import integer_linear as integer_linear
+from quire.ops.quantized import quantized_linear as quantized_linear
 from quire.ops.rope import AttentionSpec as AttentionSpec
 from quire.ops.rope import prepare as prepare
 from quire.ops.rope import rotary as rotary

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.add import add
 from quire.ops.native.builder import Value
 from quire.ops.rows import in_blocks
 from quire.ops.table import op
@@ -25,6 +26,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> T
 
 
 @op
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of ``x + residual``, and that sum, rounded to their type."""
+    total = add(x, residual)
+    return rms_norm(total, weight, eps, plus_one), total
+
+
+@op
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (arXiv:1607.06450)."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -34,6 +44,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def _build_rms(x: Value, weight: Tensor, eps: float, plus_one: bool = False) -> Value:
     vector = x.builder.vector(weight, x.width)
     return x.builder.append("norm", [x], x.width, weight=vector, size=x.width, eps=eps, plus_one=plus_one)
+
+
+add_rms_norm.native(add_rms_norm.reference)  # whose parts are recorded
 
 
 @layer_norm.native

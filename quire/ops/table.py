@@ -1,13 +1,15 @@
-"""What an operation is: a plain-torch reference, which says what it means, and a way to record it in a native program.
+"""What an operation is: a plain-torch reference, which says what it means, and others that carry it out.
 
-Each file beside this one declares some with `@op`. Called with tensors, the reference computes; called with a builder's
-values in place of tensors, the native build appends to the program. Here alone is decided which. Layers don't see the
-difference.
+Each file beside this one declares some with `@op`. Called with tensors, the reference computes, or on a device that has
+one a kernel; called with a builder's values in place of tensors, the native build appends to the program. Here alone is
+decided which. Layers don't see the difference.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from quire.ops.native.builder import StepIndex, Value
 
@@ -26,11 +28,15 @@ class Operation(Generic[P, R]):
             multiply in tiles of one fixed height, and use only such functions whose vector body and scalar tail agree
             (no sigmoid, rsqrt, silu, gelu).
         build: the same of recorded values; None where there is nothing to record.
+        kernel: the same, for tensors on a device of the type `kernel_device`; None where none is installed
+            (`quire.ops.triton`). Rows of its results depend on rows of the input alone, too, in an order of its own.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
         self.reference = reference
         self.build: Callable[..., Any] | None = None
+        self.kernel: Callable[..., Any] | None = None
+        self.kernel_device = ""
         self.name = reference.__name__
         functools.update_wrapper(self, reference)
         OPERATIONS[self.name] = self
@@ -45,7 +51,12 @@ class Operation(Generic[P, R]):
             if isinstance(argument, (Value, StepIndex)):
                 assert self.build is not None, f"{self.name} can't be recorded"
                 return self.build(*args, **kwargs)
+        if self.kernel is not None and self._is_on_device(args):
+            return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
+
+    def _is_on_device(self, args: tuple[object, ...]) -> bool:
+        return any(isinstance(argument, Tensor) and argument.device.type == self.kernel_device for argument in args)
 
 
 def op(reference: Callable[P, R]) -> Operation[P, R]:

@@ -67,6 +67,8 @@ class QuantizationMethod(ABC):
 
     filled: frozenset[str] = frozenset()  # checkpoint tensors that are there from the start and need no loading
 
+    groups = False  # whether its weights are what `quire.ops.Experts` says, for products with many matrices at once
+
     @abstractmethod
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         """The parameters, by name, allocated and not yet filled.

@@ -15,6 +15,7 @@ from quire.quantization.weight_only import WeightOnly
 # What is made as weights are loaded, of linear layers -> of embeddings and the output head. The head decides among all
 # tokens at once and embeddings have no neighbours to average with: they keep eight bits.
 MADE = {"int8": "int8", "int4": "int8", "w8a8": "int8"}
+MADE_ON_DEVICE = MADE | {"fp8": "int8"}  # whose name is that of a checkpoint's method, too
 KEPT_TYPES = frozenset(type.name for type in Type if type is Type.W8A8 or type >= Type.Q4_0)
 
 
@@ -72,10 +73,13 @@ def select_formats(
     filled: bool = False,
     blocks: TypesByLayer | None = None,
     level: str = "",
+    *,
+    on_device: bool = False,
 ) -> WeightFormats:
     """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
 
     Args:
+        on_device: without native kernels, on a device that knows "fp8", too.
         blocks: of a checkpoint whose matrices are in blocks. What the kernels have no such type for is
             kept plain, as is everything without kernels: its loader makes numbers of it.
         level: see `Packed`.
@@ -88,7 +92,8 @@ def select_formats(
 
     plain = method(None)
     if not blocks:
-        return WeightFormats(method(name), method(MADE[name]), plain) if name in MADE else uniform(plain)
+        made = MADE_ON_DEVICE if on_device else MADE
+        return WeightFormats(method(name), method(made[name]), plain) if name in made else uniform(plain)
     kept: dict[str, QuantizationMethod] = {}
     if allocate is not None:
         kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind]) for kind in KEPT_TYPES}

@@ -12,28 +12,31 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.quantized import GROUP, expand_int4, pack_int4
 from quire.quantization.base import MatrixShape, QuantizationMethod
 
-GROUP = 32  # columns that share a scale in int4
 _SCALE_DIVISORS = tuple(-(8.0 - 0.25 * (i - 2)) for i in range(9))  # candidates: the largest value's code, -8.5 .. -6.5
-_ROWS_AT_ONCE = 1024  # rows quantized or expanded at a time, so that the fp32 copies stay small
+_ROWS_AT_ONCE = 1024  # rows quantized at a time, so that the fp32 copies stay small
+_MOST_FP8 = 448.0  # the largest number of float8_e4m3fn
 
 
 class WeightOnly(QuantizationMethod):
-    """`codes` int8 [out, in], `scales` [out, 1 or groups] and, where the layer has one, `bias` [out].
+    """`codes` [out, in], or [out, bytes] of int4, `scales` [out, 1 or groups] and, if there is one, `bias` [out].
 
     Args:
-        name: "int8", "int4" or "w8a8".
+        name: "int8", "int4", "fp8" or "w8a8".
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.bits = 4 if name == "int4" else 8
+        self.groups = name != "w8a8"
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
-        groups = 1 if self.bits == 8 else -(-shape.in_features // GROUP)
+        groups, columns, kind = 1, shape.in_features, torch.float8_e4m3fn if self.name == "fp8" else torch.int8
+        if self.name == "int4":
+            groups, columns, kind = -(-columns // GROUP), -(-columns // (2 * GROUP)) * GROUP, torch.uint8
         weights = {
-            "codes": torch.empty(shape.out_features, shape.in_features, dtype=torch.int8),
+            "codes": torch.empty(shape.out_features, columns, dtype=kind),
             "scales": torch.empty(shape.out_features, groups),
         }
         return weights | ({"bias": torch.empty(shape.out_features, dtype=dtype)} if shape.bias else {})
@@ -42,40 +45,40 @@ class WeightOnly(QuantizationMethod):
         if name == "bias":
             super().load(weights, shape, name, loaded, start)
             return
-        quantize = quantize_int8 if self.bits == 8 else quantize_int4
+        quantize = {"int4": _quantize_packed, "fp8": quantize_fp8}.get(self.name, quantize_int8)
         for low in range(0, loaded.shape[0], _ROWS_AT_ONCE):
-            codes, scales = quantize(loaded[low : low + _ROWS_AT_ONCE].float())
-            rows = slice(start + low, start + low + codes.shape[0])
-            weights["codes"][rows].copy_(codes)
-            weights["scales"][rows].copy_(scales)
+            rows = loaded[low : low + _ROWS_AT_ONCE].to(weights["codes"].device)
+            codes, scales = quantize(rows.float())
+            weights["codes"][start + low : start + low + len(rows)].copy_(codes)
+            weights["scales"][start + low : start + low + len(rows)].copy_(scales)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         if self.name == "w8a8":
             return self._multiply_integers(weights, x)
-        out = x.new_empty(x.shape[0], shape.out_features)
-        for low in range(0, shape.out_features, _ROWS_AT_ONCE):
-            rows = slice(low, low + _ROWS_AT_ONCE)
-            if self.bits == 8:  # integers are exact in bf16: multiply first, then scale
-                part = ops.linear(x, weights["codes"][rows].to(x.dtype)).float() * weights["scales"][rows].t()
-            else:
-                dense = self._expand(weights["codes"][rows], weights["scales"][rows])
-                part = ops.linear(x, dense.to(torch.bfloat16).to(x.dtype))
-            out[:, rows] = part.to(x.dtype)
-        return out if not shape.bias else out.add_(weights["bias"])
+        out_dtype = torch.float32 if wide else None
+        return ops.quantized_linear(x, weights["codes"], weights["scales"], weights.get("bias"), out_dtype)
 
     def _multiply_integers(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         codes, scales = quantize_int8(x.float())
-        sums = codes.double() @ weights["codes"].double().t()  # which are exact
-        out = sums.float() * scales * weights["scales"].t()
+        out = ops.integer_linear(codes, weights["codes"]) * scales * weights["scales"].t()
         return (out if "bias" not in weights else out + weights["bias"]).to(x.dtype)
 
     def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._expand(weights["codes"][ids], weights["scales"][ids]).to(dtype)
+        codes, scales = weights["codes"][ids], weights["scales"][ids]
+        if self.name == "int4":
+            return expand_int4(codes, scales, shape.in_features).to(dtype)
+        return (codes.float() * scales).to(dtype)
 
-    def _expand(self, codes: Tensor, scales: Tensor) -> Tensor:
-        if self.bits == 8:
-            return codes * scales
-        return codes * scales.repeat_interleave(GROUP, dim=1)[:, : codes.shape[1]]
+
+def quantize_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [N, K] -> codes float8_e4m3fn [N, K], scales float32 [N, 1]: a row's largest magnitude becomes 448."""
+    scales = rows.abs().amax(1, keepdim=True) / _MOST_FP8
+    return (rows / scales.clamp_min(torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn), scales
+
+
+def _quantize_packed(rows: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = quantize_int4(rows)
+    return pack_int4(codes), scales
 
 
 def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:

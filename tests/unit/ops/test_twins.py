@@ -24,6 +24,7 @@ def vector(size: int, dtype: torch.dtype, seed: int = 7) -> Tensor:
 
 SHAPES: dict[str, Arguments] = {
     "add": lambda n, t: (2, []),
+    "add_rms_norm": lambda n, t: (2, [vector(n, t), 1e-5, True]),
     "gelu": lambda n, t: (1, []),
     "gelu_and_mul": lambda n, t: (1, []),
     "gelu_tanh": lambda n, t: (1, []),
@@ -40,7 +41,8 @@ SHAPES: dict[str, Arguments] = {
 OF_STEPS = {"embedding"}  # given ids, see below
 OF_RANKS = {"gather", "gather_rows", "own_rows", "reduce"}  # tests/unit/distributed
 OF_ADAPTERS = {"lora", "lora_rows"}  # test_native_lora.py
-NOT_RECORDED = {"paged_attention", "rotary", "write_kv"}  # natively `prepare` and `attend`: tests/unit/attention
+# Natively `prepare` and `attend` (tests/unit/attention), `linear` of packed weights, and torch (tests/unit/layers).
+NOT_RECORDED = {"paged_attention", "quantized_linear", "integer_linear", "rotary", "write_kv", "route", "mix"}
 
 
 def test_every_operation_has_shapes() -> None:

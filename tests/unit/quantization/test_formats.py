@@ -13,6 +13,7 @@ from quire.layers.linear import Linear, Matrix, Place
 from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
+from quire.ops.quantized import expand_int4, pack_int4
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 from quire.quantization.packed import Packed, PackedParts
 from quire.quantization.registry import select_formats
@@ -66,6 +67,9 @@ def test_registry() -> None:
             assert method.type == type
             assert isinstance(twin, Unquantized) if name is None else isinstance(twin, WeightOnly)
             assert getattr(twin, "name", None) == {Type.BF16: None, Type.I8: "int8", Type.I4: "int4"}.get(type, name)
+    eight = select_formats("fp8", BF16, None, on_device=True)
+    assert [getattr(method, "name", None) for method in (eight.linear, eight.table)] == ["fp8", "int8"]
+    assert isinstance(select_formats("fp8", BF16, None).linear, Unquantized)  # there it is what checkpoints are
 
 
 def test_a_level_may_have_an_order_of_its_own() -> None:
@@ -95,7 +99,7 @@ def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | 
     torch.testing.assert_close(wide, twin(x).float(), atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("made", ["int8", "int4", "w8a8"])
+@pytest.mark.parametrize("made", ["int8", "int4", "fp8", "w8a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_twin_is_near_what_it_was_given(made: str, dtype: torch.dtype) -> None:
     method, shape = WeightOnly(made), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
@@ -103,21 +107,36 @@ def test_a_twin_is_near_what_it_was_given(made: str, dtype: torch.dtype) -> None
     for start, stop in ((1100, 2500), (0, 7), (7, 1100)):
         method.load(weights, shape, "weight", dense[start:stop], start)
     method.load(weights, shape, "bias", bias, 0)
-    assert weights["codes"].dtype == torch.int8
-    assert weights["codes"].abs().amax() == (127 if made != "int4" else 8)
+    if made == "int4":  # two a byte, in whole pairs of groups
+        assert (weights["codes"].dtype, weights["codes"].shape) == (torch.uint8, (2500, 64))
+    else:
+        assert weights["codes"].dtype == (torch.float8_e4m3fn if made == "fp8" else torch.int8)
+        assert weights["codes"].float().abs().amax() == (448 if made == "fp8" else 127)
     assert weights["scales"].shape == (2500, 1 if made != "int4" else 4)
     x = draw(70, 100, dtype=dtype, seed=2)
     found = method.apply(weights, shape, x)
     assert found.dtype == dtype
     expected = x.float() @ dense.t() + bias
     error = (found.float() - expected).square().mean().sqrt() / expected.std()
-    assert error < (0.01 if made != "int4" else 0.1)
+    assert error < {"int4": 0.1, "fp8": 0.03}.get(made, 0.01)
+    assert method.apply(weights, shape, x, wide=True).dtype in (F32, dtype)
     for rows in (1, 33):
         assert torch.equal(method.apply(weights, shape, x[5 : 5 + rows]), found[5 : 5 + rows])
     ids = torch.tensor([2499, 0, 3])
     rows = method.lookup(weights, shape, ids, dtype)
     assert rows.dtype == dtype
-    assert (rows.float() - dense[ids]).abs().max() < (0.03 if made != "int4" else 0.6)
+    assert (rows.float() - dense[ids]).abs().max() < {"int4": 0.6, "fp8": 0.2}.get(made, 0.03)
+
+
+@pytest.mark.parametrize("num_columns", [1, 32, 40, 64, 100])
+def test_four_bits_are_packed_in_pairs(num_columns: int) -> None:
+    codes = (torch.arange(3 * num_columns).view(3, -1) % 16 - 8).to(torch.int8)
+    packed = pack_int4(codes)
+    assert packed.shape == (3, -(-num_columns // 64) * 32)
+    groups = -(-num_columns // 32)
+    assert torch.equal(expand_int4(packed, torch.ones(3, groups), num_columns), codes.float())
+    scales = torch.arange(1.0, groups + 1.0).expand(3, -1)
+    assert torch.equal(expand_int4(packed, scales, num_columns)[:, -1], codes[:, -1] * float(groups))
 
 
 @pytest.mark.parametrize("made", [None, "int8", "int4"])

@@ -1,0 +1,56 @@
+"""Activation functions, plain and gated: the kernel of `quire.ops.activation`. Each element by itself, in fp32."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.triton.common import launch, narrow
+
+BLOCK = 1024  # columns of a program
+
+
+@triton.jit
+def _function(x, NAME: tl.constexpr):
+    if NAME == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif NAME == "gelu":
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "gelu_tanh":  # (1 + tanh u) / 2 is 1 / (1 + exp(-2 u))
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        return tl.where(x < 0.0, 0.0, x)  # which keeps a NaN
+
+
+@triton.jit
+def _activation(x, out, row_stride, size, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    x += row * row_stride
+    result = _function(tl.load(x + columns, mask, other=0.0).to(tl.float32), NAME)
+    if GATED:
+        result *= tl.load(x + size + columns, mask, other=0.0).to(tl.float32)
+    tl.store(out + row * size + columns, narrow(result, out.dtype.element_ty), mask)
+
+
+def _run(x: Tensor, name: str, gated: bool) -> Tensor:
+    rows = x.flatten(0, -2)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    size = x.shape[-1] // 2 if gated else x.shape[-1]
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    grid = (rows.shape[0], triton.cdiv(size, BLOCK))
+    launch(_activation, grid, rows, out, rows.stride(0), size, NAME=name, GATED=gated, BLOCK=BLOCK)
+    return out
+
+
+# By the operations' names.
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    name + suffix: partial(_run, name=name, gated=bool(suffix))
+    for name in ("silu", "gelu", "gelu_tanh", "relu")
+    for suffix in ("", "_and_mul")
+    if name != "relu" or not suffix
+}

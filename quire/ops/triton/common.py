@@ -1,0 +1,58 @@
+"""What the kernels share: the product of two tiles, roundings, and where their tensors may lie. Knows no operation.
+
+Kernels multiply through `dot` and round through `narrow`: what the interpreter does its own way is dealt with here.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a @ b`` in fp32: [M, K] x [K, N], both of one type.
+
+    The interpreter has no bf16 to multiply, and a library whose order of summation depends on M and N: sums that are
+    rounded to fp32 once show no trace of it.
+    """
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float64), b.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """fp32 in another type, rounded to the nearest, ties to even; the interpreter would cut bits off for bf16."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """Numbers in a type that holds them exactly; the interpreter has no way from integers to bf16."""
+    if INTERPRETED:
+        return narrow(x.to(tl.float32), dtype)
+    else:
+        return x.to(dtype)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x`, contiguous and at a multiple of 16 bytes: programs are compiled anew for other places, and differently."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run `kernel` in a grid of programs, if that has any. Products and sums are not fused unless it says so."""
+    if 0 not in grid:
+        kernel[grid](*arguments, **{"enable_fp_fusion": False} | constants)

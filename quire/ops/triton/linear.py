@@ -1,0 +1,178 @@
+"""Products with a matrix of weights, plain or quantized: the kernel of `quire.ops.linear` and `quantized_linear`.
+
+Weights are widened tile by tile on their way to the product; a result is scaled, shifted and rounded once. A program
+takes tile after tile (it is persistent), neighbours at about the same time so that they find each other's rows in the
+cache. In what order features are summed, and why it is one for any number of rows: `quire.ops.triton.tiles`.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.ops.triton.common import dot, launch, narrow, widen
+from quire.ops.triton.quantized import multiply_packed
+from quire.ops.triton.tiles import choose, processors
+
+NEIGHBOURS = 8  # tiles of rows that are taken together, for each tile of columns
+
+
+@triton.jit
+def multiply(
+    x, mask, weight, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr
+):
+    """[BLOCK_M, BLOCK_N] of the rows that begin at `x` [BLOCK_M, 1] and `weight` [1, BLOCK_N]: fp32, of int8 int32."""
+    integers: tl.constexpr = x.dtype.element_ty == tl.int8
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if integers else tl.float32)
+    for start in range(0, size, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN:
+            a = tl.load(x + k[None, :], mask, other=0.0)
+            b = tl.load(weight + k[:, None])
+        else:
+            a = tl.load(x + k[None, :], mask & (k < size)[None, :], other=0.0)
+            b = tl.load(weight + k[:, None], (k < size)[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, out_dtype=tl.int32) if integers else dot(a, widen(b, a.dtype), sums)
+    return sums
+
+
+@triton.jit
+def multiply_described(
+    x, weight, row, column, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Likewise, of the rows from `row` and `column` on of two tensors that the device's own copier knows."""
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, size, BLOCK_K):
+        sums = dot(x.load([row, start]), tl.trans(weight.load([column, start])), sums)
+    return sums
+
+
+@triton.jit
+def finish(sums, scales, bias, columns):
+    """``sums * scales + bias``, of what there is, as one operation whatever the compiler makes of its neighbours."""
+    if bias is not None:
+        shift = tl.load(bias + columns).to(tl.float32)[None, :]
+        if scales is not None:
+            sums = tl.fma(sums, tl.load(scales + columns)[None, :], shift)
+        else:
+            sums += shift
+    elif scales is not None:
+        sums *= tl.load(scales + columns)[None, :]
+    return sums
+
+
+@triton.jit
+def place(tile, tall, wide, NEIGHBOURS: tl.constexpr):
+    """Of `tall` times `wide` tiles the row and column of one, such that NEIGHBOURS rows meet each column together."""
+    first = tile // (NEIGHBOURS * wide) * NEIGHBOURS
+    height = min(tall - first, NEIGHBOURS)
+    within = tile % (NEIGHBOURS * wide)
+    return first + within % height, within // height
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    num_rows,
+    num_columns,
+    size,
+    x_stride,
+    weight_stride,
+    num_groups,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PACKED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):
+    tall, wide = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    for tile in range(tl.program_id(0), tall * wide, tl.num_programs(0)):
+        row, column = place(tile, tall, wide, NEIGHBOURS)
+        rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        here = columns < num_columns
+        columns = tl.where(here, columns, 0)  # a weight that is there; its product is stored nowhere
+        mask = (rows < num_rows)[:, None]
+        if DESCRIBED:
+            sums = multiply_described(x, weight, row * BLOCK_M, column * BLOCK_N, size, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            a = x + rows.to(tl.int64)[:, None] * x_stride
+            b = weight + columns.to(tl.int64) * weight_stride
+            if PACKED:
+                groups = scales + columns.to(tl.int64) * num_groups
+                sums = multiply_packed(a, mask, b, groups, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+            else:
+                sums = multiply(a, mask, b[None, :], size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
+        sums = finish(sums, None if PACKED else scales, bias, columns)
+        places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(places, narrow(sums, out.dtype.element_ty), mask & here[None, :])
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `quire.ops.quantized_linear`; without scales the weights are of the type of `x`."""
+    num_rows, size = x.shape
+    num_columns, packed = weight.shape[0], weight.dtype == torch.uint8
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(num_rows, num_columns, dtype=out_dtype or x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    bits = 4 if packed else weight.itemsize * 8
+    tiles = choose(processors(x.device), num_rows, num_columns, x.itemsize * 8, bits)
+    described = tiles.described and scales is None and all(map(_is_even, (x, weight)))
+    inputs: list[Any] = [x, weight]
+    if described:
+        sizes = ([tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k])
+        inputs = [TensorDescriptor.from_tensor(*each) for each in zip(inputs, sizes, strict=True)]
+    launch(
+        *(_linear, (tiles.num_programs,)),
+        *(*inputs, scales, bias, out, num_rows, num_columns, size, x.stride(0), weight.stride(0)),
+        scales.shape[1] if packed and scales is not None else 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        EVEN=size % tiles.block_k == 0,
+        PACKED=packed,
+        DESCRIBED=described,
+        NEIGHBOURS=NEIGHBOURS,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=x.dtype == torch.float32,  # every product of a chain with its sum
+    )
+    return out
+
+
+def _is_even(x: Tensor) -> bool:
+    """Whether the device's copier takes it: rows that begin at multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 and x.stride(1) == 1
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """As `quire.ops.linear`."""
+    return quantized_linear(x, weight, None, bias, out_dtype)
+
+
+def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """As `quire.ops.integer_linear`."""
+    return quantized_linear(x, weight, None, None, torch.float32)
+
+
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Likewise, by the vendor's library, in an order that depends on the number of rows."""
+    out = F.linear(x, weight, bias)
+    return out if out_dtype is None else out.to(out_dtype)

@@ -1,0 +1,56 @@
+"""Operations go to kernels where some are installed for the device, and nowhere else."""
+
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.ops.table import OPERATIONS, op
+
+
+def test_a_kernel_takes_the_tensors_of_its_device_only() -> None:
+    def twice(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    operation = op(twice)
+    try:
+        operation.kernel, operation.kernel_device = (lambda x, factor: "kernel"), "meta"
+        assert operation(torch.ones(2), 3.0).tolist() == [3.0, 3.0]
+        assert operation(torch.ones(2, device="meta"), 3.0) == "kernel"
+        operation.kernel_device = "cpu"
+        assert operation(torch.ones(2), 3.0) == "kernel"
+    finally:
+        del OPERATIONS["twice"]
+
+
+def test_install_and_uninstall() -> None:
+    from quire.ops.triton import KERNELS, install, uninstall
+
+    assert KERNELS.keys() <= OPERATIONS.keys()
+    install("meta")
+    try:
+        assert {name for name, operation in OPERATIONS.items() if operation.kernel is not None} == KERNELS.keys()
+        assert torch.equal(ops.relu(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
+    finally:
+        uninstall()
+    assert all(operation.kernel is None for operation in OPERATIONS.values())
+
+
+def test_products_by_the_vendor() -> None:
+    from quire.ops.triton import install, uninstall
+
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    install("cpu", fast_gemm=True)
+    try:
+        assert torch.equal(ops.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+        assert ops.linear(x.half(), weight.half(), None, torch.float32).dtype == torch.float32
+    finally:
+        uninstall()
+
+
+def test_operations_import_no_triton() -> None:
+    code = "import sys, quire.ops, quire.layers.moe, quire.quantization.registry; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,86 @@
+"""Products: each kernel against its reference, and each row a function of that row alone, whatever the tiles."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.ops.quantized import pack_int4
+from quire.quantization.weight_only import quantize_fp8, quantize_int4, quantize_int8
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+NUM_ROWS = (1, 2, 17, 64, 65, 130)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantized(kind: str, dense: Tensor) -> tuple[Tensor, Tensor]:
+    if kind == "int4":
+        codes, scales = quantize_int4(dense)
+        return pack_int4(codes), scales
+    return {"int8": quantize_int8, "fp8": quantize_fp8}[kind](dense)
+
+
+def assert_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Within a rounding of the reference, which rounds up to three times, and of the sum's last bits."""
+    bound = 3 * ROUNDING[dtype]
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_columns", "size"), [(1, 1), (33, 100), (200, 136), (97, 64)])
+def test_linear(installed: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
+    x, weight = draw(130, size, dtype=dtype), draw(num_columns, size, dtype=dtype, seed=1) * size**-0.5
+    x, weight, bias = x.to(installed), weight.to(installed), draw(num_columns, dtype=dtype, seed=2).to(installed)
+    whole = ops.linear(x, weight, bias)
+    assert whole.dtype == dtype
+    assert_near(whole, ops.linear.reference(x, weight, bias), dtype)
+    for num_rows in NUM_ROWS:
+        assert torch.equal(ops.linear(x[130 - num_rows :], weight, bias), whole[130 - num_rows :]), num_rows
+    wide = ops.linear(x[:3], weight, None, torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.to(dtype), ops.linear(x[:3], weight))
+    assert ops.linear(x[:0], weight).shape == (0, num_columns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(("num_columns", "size"), [(33, 70), (70, 256), (7, 33)])
+def test_quantized(installed: str, kind: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
+    x, dense = draw(130, size, dtype=dtype).to(installed), draw(num_columns, size, seed=1) * size**-0.5
+    weight, scales = (part.to(installed) for part in quantized(kind, dense))
+    bias = draw(num_columns, dtype=dtype, seed=2).to(installed)
+    whole = ops.quantized_linear(x, weight, scales, bias)
+    assert whole.dtype == dtype
+    assert_near(whole, ops.quantized_linear.reference(x, weight, scales, bias), dtype)
+    for num_rows in NUM_ROWS:
+        part = ops.quantized_linear(x[130 - num_rows :], weight, scales, bias)
+        assert torch.equal(part, whole[130 - num_rows :]), num_rows
+    assert ops.quantized_linear(x[:2], weight, scales, None, torch.float32).dtype == torch.float32
+
+
+def test_integers(installed: str) -> None:
+    for num_columns, size in ((33, 70), (70, 256)):
+        x, weight = (draw(n, size, seed=n) * 40 for n in (130, num_columns))
+        x, weight = (part.round().clamp(-127, 127).to(torch.int8).to(installed) for part in (x, weight))
+        for num_rows in NUM_ROWS:
+            expected = x[:num_rows].double() @ weight.double().t()
+            assert torch.equal(ops.integer_linear(x[:num_rows], weight), expected.float())
+
+
+def test_rows_that_lie_apart(installed: str) -> None:
+    x, weight = draw(5, 300).to(installed), draw(20, 64, seed=1).to(installed)
+    assert torch.equal(ops.linear(x[:, 100:164], weight), ops.linear(x[:, 100:164].clone(), weight))
+    assert torch.equal(ops.linear(x.t()[:64].t(), weight), ops.linear(x[:, :64].clone(), weight))
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_a_nan_or_infinity_stays_in_its_row(installed: str, num_rows: int) -> None:
+    x, weight = draw(num_rows, 40).to(installed), draw(20, 40, seed=1).to(installed)
+    x[0, 3] = torch.nan
+    out = ops.linear(x, weight)
+    assert out[0].isnan().all()
+    assert not out[1:].isnan().any()
