@@ -119,4 +119,6 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     def fill_blocks(self, kv_cache: Tensor, blocks: Tensor, value: float) -> None:
         """Set whole blocks (int64 [N]) to a value; NaN makes reads of what was never written visible."""
+        if kv_cache.dtype is torch.int8:  # all bits set: the scales are NaN then
+            value = -1 if value != value else int(value)
         kv_cache.index_fill_(0, blocks, value)

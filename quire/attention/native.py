@@ -71,9 +71,3 @@ class NativeBackend(AttentionBackend[AttentionBatch]):
             activations=TYPE_OF[moves.dtype],
         )
         loaded_library().quire_move_slots(Target(self._level or choose_level()).kernels, addressof(arguments))
-
-    def fill_blocks(self, kv_cache: Tensor, blocks: Tensor, value: float) -> None:
-        if kv_cache.dtype is torch.int8:  # all bits set: the scales are NaN then
-            kv_cache.index_fill_(0, blocks, -1 if value != value else int(value))
-        else:
-            super().fill_blocks(kv_cache, blocks, value)

@@ -1,8 +1,8 @@
 """The plain-torch attention backend: the specification that every other backend is tested against.
 
-`build` keeps the step's description; the first layer of each kind (heads, window, causal) has it cut into query tiles
-and key tiles, and the layers after it share the result. The arithmetic is `quire.ops.paged_attention`. It must not know
-which requests the sequences belong to.
+`build` keeps the step's description, which lies on the CPU wherever the cache is; the first layer of each kind
+(heads, window, causal) has it cut into query tiles and key tiles, and the layers after it share the result. The
+arithmetic is `quire.ops.paged_attention`. It must not know which requests the sequences belong to.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -83,10 +83,10 @@ class ReferenceMetadata:
     batch: AttentionBatch
     _work: dict[_Shape, AttentionWork] = field(default_factory=dict)
 
-    def work(self, shape: _Shape) -> AttentionWork:
-        """The step's work for one kind of layer; cut on first use."""
+    def work(self, shape: _Shape, device: torch.device) -> AttentionWork:
+        """The step's work for one kind of layer, where the cache is; cut on first use."""
         if shape not in self._work:
-            self._work[shape] = _cut(self.batch, shape)
+            self._work[shape] = _cut(self.batch, shape).to(device)
         return self._work[shape]
 
 
@@ -98,10 +98,10 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
         return (num_blocks, block_size, 2, num_kv_heads, head_dim)
 
     def build(self, batch: AttentionBatch) -> ReferenceMetadata:
-        wide: dict[str, Tensor] = {  # torch indexes by int64 alone
-            name: value.long() for name, value in vars(batch).items() if isinstance(value, Tensor)
+        wide: dict[str, Tensor] = {  # torch indexes by int64 alone; work is cut on the host
+            name: value.cpu().long() for name, value in vars(batch).items() if isinstance(value, Tensor)
         }
-        tails = batch.tails and Tails(*(part.long() for part in batch.tails))
+        tails = batch.tails and Tails(*(part.cpu().long() for part in batch.tails))
         return ReferenceMetadata(replace(batch, tails=tails, **wide))
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:
@@ -122,10 +122,10 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             kept, positions = torch.stack((key, value), 1).flatten(1), step.positions
             kept = ops.lora_rows(positions, kept, spec.prefix, step.adapters.slots, positions)
             key, value = kept.view(len(kept), 2, *key.shape[1:]).unbind(1)
-        ops.write_kv(key, value, cache, metadata.batch.slot_mapping)
+        ops.write_kv(key, value, cache, metadata.batch.slot_mapping.to(cache.device))
         group_size = spec.num_heads // spec.num_kv_heads
         shape = _Shape(group_size, spec.num_kv_heads * spec.head_dim, spec.window, spec.causal, spec.start)
-        return ops.paged_attention(query, cache, metadata.work(shape), spec).reshape(qkv.shape[0], -1)
+        return ops.paged_attention(query, cache, metadata.work(shape, cache.device), spec).reshape(qkv.shape[0], -1)
 
 
 def _cut(batch: AttentionBatch, shape: _Shape) -> AttentionWork:

@@ -1,7 +1,7 @@
 """Chooses the attention backend. The worker asks once at start-up; a new backend is one line here."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from quire.attention.base import AttentionBackend
 from quire.attention.native import NativeBackend
@@ -12,7 +12,16 @@ _BACKENDS: dict[str, Callable[[str | None], AttentionBackend[Any]]] = {
     "reference": lambda level: ReferenceBackend(),
     "native": lambda level: NativeBackend(level=level),
     "native-int8": lambda level: NativeBackend(int8=True, level=level),
+    "triton": lambda level: _triton("model"),
+    "triton-int8": lambda level: _triton("int8"),
+    "triton-fp8": lambda level: _triton("fp8"),
 }
+
+
+def _triton(kind: Literal["model", "int8", "fp8"]) -> AttentionBackend[Any]:
+    from quire.attention.triton import TritonBackend  # Triton is imported where a device needs it
+
+    return TritonBackend(kind)
 
 
 def select_backend(name: str, level: str | None = None) -> AttentionBackend[Any]:

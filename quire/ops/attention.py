@@ -6,7 +6,7 @@ with an online softmax (arXiv:1805.02867) in fp32. A tile that a query cannot se
 does not matter which other queries or which surplus tiles are computed beside it. Knows no requests.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,16 @@ class AttentionWork:
     query_rows: int
     groups: tuple[TileGroup, ...]
 
+    def to(self, device: torch.device) -> "AttentionWork":
+        """The same with its tensors there."""
+
+        def step(one: TileStep) -> TileStep:
+            hidden = None if one.hidden is None else one.hidden.to(device)
+            return replace(one, slots=one.slots.to(device), hidden=hidden)
+
+        groups = [TileGroup(group.rows.to(device), tuple(map(step, group.steps))) for group in self.groups]
+        return self if device.type == "cpu" else replace(self, groups=tuple(groups))
+
 
 @op
 def paged_attention(query: Tensor, kv_cache: Tensor, work: AttentionWork, spec: AttentionSpec) -> Tensor:
@@ -86,7 +96,7 @@ def paged_attention(query: Tensor, kv_cache: Tensor, work: AttentionWork, spec: 
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     slots = kv_cache.view(-1, *kv_cache.shape[2:])
     for group in work.groups:
-        rows = group.rows.flatten()
+        rows = group.rows.flatten().to(query.device)
         out.index_copy_(0, rows, _attend(query.index_select(0, rows), slots, group, work.query_rows, spec))
     return out
 
@@ -113,7 +123,7 @@ def _attend(query: Tensor, slots: Tensor, group: TileGroup, query_rows: int, spe
     weighted = columns.new_zeros((num_kv_heads, num_items, used, head_dim))
     for step in group.steps:
         items = slice(step.start, step.stop)
-        keys, values = _gather(slots, step.slots)
+        keys, values = _gather(slots, step.slots.to(slots.device))
         weights = columns.new_zeros((num_kv_heads, step.stop - step.start, query_rows, KEY_TILE))
         visible = weights[:, :, :used]
         visible.copy_(_tile_product(keys, columns[:, items])[..., :used].transpose(2, 3))
@@ -121,7 +131,7 @@ def _attend(query: Tensor, slots: Tensor, group: TileGroup, query_rows: int, spe
             visible.div_(spec.softcap).tanh_().mul_(spec.softcap)
         if step.hidden is not None:
             masked = slice(step.masked_start - step.start, step.masked_stop - step.start)
-            visible[:, masked].masked_fill_(step.hidden, -torch.inf)
+            visible[:, masked].masked_fill_(step.hidden.to(slots.device), -torch.inf)
         new_highest = torch.maximum(highest[:, items], visible.amax(-1, keepdim=True))
         visible.sub_(new_highest).exp_()
         decay = (highest[:, items] - new_highest).exp_()

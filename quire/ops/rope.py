@@ -52,7 +52,7 @@ def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> Non
 
     slots: integers [T], block * block_size + offset of each token.
     """
-    kv_cache.view(-1, *kv_cache.shape[2:]).index_copy_(0, slots.long(), torch.stack((key, value), dim=1))
+    kv_cache.view(-1, *kv_cache.shape[2:]).index_copy_(0, slots.to(key.device).long(), torch.stack((key, value), dim=1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -208,5 +208,5 @@ def test_registry() -> None:
     assert not select_backend("native").int8
     assert isinstance(select_backend("native-int8"), NativeBackend)
     assert select_backend("native-int8").int8
-    with pytest.raises(ConfigError, match="one of reference, native, native-int8; got 'flash'"):
+    with pytest.raises(ConfigError, match="native-int8, triton, triton-int8, triton-fp8; got 'flash'"):
         select_backend("flash")
