@@ -121,7 +121,7 @@ def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> Sam
         drawn, errors, listed = native.sample_rows(target or default_target(), logits, plain)
         for place, i in enumerate(others):
             output.token_ids[i], output.logprobs[i] = drawn[place], listed.get(place)
-        output.failures.update((others[place], _unusable(native.MAXIMA[errors[place]]).failure) for place in errors)
+        output.failures.update((others[place], unusable(native.MAXIMA[errors[place]]).failure) for place in errors)
     for i in special:
         try:
             output.token_ids[i] = _sample_in_numpy(logits, draws[i])
@@ -147,7 +147,7 @@ def _largest(logits: Floats) -> tuple[int, float]:
     index = int(logits.argmax())
     value = float(logits[index])
     if not math.isfinite(value):
-        raise _unusable(value)
+        raise unusable(value)
     return index, value
 
 
@@ -165,7 +165,7 @@ def _sample_in_numpy(logits: Tensor, what: Draw) -> list[int]:
     return tokens
 
 
-def _unusable(maximum: float) -> RowError:
+def unusable(maximum: float) -> RowError:
     """Why a row whose largest logit isn't finite can't be sampled."""
     if maximum == -math.inf:
         return RowError("no token is left to choose: allowed_token_ids, bad_words, a grammar or a processor mask all.")

@@ -32,6 +32,11 @@ def masks_of(table: Words) -> list[Mask]:
     return [Mask(words, words.ctypes.data) for words in table]
 
 
+def forbid(words: Words, ids: Ids) -> None:
+    """Clear the bits of tokens in a bitmask."""
+    np.bitwise_and.at(words, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+
+
 class TokenCounts:
     """The distinct tokens of a sequence and how often its output has each. O(1) per token; arrays double as they fill.
 
@@ -149,15 +154,17 @@ class SamplingState:
         """Whether the logits need anything done before the choice (min_tokens ends; the rest lasts)."""
         return self._always_processes or self.position < self.min_tokens
 
-    def bars_stops(self, mask: Mask | None) -> bool:
-        """Whether tokens that stop may not come yet: before min_tokens, unless a grammar allows nothing else."""
-        if self.position >= self.min_tokens or self.stop_token_ids is None:
+    def bars_stops(self, mask: Mask | None, position: int | None = None) -> bool:
+        """Whether tokens that stop may not come yet: before min_tokens, unless a grammar allows nothing else.
+
+        `position` is that of the token to be drawn, the sequence's next where it is None.
+        """
+        if self.stop_token_ids is None or (self.position if position is None else position) >= self.min_tokens:
             return False
         if mask is None:
             return True
         others = mask.words.copy()
-        for token_id in self.stop_token_ids.tolist():
-            others[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+        forbid(others, self.stop_token_ids)
         return bool(others.any())
 
     def completing_ids(self) -> list[int]:
