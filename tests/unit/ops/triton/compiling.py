@@ -1,0 +1,155 @@
+"""Compiles every kernel for a GPU that is not there, as it would be launched, and says what each came to.
+
+    python tests/unit/ops/triton/compiling.py 90
+
+A helper of test_compiled.py, which runs it in a process of its own: Triton either interprets or compiles.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire import SamplingParams, ops
+from quire.attention.base import AttentionBatch, Tails
+from quire.attention.step import Step
+from quire.attention.triton import TritonBackend
+from quire.layers.linear import Linear, Place
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts, Routing
+from quire.ops.table import OPERATIONS
+from quire.ops.triton import install
+from quire.ops.triton.tiles import Processors
+from quire.quantization.unquantized import Unquantized
+from quire.quantization.weight_only import WeightOnly
+from quire.sampling import SamplingState, SequenceTokens
+from quire.sampling.device import DeviceSampler
+
+NAMES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+CAPABILITY = int(sys.argv[1])
+PRODUCTS = r"(?:wgmma.mma_async|mma.sync|tcgen05.mma)\.[\w.:]+|fma.rn.f32"
+
+
+def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **told: Any) -> None:
+    """In place of a launch."""
+    options = {name: told.pop(name) for name in OPTIONS if name in told}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | told
+    for i, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
+            signature[parameter.name], constants[i,] = "constexpr", value
+            continue
+        if isinstance(value, TensorDescriptor):
+            kind = f"{NAMES[value.base.dtype]}{list(value.block_shape)}"
+            signature[parameter.name] = f"tensordesc<{kind}>"
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = "*" + NAMES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+        number = value.data_ptr() if isinstance(value, Tensor) else value
+        if specialized and not isinstance(number, float) and number % 16 == 0:
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    kinds = {re.sub(r"n\d+k", "nk", found) for found in re.findall(PRODUCTS, ptx)}
+    early = ptx.count("cp.async.cg"), ptx.count("cp.async.bulk.tensor")
+    kind = signature[kernel.arg_names[0]]
+    told = {"kernel": kernel.__name__, "x": kind, "products": sorted(kinds), "early": early}
+    print(json.dumps(told | {"bytes": compiled.metadata.shared}), flush=True)
+
+
+def every_kernel() -> None:
+    x, vector = torch.zeros(8192, 256, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
+    matrix, bias = torch.zeros(4096, 256, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    ops.rms_norm(x, vector, 1e-6)
+    ops.add_rms_norm(x, x, vector, 1e-6, True)
+    ops.layer_norm(x, vector, vector, 1e-6)
+    ops.embedding(torch.zeros(3, dtype=torch.int32), matrix)
+    for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh", "relu"):
+        OPERATIONS[name](x)
+    for rows in (1, 130, 8192):
+        ops.integer_linear(x[:rows].to(torch.int8), matrix.to(torch.int8))
+        ops.linear(x[:rows], matrix, bias)
+        ops.linear(x[:rows, :100], matrix[:, :100], None, torch.float32)
+        ops.linear(x[:rows].float(), matrix.float())
+        for kind in ("int8", "int4", *(["fp8"] if CAPABILITY >= 89 else [])):
+            layer = Linear(Place("", WeightOnly(kind), x.dtype), 256, 4096, bias=True)
+            layer(x[:rows])
+    for method in (Unquantized(), WeightOnly("int8"), WeightOnly("int4")):
+        place = Place("", method, x.dtype)
+        mlps = [GatedMLP(Linear(place, 256, 512), Linear(place, 256, 256), "silu") for _ in range(8)]
+        gate = Linear(Place("", Unquantized(), x.dtype), 256, 8)
+        MixtureOfExperts(Routing(8, 2, True), gate, mlps)(x[:3], Step(torch.arange(3)))
+
+
+def every_attention() -> None:
+    dtype = torch.bfloat16
+    for kind, dim, more in (
+        ("model", 128, {}),
+        ("model", 80, {"window": 100}),
+        ("model", 64, {"softcap": 30.0, "sinks": torch.zeros(8, dtype=dtype)}),
+        ("model", 256, {"causal": False}),
+        ("int8", 128, {}),
+        *([("fp8", 128, {})] if CAPABILITY >= 89 else []),
+    ):
+        backend = TritonBackend(kind)  # type: ignore[arg-type]
+        norm = torch.ones(dim, dtype=dtype) if dim == 128 else None
+        spec = ops.AttentionSpec(8, 2, dim, 0.1, q_norm=norm, k_norm=norm, rope=torch.zeros(4096, dim), **more)
+        cache = torch.zeros(backend.kv_cache_shape(256, 16, 2, dim), dtype=backend.kv_cache_dtype(dtype))
+        for lengths, tokens in (([3000], 1), ([70] * 8, 1), ([500, 300], 200)):
+            size = len(lengths)
+            starts = torch.arange(size + 1, dtype=torch.int32) * tokens
+            tables = torch.zeros(size, -(-max(lengths) // 16), dtype=torch.int32)
+            slots = torch.zeros(size * tokens, dtype=torch.int32)
+            tails = Tails(starts[:-1] + 9, starts[:-1], tables) if size == 8 and dim == 128 else None
+            batch = AttentionBatch(starts, torch.tensor(lengths, dtype=torch.int32), tables, slots, 16, tails)
+            qkv = torch.zeros(len(slots), spec.qkv_size, dtype=dtype)
+            backend.attend(qkv, spec, Step(slots, [cache], [backend.build(batch)]))
+
+
+def every_draw() -> None:
+    for vocab, dtype in ((152064, torch.float32), (1000, torch.bfloat16)):
+        sampler = DeviceSampler(torch.zeros(8, dtype=torch.int32), vocab)
+        for several in (
+            [SamplingParams(temperature=0)],
+            [SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, presence_penalty=0.5, repetition_penalty=1.1)],
+            [SamplingParams(top_k=50, logprobs=5), SamplingParams(top_k=2000 if vocab > 2000 else 999, min_p=0.1)],
+            [SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[1, 2, 3], logprobs=0)],
+        ):
+            for row, params in enumerate(several):
+                tokens = SequenceTokens.of([1, 2, 3], [4], room=8)
+                sampler.assign(row, SamplingState(params, tokens, seed=1, sequence_index=0, vocab_size=vocab))
+            logits = torch.zeros(len(several), vocab, dtype=dtype)
+            sampler.launch(logits, range(len(several)), [1] * len(several))
+
+
+if __name__ == "__main__":
+    triton.runtime.jit.JITFunction.run = run
+    there = Processors((CAPABILITY // 10, CAPABILITY % 10), 132)
+    for name in ("experts", "linear"):
+        importlib.import_module(f"quire.ops.triton.{name}").processors = lambda device: there  # type: ignore[attr-defined]
+    install("cpu")
+    every_kernel()
+    every_attention()
+    every_draw()
