@@ -53,8 +53,13 @@ class EngineArgs:
     """Weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     quantization: _Method | None = option(None, short="-q")
     """Weight quantization made at load time: 'int8' (a scale per row) or 'int4' (one per 32 weights of a row), or
-    'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts). A quantized
-    checkpoint's own is recognized; naming it asserts that it is so."""
+    'w8a8' (int8, and activations in eight bits with a scale per token: twice the speed of long prompts); with
+    device='cuda' also 'fp8'. A quantized checkpoint's own is recognized; naming it asserts that it is so."""
+    device: Literal["auto", "cuda", "cpu"] = option("auto")
+    """Where the model runs: a GPU where torch finds one, unless 'cpu' is asked for."""
+    fast_gemm: bool = option(False)
+    """On a GPU, multiply by its library, whose sums depend on the batch: faster by a little, but answers are no more
+    those of a request alone."""
     kernels: _Kernels = option("auto")
     """CPU kernels: auto (the best), amx, avx512_bf16, avx512, avx2, neon_bf16, neon_dot, portable, or torch: none of
     the compiled ones."""
@@ -98,8 +103,8 @@ class EngineArgs:
     ageing_rate: float = option_of(PolicyOptions, "ageing_rate")
     ttft_target: float | None = option_of(PolicyOptions, "ttft_target")
     tpot_target: float | None = option_of(PolicyOptions, "tpot_target")
-    kv_cache_dtype: Literal["auto", "int8"] = option("auto")
-    """Keys and values in the model's type, or in eight bits with a scale per token and head."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = option("auto")
+    """Keys and values in the model's type, or in eight bits with a scale per token and head ('fp8' on a GPU only)."""
     block_size: int = option(32, 1)
     """Tokens in a KV block."""
     gpu_memory_utilization: float | None = option(None, most=1, over=0, aliases=("device_memory_utilization",))
@@ -160,8 +165,8 @@ class EngineArgs:
     """Most adapters that a step mixes, beside max_loras: these and LoRAs share all their places."""
     max_prompt_adapter_token: int = option(128, 1)
     """Most virtual tokens of an adapter."""
-    enforce_eager: bool = option(True)
-    """Run without captured graphs, as this version always does on a CPU."""
+    enforce_eager: bool = option(False)
+    """On a GPU, run steps of decoding kernel by kernel, and not as captured graphs; a CPU has none."""
     stream_interval: int = option(1, 1)
     """Tokens that a stream gathers for each of its pieces; the first token comes at once, and the last ones."""
     disable_log_stats: bool = option(False)
@@ -175,8 +180,6 @@ class EngineArgs:
             SpeculativeConfig.read(self.speculative_config)
         if self.trust_remote_code:
             logger.warning("trust_remote_code=True has no effect: Quire never runs code that comes with a model")
-        if not self.enforce_eager:
-            logger.warning("enforce_eager=False has no effect here: nothing is captured on a CPU")
         if (most := self.max_cpu_loras) is not None and most < self.max_loras:
             raise ConfigError(f"max_cpu_loras={most} is below max_loras={self.max_loras}: raise it, or lower that.")
         if self.kv_cache_dir is not None and self.swap_space == 0:
@@ -247,7 +250,7 @@ class EngineArgs:
         model = ModelConfig.from_pretrained(self.model, **{name: getattr(self, name) for name in _OF_MODEL})
         generation = model.generation_defaults if self.generation_config == "auto" else {}
         model = dataclasses.replace(model, generation_defaults=generation | self._generation_overrides())
-        quantization = check_method(self.quantization, model.hf_config, model.model)
+        quantization = check_method(self.quantization, model.hf_config, model.model, self.device == "cuda")
         budget = self.max_num_batched_tokens
         if budget is None:
             budget = 2048 if self.enable_chunked_prefill else max(2048, model.max_model_len)

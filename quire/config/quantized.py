@@ -61,15 +61,15 @@ def read_quantization(
     return found
 
 
-def check_method(requested: str | None, config: Mapping[str, Any], model: str) -> str | None:
-    """The format of weights to run with: the checkpoint's own, or one made at load time.
+def check_method(requested: str | None, config: Mapping[str, Any], model: str, on_gpu: bool = False) -> str | None:
+    """The format of weights to run with: the checkpoint's own, or one made at load time; a GPU makes "fp8", too.
 
     Raises:
         ConfigError: the one asked for contradicts what the checkpoint says.
     """
     found = config.get("quantization_config")
     method = found["quant_method"] if found else None
-    made = requested in (None, *MADE_METHODS)
+    made = requested in (None, *MADE_METHODS) or (on_gpu and requested == "fp8")
     if found and requested not in (None, method):
         what = f"{method}: {', '.join(found['types'])}" if "types" in found else method
         raise ConfigError(

@@ -37,7 +37,10 @@ class WorkerConfig:
         heads: the folder of heads that draft them, where some do.
         quantization: weight format made at load time, or the method of a checkpoint that has one; else None.
         kv_cache_dtype: "auto" for the model's, or the name of a cache format.
+        device: "auto", "cpu" or "cuda".
         kernels: level of compiled kernels, "auto" or "torch".
+        enforce_eager: capture no graphs on a GPU.
+        fast_gemm: let a GPU's library multiply, whose sums depend on the batch.
         load_format: "auto", "safetensors" or "dummy"; "none", to plan: weights are zeros that take no memory.
         weight_cache: keep packed weights on disk.
         weight_cache_size: most that all models' packed weights may take there, in GiB.
@@ -68,7 +71,10 @@ class WorkerConfig:
     heads: Path | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    device: str = "auto"
     kernels: str = "auto"
+    enforce_eager: bool = False
+    fast_gemm: bool = False
     load_format: str = "auto"
     weight_cache: bool = True
     weight_cache_size: float = 32.0

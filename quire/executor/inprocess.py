@@ -20,14 +20,14 @@ from quire.worker.worker import Worker
 class InProcessExecutor(Executor):
     """One worker in this process and thread: a plan is computed when it is submitted, and sampled when collected.
 
+    On a device that computes beside the host, two are in flight: one is computed while the other's result is read.
+
     Where it is one of several ranks, each has an engine of its own, and all of them have to plan alike.
 
     Args:
         config: what the worker runs.
         proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
     """
-
-    computes_in_submit = True
 
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config
@@ -38,6 +38,8 @@ class InProcessExecutor(Executor):
         self._keeper = Keeper(self._config, self._proposer)
         if self.worker.device.group is not None:
             self.plans_alike, self.clock = True, self.worker.device.clock
+        self.max_in_flight = self.worker.max_in_flight
+        self.computes_in_submit = self.max_in_flight == 1
         self.report = self.worker.load(progress and self._config.rank == 0)
         return self.report
 

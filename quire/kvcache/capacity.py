@@ -14,6 +14,7 @@ from quire.kvcache.groups import window_reach
 from quire.protocol.cache import CacheGroup, CacheLayout, CacheReport
 
 CPU_SHARE = 0.4  # of the memory that is free after loading: a CPU's memory serves the rest of the machine too
+GPU_SHARE = 0.92  # of all memory, weights included
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -165,5 +166,8 @@ def num_bytes(num_blocks: Sequence[int], report: CacheReport) -> int:
 def _budget(request: CacheRequest, report: CacheReport) -> int:
     if request.kv_cache_memory is not None:
         return request.kv_cache_memory
-    share = (request.gpu_memory_utilization or CPU_SHARE) / request.data_parallel_size
-    return int(report.available_bytes * share) - report.activation_bytes
+    share = request.gpu_memory_utilization or (GPU_SHARE if report.total_bytes else CPU_SHARE)
+    of, used = report.available_bytes, 0
+    if report.total_bytes:
+        of, used = report.total_bytes, report.total_bytes - report.available_bytes
+    return int(of * share / request.data_parallel_size) - used - report.activation_bytes

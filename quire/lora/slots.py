@@ -51,6 +51,7 @@ class LoraSlots:
 
     Args:
         name_of: the checkpoint's name of a parameter here.
+        like: a tensor of the adapters' type, where they are to be.
         max_rank: 0 where adapters are virtual tokens alone.
         native: programs are recorded of the model, by kernels.
 
@@ -68,7 +69,7 @@ class LoraSlots:
         num_slots: int,
         max_rank: int,
         *,
-        dtype: torch.dtype,
+        like: Tensor,
         native: bool = False,
     ) -> None:
         self.tokens = TokenSlots() if native else None
@@ -79,7 +80,7 @@ class LoraSlots:
             if isinstance(module, SelfAttention):
                 layers, number = path.rsplit(".", 2)[:2]
                 width = 2 * module.spec.num_kv_heads * module.spec.head_dim
-                prefix = LoraLayer([0, width], num_slots, 0, dtype, self.tokens)
+                prefix = LoraLayer([0, width], num_slots, 0, like, self.tokens)
                 module.spec = replace(module.spec, prefix=prefix)
                 self._layers.append(prefix)
                 self.attentions[int(number)] = module
@@ -93,7 +94,7 @@ class LoraSlots:
             matrix = module.embedding if isinstance(module, TiedHead) else module
             inner = matrix.in_features
             starts = [0, inner] if is_table else [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-            module.lora = layer = LoraLayer(starts, num_slots, max_rank, dtype, self.tokens)
+            module.lora = layer = LoraLayer(starts, num_slots, max_rank, like, self.tokens)
             self._layers.append(layer)
             columns = None if matrix.shard is None else matrix.shard.columns
             for number, (part, (rows, size)) in enumerate(parts.items()):

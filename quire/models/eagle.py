@@ -38,9 +38,11 @@ class Vocabulary(nn.Module):
 
     def spread(self, logits: Tensor) -> Tensor:
         """[R, size] -> [R, V]; what it lacks is never drawn."""
-        out = torch.full((logits.shape[0], self.num_tokens), -torch.inf, dtype=logits.dtype)
-        out.numpy()[:, self.token_ids.numpy()] = logits.numpy()
-        return out
+        out = logits.new_full((logits.shape[0], self.num_tokens), -torch.inf)
+        if logits.device.type == "cpu":  # not by torch's indexing: waking OpenMP's threads takes longer than the copy
+            out.numpy()[:, self.token_ids.numpy()] = logits.numpy()
+            return out
+        return out.index_copy_(1, self.token_ids.to(out.device), logits)
 
     def _load(self, distances: Tensor) -> None:
         found = torch.arange(len(distances)) + distances
@@ -201,7 +203,7 @@ class TimedHead:
         self._hidden = torch.zeros(max_tokens, num_hidden, dtype=head.dtype)
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        return self._head(input_ids, self._hidden[: len(input_ids)], step)
+        return self._head(input_ids, self._hidden[: len(input_ids)].to(input_ids.device), step)
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         return self._head.spread(self._head.compute_logits(hidden))

@@ -68,13 +68,14 @@ class LoraLayer:
 
     Args:
         starts: where the features of each of its parts begin, and the end: [parts + 1].
+        like: a tensor of the matrices' type, where they are to be.
         rows: for native programs; None where torch computes.
     """
 
     def __init__(
-        self, starts: Sequence[int], num_slots: int, max_rank: int, dtype: torch.dtype, rows: TokenSlots | None
+        self, starts: Sequence[int], num_slots: int, max_rank: int, like: Tensor, rows: TokenSlots | None
     ) -> None:
-        self.starts, self.dtype = list(starts), dtype
+        self.starts, self._like = list(starts), like
         self._rows = rows
         self._held: list[Mapping[int, Adapted]] = [{}] * num_slots
         if rows is not None:
@@ -85,7 +86,7 @@ class LoraLayer:
 
     def packed(self, part: int, own: LoraMatrices) -> LoraMatrices:
         """An adapter's matrices for a part as `put` wants them; this may take a while, and changes nothing."""
-        a, b = own.a.to(self.dtype).contiguous(), own.b.to(self.dtype)
+        a, b = own.a.to(self._like).contiguous(), own.b.to(self._like)
         if self._rows is not None:
             first, start = self.starts[part] // _BLOCK, self.starts[part]
             after = -self.starts[part + 1] % _BLOCK
@@ -95,7 +96,7 @@ class LoraLayer:
 
     def virtual(self, rows: Tensor) -> VirtualRows:
         """Virtual tokens' rows as `put` wants them."""
-        return VirtualRows(rows.to(self.dtype).contiguous())
+        return VirtualRows(rows.to(self._like).contiguous())
 
     def put(self, slot: int, packed: Mapping[int, Adapted]) -> None:
         """Let the adapter in this place be another one, or none ({})."""

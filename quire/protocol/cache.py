@@ -27,6 +27,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker measured once its weights were loaded, in bytes."""
 
     available_bytes: int  # free for the KV cache and activations together
+    total_bytes: int = 0  # the device's memory, where a share is of all of it; 0 where it is of what is available
     activation_bytes: int  # of a step's transient tensors, measured by a real execute
     groups: list[CacheGroup]
     block_bytes: list[int]  # by group: one block, keys and values of the group's layers

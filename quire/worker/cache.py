@@ -41,7 +41,8 @@ class KVCache:
     def move_slots(self, sources: Sequence[Ints], destinations: Sequence[Ints], block_size: int) -> None:
         """Move tokens' keys and values, given by their slots in each group."""
         for group, of_group, to in zip(self.groups, sources, destinations, strict=True):
-            moves = SlotMoves(torch.from_numpy(of_group), torch.from_numpy(to), block_size, self.dtype)
+            source, destination = (torch.from_numpy(each).to(self.tensors[0].device) for each in (of_group, to))
+            moves = SlotMoves(source, destination, block_size, self.dtype)
             for layer in group.layers:
                 self.backend.move_slots(self.tensors[layer], moves)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 
-import torch
 from torch import Tensor
 
 from quire.config.speculative import SpeculativeConfig
@@ -81,9 +80,10 @@ class MedusaModel(Drafter):
         """What drafts of some rows take, all heads at once: measured."""
         shape = self._heads.shape
         seconds: dict[int, float] = {}
+        weight = next(self._heads.parameters())
         with self._device.computing():
             for num_rows in (1, 8):
-                hidden = torch.zeros(num_rows, shape.hidden_size, dtype=self._dtype)
+                hidden = weight.new_zeros(num_rows, shape.hidden_size, dtype=self._dtype)
                 taken: list[float] = []
                 for _ in range(8):
                     start = self._device.clock()

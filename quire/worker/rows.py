@@ -43,6 +43,9 @@ class Row:
     Attributes:
         index: of the row in the table's arrays.
         tokens: its tokens, a view of the table's.
+        num_unheard: tokens that a device has drawn and the host has not heard of.
+        draws_there: the device draws its tokens, all but those under a grammar or among several samples.
+        draws_ahead: nothing about them ever needs the host.
         num_computed: tokens whose keys and values are in the cache.
         num_blocks: length of its block table, by KV group.
         state: its sampling state, of a request that samples.
@@ -57,9 +60,22 @@ class Row:
     tokens: SequenceTokens
     num_blocks: list[int]
     num_computed: int = 0
+    num_unheard: int = 0
+    draws_there: bool = False
+    draws_ahead: bool = False
     state: SamplingState | None = None
     failure: Failure | None = None
     drafted: DraftedSequence | None = None
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that were drawn."""
+        for token_id in token_ids:
+            self.tokens.append(token_id)
+
+    @property
+    def position(self) -> int:
+        """Index in the output of the token to be drawn next."""
+        return self.tokens.num - self.tokens.num_prompt + self.num_unheard
 
     @property
     def prompt_logprobs(self) -> int | None:

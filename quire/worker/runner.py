@@ -39,6 +39,7 @@ from quire.sampling_params import SamplingParams
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
 from quire.speculative.pace import Pace
 from quire.worker.adapters import Adapters
+from quire.worker.ahead import Ahead
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
 from quire.worker.gather import gather
@@ -82,6 +83,7 @@ class ModelRunner:
         pace: says how many drafts there are to be, where that is left to it.
         judge: draws where drafts are accepted by a rule.
         adapters: those that rows run with, where the model has places for any.
+        ahead: on a device that draws where logits are, what it does of that.
         before, after: links to the stages whose layers come before and after the model's, where it has not all.
     """
 
@@ -94,6 +96,7 @@ class ModelRunner:
     pace: Pace | None = None
     judge: Judge | None = None
     adapters: Adapters | None = None
+    ahead: Ahead | None = None
     before: AnyLink | None = None
     after: AnyLink | None = None
     _passed: deque[StepPlan] = field(default_factory=deque)  # to be sampled by the last stage
@@ -114,6 +117,8 @@ class ModelRunner:
             self.pace.learn_host(start - self._known_seconds, self._num_drafted)
         self._known_seconds = 0.0
         batch = gather(plan.scheduled, self.table)
+        if self.ahead is not None:
+            self.ahead.name_unheard(batch)
         input_ids, step = self.device.upload(batch.arrays, self.cache.tensors)
         adapters = None if self.adapters is None else self.adapters.batch(batch.rows, batch.ends)
         if adapters is not None:
@@ -132,6 +137,8 @@ class ModelRunner:
         if self.after is not None:
             step = replace(step, outgoing=self.after.room(batch.ends[-1]))
         hidden = self.model(input_ids, step)
+        if self.ahead is not None and self.ahead.begin(plan, batch, hidden, adapters):
+            return
         for link in (self.before, self.after):
             if link is not None:
                 link.done()
@@ -170,6 +177,8 @@ class ModelRunner:
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:
         """Sample the plan that was begun, under the masks of `guide`."""
+        if self.ahead is not None and self.ahead.steps:
+            return self.ahead.hear()
         assert self._begun is not None, "no step is begun"
         begun, self._begun = self._begun, None
         scheduled, rows = begun.plan.scheduled, begun.rows
@@ -197,6 +206,8 @@ class ModelRunner:
                 self.before.arrived(plan.num_tokens)
                 self.before.done()
         self._begun = None
+        if self.ahead is not None:
+            self.ahead.steps.clear()
         self._passed.clear()
         self.table.clear()
 
@@ -242,6 +253,8 @@ class ModelRunner:
             message = f"{type(error).__name__} in its sampling parameters"
             row.failure = Failure(FailureKind.INTERNAL, message)
             row.state = self._make_state(row, task, SamplingParams())
+        if self.ahead is not None:
+            self.ahead.adopt(row, task)
         is_free = self.table.tree is None or not task.has_grammar  # masks are of chains
         if self.proposer is not None and task.params.speculative and is_free:
             shares = row.request.cache_salt is None
@@ -289,7 +302,9 @@ class ModelRunner:
         ranked = {place: lanes.pop(place) for place in [*lanes] if scheduled[place].sampling is Sampling.RANK}
         if ranked:
             self._rank(logits, ranked, results)
-        if self.judge is None:
+        if self.ahead is not None:
+            self.ahead.draw(logits, [begun.rows[place] for place in lanes], list(lanes.values()))
+        elif self.judge is None:
             draw_lanes(logits, list(lanes.values()), self.device.target)
         else:
             self.judge.draw(logits, list(lanes.values()), [begun.rows[place] for place in lanes])

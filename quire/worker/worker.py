@@ -27,10 +27,11 @@ from quire.speculative.base import Proposer
 from quire.speculative.pace import Pace, StepCosts
 from quire.speculative.registry import make_proposer
 from quire.worker.adapters import Adapters
+from quire.worker.ahead import Ahead
 from quire.worker.blockfiles import BlockFiles, BlockFolder
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
-from quire.worker.devices.cpu import CpuDevice
+from quire.worker.devices.select import make_device
 from quire.worker.draft import DraftModel
 from quire.worker.drafting import Drafter
 from quire.worker.eagle import EagleModel
@@ -85,7 +86,7 @@ class Worker:
         if config.kv_cache_dir is not None and config.num_ranks > 1:
             raise ConfigError(f"kv_cache_dir: {config.num_ranks} ranks can't keep blocks there yet; leave it out.")
         self._config = config
-        self.place = place or Place(CpuDevice(config))
+        self.place = place or Place(make_device(config))
         self.device: Device = self.place.device
         self._model, self._store = build_packed(config, config.model, config.quantization, self.device, True)
         self._drafter: Drafter | None = None
@@ -115,8 +116,8 @@ class Worker:
         self._store.finish()
         if config.max_loras:
             name, most, rank = self._model.form.checkpoint_name, config.max_loras, config.max_lora_rank
-            dtype, native = self._model.dtype, device.packs_weights
-            self._model.lora = LoraSlots(self._model, name, most, rank, dtype=dtype, native=native)
+            like = next(self._model.parameters()).new_empty(0, dtype=self._model.dtype)
+            self._model.lora = LoraSlots(self._model, name, most, rank, like=like, native=device.packs_weights)
             self._adapters = Adapters(self._model, config.max_cpu_loras)
         self._runnable = device.compile(self._model, self._drafter.taps if self._drafter is not None else ())
         held = [*self._model.parameters()]
@@ -153,6 +154,7 @@ class Worker:
         block_bytes = [sum(layer_bytes[layer] for layer in group.layers) for group in groups]
         meter = device.meter(self._loaded(), self._layers, len(groups))
         return CacheReport(
+            total_bytes=device.total_bytes(),
             available_bytes=max(0, device.available_bytes() - mapped * config.num_sharers) // config.num_sharers,
             activation_bytes=meter.activation_bytes(config.max_num_batched_tokens, max_rows),
             groups=groups,
@@ -181,7 +183,6 @@ class Worker:
             for layer in group.layers:
                 caches[layer] = device.allocate(self._cache_shape(layer, num_blocks, layout.block_size), dtype, touched)
         model = self._loaded()
-        device.reserve(model, config.max_num_batched_tokens)
         # Forks are made before rows are removed: for that moment there can be twice as many.
         num_rows = 2 * config.max_num_seqs
         num_groups, num_drafts, tree = len(self._groups), config.max_num_drafts, config.draft_tree
@@ -192,6 +193,7 @@ class Worker:
             self._disk = DiskCache(host, self._files)
         cache = KVCache(device.backend, tensors, self._groups, host, self._model.dtype)
         self._runner = self._make_runner(cache, table)
+        device.reserve(model, config.max_num_batched_tokens)  # not before all is measured
 
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
         config, model, speculative, drafter = self._config, self._loaded(), self._config.speculative, self._drafter
@@ -204,6 +206,8 @@ class Worker:
             proposer = make_proposer(speculative)
         runner = ModelRunner(self.device, model, cache, table, proposer, poison=config.debug)
         runner.adapters = self._adapters
+        if proposer is None and self.device.draws:  # what drafts reads tokens from the rows
+            runner.ahead = Ahead(self.device, model, table, self.device.make_sampler(model.vocab_size))
         if config.num_stages > 1:
             self.place.links = self.place.links or (open_link(config, True), open_link(config, False))
             runner.before, runner.after = self.place.links
@@ -239,6 +243,8 @@ class Worker:
             return _NO_RESULT
         with self.device.computing():
             result = self.runner.finish(guide)
+            if self._later and self.runner.ahead is not None:  # the device goes on while the result is read
+                self.runner.begin(self._later.popleft())
         if self._disk is not None and (news := self._disk.finish()) is not None:
             result = structs.replace(result, disk=news)
         return result
@@ -263,6 +269,12 @@ class Worker:
             self._disk.close()
         if self._adapters is not None:
             self._adapters.close()
+
+    @property
+    def max_in_flight(self) -> int:
+        """Plans that may be begun before the oldest is finished."""
+        config = self._config
+        return 2 if self.device.draws and config.speculative is None and config.kv_cache_dir is None else 1
 
     @property
     def runner(self) -> ModelRunner:

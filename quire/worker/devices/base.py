@@ -7,7 +7,7 @@ and takes hidden states from it. A device knows tensors and kernels, and neither
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,37 @@ from quire.models.eagle import EagleHead, RunnableHead
 from quire.ops.native.library import Target
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats
+from quire.sampling.sampler import SamplerOutput
+from quire.sampling.state import Mask, SamplingState
 from quire.worker.devices.meter import Meter
 from quire.worker.gather import StepArrays
 from quire.worker.weights.store import WeightStore
+
+
+class Drawing(Protocol):
+    """What a device is drawing."""
+
+    def wait(self) -> SamplerOutput:
+        """It, by row, one token each; the host waits until it is drawn."""
+        ...
+
+
+class RowSampler(Protocol):
+    """Draws tokens where logits are, for persistent rows (`quire.sampling.device.DeviceSampler`)."""
+
+    def can_draw(self, state: SamplingState) -> bool:
+        """Whether it can draw for such a sequence, a token at a time."""
+        ...
+
+    def assign(self, row: int, state: SamplingState) -> None:
+        """Give a row to a sequence, of whose tokens the host knows all."""
+        ...
+
+    def launch(
+        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: Sequence[Mask | None] | None = None
+    ) -> Drawing:
+        """Draw from row i of [N, V] logits for row `rows[i]` at that position of its output; waits for nothing."""
+        ...
 
 
 class Device(ABC):
@@ -39,6 +67,7 @@ class Device(ABC):
         clock: seconds, by rank 0's clock for all ranks: what follows from times is then the same on each.
         target: what compiled kernels run on, the sampler's, too; None where the sampler's alone are used, on what
             there is.
+        draws: tokens are drawn where logits are, while the host goes on; it hears of them later.
         is_small_model: one thread computes although there are more, as the model is small.
     """
 
@@ -50,7 +79,12 @@ class Device(ABC):
     packs_weights: bool
     num_threads: int
     is_small_model: bool
+    draws: bool = False
     target: Target | None
+
+    def place(self, build: Callable[[], CausalLM]) -> CausalLM:
+        """What `build` makes, with its tensors where the device computes (ConfigError: there is no room)."""
+        return build()
 
     @abstractmethod
     def weight_formats(
@@ -72,6 +106,10 @@ class Device(ABC):
     @abstractmethod
     def available_bytes(self) -> int:
         """Memory that is free for the KV cache and activations."""
+
+    def total_bytes(self) -> int:
+        """All of its memory, if it serves the engine alone; else 0."""
+        return 0
 
     @abstractmethod
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
@@ -133,3 +171,7 @@ class Device(ABC):
     @abstractmethod
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows [R], ascending, of hidden states [T, H]; where they are all of them, as they are."""
+
+    def make_sampler(self, vocab_size: int) -> RowSampler:
+        """What draws tokens, of a device that `draws`."""
+        raise NotImplementedError

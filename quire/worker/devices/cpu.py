@@ -66,6 +66,8 @@ class CpuDevice(Device):
         self.packs_weights = self.kernels != TORCH
         if config.kv_cache_dtype == "int8" and not self.packs_weights:
             raise ConfigError("kv_cache_dtype='int8' needs the compiled kernels, which this run does without.")
+        if config.kv_cache_dtype == "fp8":
+            raise ConfigError("kv_cache_dtype='fp8' is for GPUs; a CPU has 'int8'.")
         default = "unserved" if self.kernels == TORCH else "best"
         self.kernels_reason = "asked" if self.kernels == config.kernels else default
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""

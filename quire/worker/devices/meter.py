@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -111,6 +111,50 @@ class Meter:
         tables = [np.zeros((1, -(-num_tokens // BLOCK_SIZE)), INT)] * self.num_groups
         slots = [positions % BLOCK_SIZE] * self.num_groups
         return StepArrays(np.zeros(num_tokens, INT), positions, ends, ends[1:], tables, slots, BLOCK_SIZE)
+
+
+class Largest(NamedTuple):
+    """The largest steps, and what measures one.
+
+    Attributes:
+        num_seqs: sequences of one token each.
+        context: tokens of the longest one.
+        peak_bytes: of the device.
+    """
+
+    num_seqs: int
+    context: int
+    peak_bytes: Callable[[Callable[[], Any]], int]
+
+
+@dataclass(frozen=True)
+class DeviceMeter(Meter):
+    """The same of a device whose memory costs nothing to touch: by the largest steps themselves.
+
+    Attributes:
+        largest: these.
+    """
+
+    largest: Largest
+
+    def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
+        several = [min(BLOCK_SIZE, max_tokens - start) for start in range(0, max_tokens, BLOCK_SIZE)]
+        found: list[int] = []
+        with self.computing():
+            for lengths, context in ((several, BLOCK_SIZE), ([1] * self.largest.num_seqs, self.largest.context)):
+                ids, step = self.upload(self._sequences(lengths, context))
+                found.append(self.largest.peak_bytes(partial(self.model, ids, step)))
+            hidden = self.model(ids, step)[:1].expand(max_rows, -1).contiguous()
+            found.append(self.largest.peak_bytes(partial(self.model.compute_logits, hidden)))
+        return sum(found)
+
+    def _sequences(self, lengths: Sequence[int], context: int) -> StepArrays:
+        """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length."""
+        positions = np.concatenate([np.arange(length, dtype=INT) for length in lengths])
+        ends = np.cumsum([0, *lengths]).astype(INT)
+        tables = [np.zeros((len(lengths), -(-context // BLOCK_SIZE)), INT)] * self.num_groups
+        slots = [positions] * self.num_groups
+        return StepArrays(np.zeros_like(positions), positions, ends, np.diff(ends), tables, slots, BLOCK_SIZE)
 
 
 def _at(measured: list[int], count: int) -> int:

@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 def layers(inner: int, parts: list[int], dtype: torch.dtype, tokens: TokenSlots) -> tuple[LoraLayer, LoraLayer]:
     """A layer for kernels and one for torch, with an adapter of each rank; the last one lacks a part."""
     starts = [sum(parts[:i]) for i in range(len(parts) + 1)]
-    both = LoraLayer(starts, len(RANKS), 20, dtype, tokens), LoraLayer(starts, len(RANKS), 20, dtype, None)
+    both = tuple(LoraLayer(starts, len(RANKS), 20, torch.empty(0, dtype=dtype), rows) for rows in (tokens, None))
     for slot, rank in enumerate(RANKS):
         own = {
             part: LoraMatrices(draw(rank, inner, seed=slot), draw(size, rank, seed=9 + slot), 0.25)
@@ -95,7 +95,7 @@ def test_before_a_gate(level: str, dtype: torch.dtype, features: int) -> None:
 def test_virtual_tokens_are_rows_by_position(level: str, dtype: torch.dtype, size: int) -> None:
     """Some rows are an adapter's own, some have its additions, and the others are the table's, whatever is beside."""
     tokens, table = TokenSlots(), draw(50, size, dtype=dtype)
-    both = LoraLayer([0, size], 3, 4, dtype, tokens), LoraLayer([0, size], 3, 4, dtype, None)
+    both = tuple(LoraLayer([0, size], 3, 4, torch.empty(0, dtype=dtype), rows) for rows in (tokens, None))
     for layer in both:
         layer.put(0, {0: layer.virtual(draw(6, size, seed=1))})
         layer.put(1, {0: layer.packed(0, LoraMatrices(draw(50, 4, seed=2), draw(size, 4, seed=3), 0.5))})

@@ -1,0 +1,209 @@
+"""An NVIDIA GPU: Triton's kernels on tensors of its own, steps handed over while it computes the one before.
+
+The worker makes one where `device` says so. Weights and KV cache lie in the GPU's memory, a step's numbers go there in
+one copy, and its tokens are drawn there. Without Triton plain torch does the same work. Knows no plan and no row.
+"""
+
+import importlib.util
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBatch, Tails
+from quire.attention.registry import select_backend
+from quire.attention.step import Step
+from quire.config.speculative import OPTION
+from quire.config.worker import WorkerConfig
+from quire.errors import ConfigError
+from quire.models.causal_lm import CausalLM, RunnableModel
+from quire.models.eagle import EagleHead, RunnableHead
+from quire.models.registry import DTYPES
+from quire.ops.native.library import TORCH
+from quire.protocol.cache import LayerCache
+from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
+from quire.worker.devices.base import Device, RowSampler
+from quire.worker.devices.graphs import SIZES, GraphedModel, Run
+from quire.worker.devices.meter import BLOCK_SIZE, DeviceMeter, Largest, Meter
+from quire.worker.devices.staging import Staging
+from quire.worker.devices.stream import CudaStream
+from quire.worker.gather import INT, StepArrays
+from quire.worker.weights.store import WeightStore
+
+TRITON = "triton"  # the level of its kernels
+
+logger = logging.getLogger(__name__)
+
+
+class CudaDevice(Device):
+    """The GPU that torch has chosen.
+
+    Attributes:
+        stream: its order of work.
+
+    Args:
+        stream: None for the current one.
+
+    Raises:
+        ConfigError: there is none that can be used, or options that it can't serve.
+    """
+
+    packs_weights = False
+    is_small_model = False
+    num_threads = 1
+    group = None
+    target = None
+
+    def __init__(self, config: WorkerConfig, stream: CudaStream | None = None) -> None:
+        if config.num_ranks > 1:
+            raise ConfigError(f"device='cuda' has one rank so far, and not {config.num_ranks}; device='cpu' has them.")
+        self._config, self._dtype = config, DTYPES[config.model.dtype]
+        self.stream = stream or CudaStream()
+        self.clock = time.perf_counter
+        self.kernels = _install(config, self.stream.device)
+        unasked = "best" if self.kernels == TRITON else "unserved"
+        self.kernels_reason = "asked" if self.kernels == config.kernels else unasked
+        self.backend = select_backend(_backend(config, self.kernels))
+        self.draws = self.kernels == TRITON
+        self._staging = Staging(self.stream)
+        self._last_tokens = torch.zeros(2 * config.max_num_seqs, dtype=torch.int32, device=self.stream.device)
+
+    def place(self, build: Callable[[], CausalLM]) -> CausalLM:
+        free = self.stream.free_bytes()
+        try:
+            with self.stream.device:
+                return build()
+        except torch.OutOfMemoryError as error:
+            with torch.device("meta"):
+                needed = sum(weight.nbytes for weight in build().parameters())
+            raise ConfigError(
+                f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} of the GPU's "
+                f"{self.total_bytes() / 2**30:.1f} GiB are free. Take quantization='int8' or 'int4', or device='cpu'."
+            ) from error
+
+    def weight_formats(
+        self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
+    ) -> WeightFormats:
+        return select_formats(quantization, self._dtype, None, store.filled, blocks, on_device=True)
+
+    def adopt(self, num_parameters: int) -> None:
+        pass
+
+    def with_threads(self, num_threads: int) -> "CudaDevice":
+        raise ConfigError(f"{OPTION}: num_threads is for a CPU's kernels; leave it out.")
+
+    def available_bytes(self) -> int:
+        return self.stream.free_bytes()
+
+    def total_bytes(self) -> int:
+        return self.stream.total_bytes()
+
+    def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
+        config, is_eager = self._config, self._config.enforce_eager or self.kernels == TORCH
+        run = Run(self.stream, self.backend.build)
+        most = 0 if is_eager else min(config.max_num_seqs, SIZES[-1])
+        return GraphedModel(model, run, self._last_tokens, max_size=most, max_context=config.model.max_model_len)
+
+    def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
+        return head
+
+    def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: torch.stack(list(heads(hidden)), 1)
+
+    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
+        dtype = self.backend.kv_cache_dtype(self._dtype)
+        shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        caches = [torch.zeros(shape, dtype=dtype, device=self.stream.device) for shape in shapes]
+        upload, config = partial(self.upload, caches=caches), self._config
+        sizes = Largest(config.max_num_seqs, config.model.max_model_len, self.stream.peak_bytes)
+        return DeviceMeter(model, upload, num_groups, self.computing, self.clock, sizes)
+
+    def reserve(self, model: RunnableModel, max_tokens: int) -> None:
+        if isinstance(model, GraphedModel):
+            model.reserve()
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_touched: int) -> Tensor:
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self.stream.device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:
+        return self.stream.pinned(num_blocks * block_bytes, torch.uint8).view(num_blocks, block_bytes)
+
+    def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
+        pairs, start = list(pairs), 0
+        for cache in caches:
+            part = cache.view(torch.uint8).view(len(cache), -1)
+            rows = host[:, start : start + part.shape[1]]
+            start += part.shape[1]
+            sources, destinations = (part, rows) if out else (rows, part)
+            for source, destination in pairs:
+                destinations[destination].copy_(sources[source], non_blocking=True)
+        self.stream.mark().synchronize()  # whoever reads or writes host blocks next does not ask the device
+
+    def copy_bytes_per_second(self) -> float:
+        size = 64 * 2**20
+        host, cache = self.allocate_host(16, size // 16), self.allocate((16, size // 16), torch.uint8, 0)
+        seconds: list[float] = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.copy([cache], host, [(i, i) for i in range(16)], out=True)
+            seconds.append(time.perf_counter() - start)
+        return size / sorted(seconds)[1]
+
+    def computing(self) -> AbstractContextManager[None]:
+        return torch.inference_mode()
+
+    def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
+        """Triton's kernels are told of the step on the device, plain torch, which cuts it on the CPU, there."""
+        num_groups, tail = len(arrays.block_tables), arrays.tails
+        numbers = [arrays.input_ids, arrays.positions, arrays.query_start_loc, arrays.seq_lens]
+        numbers += [*arrays.block_tables, *arrays.slot_mappings]
+        numbers += (tail.starts, tail.counts, *tail.slots) if tail is not None else ()
+        ids, positions, starts, lengths, *rest = self._staging.upload(numbers)
+        if self.kernels == TORCH:
+            _, _, starts, lengths, *rest = (torch.from_numpy(array) for array in numbers)
+        tables, slots, ends = rest[:num_groups], rest[num_groups : 2 * num_groups], rest[2 * num_groups :]
+        tails = [Tails(ends[0], ends[1], each) for each in ends[2:]] if tail else [None] * num_groups
+        metadata = [
+            self.backend.build(AttentionBatch(starts, lengths, table, slot, arrays.block_size, own))
+            for table, slot, own in zip(tables, slots, tails, strict=True)
+        ]
+        return ids, Step(positions, caches, metadata)
+
+    def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        if len(rows) == hidden.shape[0]:
+            return hidden
+        [indices] = self._staging.upload([np.array(rows, INT)])
+        return hidden.index_select(0, indices)
+
+    def make_sampler(self, vocab_size: int) -> RowSampler:
+        from quire.sampling.device import DeviceSampler  # with Triton, which may not be there
+
+        return DeviceSampler(self._last_tokens, vocab_size)
+
+
+def _install(config: WorkerConfig, device: torch.device) -> str:
+    """Have the operations use Triton's kernels, if they can; the level of kernels."""
+    if config.kernels not in ("auto", TORCH):
+        raise ConfigError(f"kernels={config.kernels!r} are a CPU's: leave it out, or set device='cpu'.")
+    if config.kernels == TORCH:
+        return TORCH
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("Triton is not installed: plain torch computes on the GPU, far slower (pip install triton)")
+        return TORCH
+    importlib.import_module("quire.ops.triton").install(device.type, fast_gemm=config.fast_gemm)
+    return TRITON
+
+
+def _backend(config: WorkerConfig, kernels: str) -> str:
+    kind = config.kv_cache_dtype
+    if kind != "auto" and kernels == TORCH:
+        raise ConfigError(f"kv_cache_dtype={kind!r} needs Triton's kernels on a GPU, which this run does without.")
+    return "reference" if kernels == TORCH else TRITON if kind == "auto" else f"{TRITON}-{kind}"

@@ -1,0 +1,128 @@
+"""Products at the sizes of real models on a GPU: right, and the same bits for a row however many there are.
+
+The interpreter can't show this: which instructions a tile compiles to, and how they sum, is the device's.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.attention.step import Step
+from quire.layers.linear import Linear, Place
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MixtureOfExperts, Routing
+from quire.quantization.base import MatrixShape
+from quire.quantization.unquantized import Unquantized
+from quire.quantization.weight_only import WeightOnly
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+SHAPES = [(6144, 4096), (4096, 14336), (28672, 4096), (4096, 1024), (1024, 3072), (151936, 1024), (8, 4096), (100, 72)]
+NUM_ROWS = [1, 2, 8, 16, 17, 33, 64, 65, 100, 128, 129, 256, 257, 500, 1000, 2048]
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    from quire.ops.triton import install
+
+    install("cuda")
+    with torch.inference_mode():
+        yield
+    uninstall()
+
+
+def uninstall() -> None:
+    from quire.ops.triton import uninstall
+
+    uninstall()
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize(("num_columns", "size"), SHAPES)
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "int8", "int4", "fp8"])
+def test_a_row_is_the_same_among_any_number(kind: str, num_columns: int, size: int) -> None:
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
+    dtype = getattr(torch, kind, torch.bfloat16) if kind not in ("int8", "int4", "fp8") else torch.bfloat16
+    dense = draw(num_columns, size, dtype=dtype, seed=1) * size**-0.5
+    x, bias = draw(4096, size, dtype=dtype, seed=2), draw(num_columns, dtype=dtype, seed=3)
+    num_all = 4096 if num_columns * size < 2**26 else 2048
+    if kind in ("int8", "int4", "fp8"):
+        method, shape = WeightOnly(kind), MatrixShape(size, num_columns, bias=True)
+        with torch.device("cuda"):
+            weights = method.create_weights(shape, dtype)
+        method.load(weights, shape, "weight", dense, 0)
+        method.load(weights, shape, "bias", bias, 0)
+        dense = method.lookup(weights, shape, torch.arange(num_columns, device="cuda"), torch.float32)
+        dense = dense.to(torch.bfloat16).float() if kind == "int4" else dense
+
+        def run(rows: Tensor) -> Tensor:
+            return method.apply(weights, shape, rows)
+    else:
+
+        def run(rows: Tensor) -> Tensor:
+            return ops.linear(rows, dense, bias)
+
+    whole = run(x[:num_all])
+    for num_rows in NUM_ROWS:
+        start = (num_rows * 37) % (num_all - num_rows)
+        assert torch.equal(run(x[start : start + num_rows]), whole[start : start + num_rows]), num_rows
+    assert torch.equal(run(x[:num_all]), whole)
+    rows = slice(0, 64)
+    exact = x[rows].double() @ dense.double().t() + bias.double()
+    error = (whole[rows].double() - exact).abs()
+    assert (error <= ROUNDING[dtype] * exact.abs() + 2e-5).all(), float(error.max())
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_a_token_gets_the_same_from_its_experts_among_any_number(kind: str | None) -> None:
+    size, inner, count = 2048, 768, 64
+    place = Place("", Unquantized() if kind is None else WeightOnly(kind), torch.bfloat16)
+
+    def linear(inputs: int, outputs: int, seed: int, place: Place = place) -> Linear:
+        layer = Linear(place, inputs, outputs)
+        [slot] = layer.checkpoint_slots("")
+        slot.load(draw(outputs, inputs, dtype=torch.bfloat16, seed=seed) * inputs**-0.5)
+        return layer
+
+    with torch.device("cuda"):
+        mlps = [GatedMLP(linear(size, 2 * inner, i), linear(inner, size, i + 99), "silu") for i in range(count)]
+        gate = linear(size, count, 999, Place("", Unquantized(), torch.bfloat16))
+        moe = MixtureOfExperts(Routing(count, 8, True), gate, mlps)
+    x = draw(4096, size, dtype=torch.bfloat16, seed=5)
+
+    def run(start: int, count: int) -> Tensor:
+        return moe(x[start : start + count], Step(torch.arange(count)))
+
+    whole = run(0, 4096)
+    for start, some in ((0, 1), (5, 2), (7, 17), (64, 64), (100, 300), (1000, 2000)):
+        assert torch.equal(run(start, some), whole[start : start + some]), some
+    uninstall()
+    plain = run(0, 32).float()
+    assert (whole[:32].float() - plain).abs().max() < 0.05 * plain.std()
+
+
+@pytest.mark.parametrize("width", [1024, 4096, 14336])
+def test_other_rows_are_the_same_among_any_number(width: int) -> None:
+    x, residual = (draw(2000, width, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    weight = draw(width, dtype=torch.bfloat16, seed=3)
+    functions = {
+        "rms_norm": lambda rows: ops.rms_norm(x[rows], weight, 1e-6),
+        "add_rms_norm": lambda rows: torch.cat(ops.add_rms_norm(x[rows], residual[rows], weight, 1e-6), 1),
+        "layer_norm": lambda rows: ops.layer_norm(x[rows], weight, weight, 1e-6),
+        "silu_and_mul": lambda rows: ops.silu_and_mul(x[rows]),
+        "softcap": lambda rows: ops.softcap(x[rows], 30.0),
+        "route": lambda rows: torch.cat(ops.route(x[rows, :128].contiguous(), 8, True), 1),
+    }
+    for name, function in functions.items():
+        whole = function(slice(None))
+        for start, count in ((0, 1), (3, 1), (17, 16), (64, 65), (1, 999)):
+            assert torch.equal(function(slice(start, start + count)), whole[start : start + count]), name

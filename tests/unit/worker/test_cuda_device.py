@@ -1,0 +1,103 @@
+"""What a GPU can't do here is said before anything is loaded: with the reason, the numbers and what to do instead."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, EngineArgs
+from quire.config.worker import WorkerConfig
+from quire.errors import ConfigError
+from quire.kvcache.capacity import CacheRequest, plan_cache
+from quire.protocol.cache import CacheGroup, CacheReport
+from quire.worker.devices import stream
+from quire.worker.devices.cpu import CpuDevice
+from quire.worker.devices.cuda import CudaDevice
+from quire.worker.devices.select import make_device
+from tests.host_stream import HostStream
+
+
+@pytest.fixture
+def config(tiny_model: Path) -> Any:
+    """Makes a worker's configuration."""
+    model = EngineArgs(model=str(tiny_model), load_format="dummy", skip_tokenizer_init=True).resolve().model
+
+    def make(**options: Any) -> WorkerConfig:
+        given = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kernels": "torch", **options}
+        return WorkerConfig(model=model, **given)
+
+    return make
+
+
+def test_a_build_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match="device='cuda': torch .* is a build without CUDA. Install one"):
+        LLM(model="demo", device="cuda")
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="finds no GPU: no NVIDIA driver .* CUDA 13.0.* device='cpu' does without"):
+        stream.CudaStream()
+
+
+def test_too_old_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P40")
+    with pytest.raises(ConfigError, match="Tesla P40 has compute capability 6.1, below 7.5: too old. Use device='cpu'"):
+        stream.CudaStream()
+
+
+def test_weights_that_do_not_fit(config: Any) -> None:
+    device = CudaDevice(config(), HostStream())
+    layers = iter([torch.nn.Linear(1024, 2**20, bias=False, device="meta")])
+
+    def build() -> Any:
+        if (layer := next(layers, None)) is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory") from KeyError(layer)
+        return torch.nn.Linear(1024, 2**20, bias=False)
+
+    with pytest.raises(
+        ConfigError, match=r"the weights take 4.0 GiB, and 2.0 of the GPU's 4.0 GiB are free. Take quant"
+    ):
+        device.place(build)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 2}, "one rank so far, and not 2"),
+        ({"kernels": "avx2"}, "kernels='avx2' are a CPU's"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' needs Triton's kernels"),
+    ],
+)
+def test_options_that_a_gpu_can_not_have(config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CudaDevice(config(**options), HostStream())
+
+
+def test_what_a_cpu_can_not_have(config: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' is for GPUs; a CPU has 'int8'"):
+        CpuDevice(config(kv_cache_dtype="fp8", kernels="auto"))
+
+
+def test_the_device_is_chosen(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(make_device(config()), CpuDevice)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(make_device(config(device="cpu")), CpuDevice)
+    monkeypatch.setattr("quire.worker.devices.cuda.CudaStream", HostStream)
+    assert isinstance(make_device(config()), CudaDevice)
+    assert isinstance(make_device(config(device="cuda")), CudaDevice)
+
+
+def test_a_share_of_a_gpu_is_of_all_its_memory() -> None:
+    report = CacheReport(
+        total_bytes=1000, available_bytes=700, activation_bytes=100, groups=[CacheGroup([0])], block_bytes=[10]
+    )
+    request = CacheRequest(block_size=16, max_model_len=160, max_num_seqs=100, max_num_batched_tokens=64)
+    assert plan_cache(request, report).num_blocks == [(920 - 300 - 100) // 10]

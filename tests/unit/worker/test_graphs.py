@@ -1,0 +1,150 @@
+"""Captured steps: padded to a table of sizes, with rows that read and write nothing, and the answers of steps as is."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBatch
+from quire.attention.step import AdapterBatch, Step
+from quire.worker.devices.graphs import CONTEXTS, SIZES, GraphedModel, Run, fitting, table
+from tests.host_stream import HostStream
+
+BLOCK_SIZE = 16
+
+
+class Built(NamedTuple):
+    """What a backend makes of a batch."""
+
+    batch: AttentionBatch
+
+
+class Model:
+    """Hidden states that tell all that a step was told of a token; notes each batch that it was run with."""
+
+    vocab_size = 7
+    cache_layers: tuple[Any, ...] = ()
+
+    def __init__(self) -> None:
+        self.seen: list[AttentionBatch] = []
+
+    def __call__(self, ids: Tensor, step: Step) -> Tensor:
+        batch: AttentionBatch = step.attention[0].batch
+        self.seen.append(AttentionBatch(*(x.clone() if isinstance(x, Tensor) else x for x in vars(batch).values())))
+        blocks = batch.block_tables.sum(1) if len(ids) == len(batch.seq_lens) else ids
+        told = [ids, step.positions, batch.slot_mapping]
+        told += [batch.seq_lens, blocks] if len(ids) == len(batch.seq_lens) else []
+        return torch.stack(told, 1).float()
+
+    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        return hidden + 1
+
+
+def batch_of(lengths: list[int], num_blocks: int, num_tokens: int = 1) -> AttentionBatch:
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32) * num_tokens
+    tables = torch.arange(len(lengths) * num_blocks, dtype=torch.int32).view(len(lengths), num_blocks)
+    slots = torch.arange(len(lengths) * num_tokens, dtype=torch.int32) + 100
+    return AttentionBatch(starts, torch.tensor(lengths, dtype=torch.int32), tables, slots, BLOCK_SIZE)
+
+
+@pytest.fixture
+def stream() -> HostStream:
+    return HostStream()
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def graphed(stream: HostStream, model: Model) -> GraphedModel:
+    run = Run(stream, Built)
+    last = torch.tensor([50, 51, 52, 53], dtype=torch.int32)
+    made = GraphedModel(model, run, last, max_size=12, max_context=5000)  # type: ignore[arg-type]
+    made.reserve()
+    return made
+
+
+def step_of(batch: AttentionBatch, **more: Any) -> tuple[Tensor, Step]:
+    size = len(batch.slot_mapping)
+    positions = torch.arange(size, dtype=torch.int32) + 7
+    return torch.arange(size, dtype=torch.int32) + 3, Step(positions, (), [Built(batch)], **more)
+
+
+def as_is(batch: AttentionBatch) -> Tensor:
+    ids, step = step_of(batch)
+    return Model()(ids, Step(step.positions, (), [Built(batch)]))
+
+
+def test_tables() -> None:
+    assert list(SIZES) == sorted(set(SIZES))
+    assert table(SIZES, 6) == (1, 2, 4, 6)
+    assert table(CONTEXTS, 1024) == (1024,)
+    assert [fitting((1, 2, 4, 6), n) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 11, 12])
+def test_a_padded_step_is_the_step(graphed: GraphedModel, model: Model, stream: HostStream, size: int) -> None:
+    batch = batch_of([20 + i for i in range(size)], num_blocks=3)
+    ids, step = step_of(batch)
+    for _ in range(2):
+        assert torch.equal(graphed(ids, step), as_is(batch))
+    assert stream.num_captured == 1
+    padded = model.seen[-1]
+    rows = fitting(table(SIZES, 12), size)
+    assert padded.block_tables.shape == (rows, 1024 // BLOCK_SIZE)
+    assert padded.seq_lens.tolist() == [*batch.seq_lens.tolist(), *[0] * (rows - size)]
+    assert padded.slot_mapping.tolist() == [*batch.slot_mapping.tolist(), *[-1] * (rows - size)]
+
+
+def test_rows_of_an_earlier_step_are_none_of_the_next(graphed: GraphedModel, model: Model) -> None:
+    for size in (8, 5, 7, 6):
+        batch = batch_of([30] * size, num_blocks=2)
+        assert torch.equal(graphed(*step_of(batch)), as_is(batch))
+        assert model.seen[-1].seq_lens.tolist() == [30] * size + [0] * (8 - size)
+        assert model.seen[-1].slot_mapping[size:].tolist() == [-1] * (8 - size)
+
+
+def test_a_graph_for_each_size_and_context(graphed: GraphedModel, stream: HostStream) -> None:
+    for size, num_blocks, graphs in ((3, 2, 1), (4, 64, 1), (4, 65, 2), (5, 65, 3), (8, 256, 3), (8, 300, 4)):
+        graphed(*step_of(batch_of([num_blocks * BLOCK_SIZE] * size, num_blocks)))
+        assert stream.num_captured == graphs, (size, num_blocks)
+
+
+def test_what_no_graph_serves_runs_as_it_is(graphed: GraphedModel, stream: HostStream) -> None:
+    prompts = batch_of([4, 4], num_blocks=1, num_tokens=4)
+    ids, step = step_of(prompts)
+    assert torch.equal(graphed(ids, step), as_is(prompts))
+    one = batch_of([20], 2)
+    for more in ({"adapters": AdapterBatch(torch.zeros(1))}, {"incoming": torch.zeros(1, 1)}):
+        graphed(*step_of(one, **more))
+    graphed(*step_of(batch_of([20] * 13, 2)))  # more than the largest graph
+    assert stream.num_captured == 0
+
+
+def test_no_graph_before_there_is_room(stream: HostStream, model: Model) -> None:
+    run = Run(stream, Built)
+    made = GraphedModel(model, run, torch.zeros(1, dtype=torch.int32), max_size=4, max_context=64)  # type: ignore[arg-type]
+    made(*step_of(batch_of([20], 2)))
+    assert stream.num_captured == 0
+    made.reserve()
+    made(*step_of(batch_of([20], 2)))
+    assert stream.num_captured == 1
+
+
+def test_eager_where_asked_for(stream: HostStream, model: Model) -> None:
+    run = Run(stream, Built)
+    made = GraphedModel(model, run, torch.zeros(1, dtype=torch.int32), max_size=0, max_context=64)  # type: ignore[arg-type]
+    made.reserve()
+    made(*step_of(batch_of([20], 2)))
+    assert stream.num_captured == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2], ids=["captured", "as it is"])
+def test_tokens_that_the_host_has_not_heard_of(graphed: GraphedModel, num_tokens: int) -> None:
+    batch = batch_of([20, 20], 2, num_tokens)
+    ids, step = step_of(batch)
+    ids[1], ids[0] = -1 - 2, -1
+    assert graphed(ids, step)[:2, 0].tolist() == [50, 52]
