@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("shape", nargs="*", type=int, default=[8192, 2048], help="output and input features")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--busy", action="store_true", help="one thread's processor time, where others use the machine")
-    parser.add_argument("--types", nargs="*", default=["BF16", "BF16_TURNED", "I8", "I4"], choices=[type.name for type in Type][1:])
+    parser.add_argument(
+        "--types", nargs="*", default=["BF16", "BF16_TURNED", "I8", "I4"], choices=[type.name for type in Type][1:]
+    )
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     args = parser.parse_args()
     rows, cols = args.shape

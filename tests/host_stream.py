@@ -36,7 +36,7 @@ class HostStream(CudaStream):
     """See `quire.worker.devices.stream.CudaStream`; `num_captured` and `num_replayed` count."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.capability = torch.device("cpu"), (9, 0)
         self.num_captured = self.num_replayed = 0
 
     def mark(self) -> Done:
@@ -45,7 +45,7 @@ class HostStream(CudaStream):
     def pinned(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype)
 
-    def capture(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, function: Callable[[], Tensor], pool: list[Any]) -> tuple[Tensor, Callable[[], None]]:
         result = function()
         self.num_captured += 1
 

@@ -62,7 +62,8 @@ class EagleModel(Drafter):
         formats = device.weight_formats(speculative.quantization, self.store)
         builder = Builder(BuildContext(device.backend, formats, model.dtype))
         taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
-        self.model = EagleHead(draft, builder, model, set(self._names.values()), taps)
+        own = set(self._names.values())
+        self.model = device.place(lambda: EagleHead(draft, builder, model, own, taps))
         self.module, self.taps = self.model, self.model.layers_read
         self.layers = self.model.cache_layers
         self.assign_groups = builder.context.assign_groups
@@ -114,8 +115,8 @@ class EagleProposer(Proposer):
             own: _Reading = row.memory or self._open(row)
             part = fused[first : first + count]
             own.settle(row.tokens.ids, row.tokens.num)
-            # A few rows would keep all of a large step's alive.
-            own.add(start, part if count * 4 >= len(fused) else part.clone())
+            # A few rows would keep all of a large step's alive, and a device makes its next step's in the same place.
+            own.add(start, part if fused is not hidden and count * 4 >= len(fused) else part.clone())
             stop = start + count - num_drafts
             if self._tree is not None:
                 own.expect(self._tree, row.tokens.drafts()[:num_drafts])

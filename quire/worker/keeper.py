@@ -86,6 +86,7 @@ class Keeper:
         was_frozen = gc.get_freeze_count() > 0  # by whoever serves a rank
         gc.unfreeze()
         gc.collect()
+        self._place.device.available_bytes()  # a GPU's looks for it in the allocator, too
         if was_frozen:
             gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)

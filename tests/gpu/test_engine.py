@@ -108,6 +108,13 @@ def test_kernels_serve_an_engine(build: Build, devices: Devices) -> None:
     assert drain(build(max_num_batched_tokens=16), asked) == alone(engine, asked)
 
 
+def test_the_last_block_of_the_longest_context_is_not_whole(build: Build) -> None:
+    prompt = [(7 * i) % 190 + 3 for i in range(60)]
+    asked = [(prompt, SamplingParams(temperature=0, max_tokens=65, ignore_eos=True))]
+    [[(_, tokens, _, reason)]] = drain(build(max_model_len=125), asked)
+    assert (len(tokens), reason) == (65, "length")
+
+
 def test_prefixes_from_the_cache(build: Build, baseline: list[Any]) -> None:
     engine = build(enable_prefix_caching=True)
     assert drain(engine, requests()) == baseline

@@ -7,10 +7,10 @@ and takes hidden states from it. A device knows tensors and kernels, and neither
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.attention.base import AttentionBackend
 from quire.attention.step import Step
@@ -26,6 +26,8 @@ from quire.sampling.state import Mask, SamplingState
 from quire.worker.devices.meter import Meter
 from quire.worker.gather import StepArrays
 from quire.worker.weights.store import WeightStore
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Drawing(Protocol):
@@ -82,7 +84,7 @@ class Device(ABC):
     draws: bool = False
     target: Target | None
 
-    def place(self, build: Callable[[], CausalLM]) -> CausalLM:
+    def place(self, build: Callable[[], M]) -> M:
         """What `build` makes, with its tensors where the device computes (ConfigError: there is no room)."""
         return build()
 

@@ -27,7 +27,7 @@ from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
-from quire.worker.devices.base import Device, RowSampler
+from quire.worker.devices.base import Device, M, RowSampler
 from quire.worker.devices.graphs import SIZES, GraphedModel, Run
 from quire.worker.devices.meter import BLOCK_SIZE, DeviceMeter, Largest, Meter
 from quire.worker.devices.staging import Staging
@@ -36,6 +36,7 @@ from quire.worker.gather import INT, StepArrays
 from quire.worker.weights.store import WeightStore
 
 TRITON = "triton"  # the level of its kernels
+FP8_CAPABILITY = (8, 9)
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,12 @@ class CudaDevice(Device):
         self.stream = stream or CudaStream()
         self.clock = time.perf_counter
         self.kernels = _install(config, self.stream.device)
+        has, kinds = self.stream.capability, (config.kv_cache_dtype, config.quantization)
+        if "fp8" in kinds and self.kernels != TORCH and has < FP8_CAPABILITY:
+            raise ConfigError(
+                f"fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper), and this GPU "
+                f"has {has[0]}.{has[1]}: take 'int8'."
+            )
         unasked = "best" if self.kernels == TRITON else "unserved"
         self.kernels_reason = "asked" if self.kernels == config.kernels else unasked
         self.backend = select_backend(_backend(config, self.kernels))
@@ -73,7 +80,7 @@ class CudaDevice(Device):
         self._staging = Staging(self.stream)
         self._last_tokens = torch.zeros(2 * config.max_num_seqs, dtype=torch.int32, device=self.stream.device)
 
-    def place(self, build: Callable[[], CausalLM]) -> CausalLM:
+    def place(self, build: Callable[[], M]) -> M:
         free = self.stream.free_bytes()
         try:
             with self.stream.device:
@@ -83,7 +90,8 @@ class CudaDevice(Device):
                 needed = sum(weight.nbytes for weight in build().parameters())
             raise ConfigError(
                 f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} of the GPU's "
-                f"{self.total_bytes() / 2**30:.1f} GiB are free. Take quantization='int8' or 'int4', or device='cpu'."
+                f"{self.total_bytes() / 2**30:.1f} GiB are free. Take quantization='int8' or 'int4', "
+                "or device='cpu'; to load others while an engine runs, let it sleep first."
             ) from error
 
     def weight_formats(
@@ -106,8 +114,9 @@ class CudaDevice(Device):
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
         config, is_eager = self._config, self._config.enforce_eager or self.kernels == TORCH
         run = Run(self.stream, self.backend.build)
+        longest, block = config.model.max_model_len + config.max_num_drafts, config.block_size
         most = 0 if is_eager else min(config.max_num_seqs, SIZES[-1])
-        return GraphedModel(model, run, self._last_tokens, max_size=most, max_context=config.model.max_model_len)
+        return GraphedModel(model, run, self._last_tokens, max_size=most, max_context=-(-longest // block) * block)
 
     def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
         return head
@@ -134,7 +143,10 @@ class CudaDevice(Device):
             raise MemoryError(str(error)) from error
 
     def allocate_host(self, num_blocks: int, block_bytes: int) -> Tensor:
-        return self.stream.pinned(num_blocks * block_bytes, torch.uint8).view(num_blocks, block_bytes)
+        try:
+            return self.stream.pinned(num_blocks * block_bytes, torch.uint8).view(num_blocks, block_bytes)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
 
     def copy(self, caches: Sequence[Tensor], host: Tensor, pairs: Iterable[tuple[int, int]], *, out: bool) -> None:
         pairs, start = list(pairs), 0

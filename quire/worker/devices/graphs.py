@@ -89,6 +89,7 @@ class GraphedModel:
         self._sizes = table(SIZES, max_size)
         self._contexts = table(CONTEXTS, max_context)
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pool: list[Any] = []
         self._most, self._captures = max_size, False
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
@@ -104,12 +105,18 @@ class GraphedModel:
         batches: list[AttentionBatch] = [getattr(each, "batch", each) for each in step.attention]
         size, asks = len(input_ids), (step.adapters, step.taps, step.incoming, step.outgoing, batches[0].tails)
         is_plain = all(each is None for each in asks) and size == len(batches[0].seq_lens)
-        if not is_plain or not self._captures or size > self._most:
+        if not is_plain or size > self._most:
             return self._model(self._known(input_ids), step)
         longest = max(batch.block_tables.shape[1] * batch.block_size for batch in batches)
         key = fitting(self._sizes, size), fitting(self._contexts, longest)
-        if (graph := self._graphs.get(key)) is None:
-            graph = self._graphs[key] = self._capture(*key, batches, step)
+        if (graph := self._graphs.get(key)) is None and self._captures:
+            try:
+                graph = self._graphs[key] = self._capture(*key, batches, step)
+            except torch.OutOfMemoryError:
+                logger.warning("no memory for more graphs: further steps run kernel by kernel")
+                self._captures = False
+        if graph is None:
+            return self._model(self._known(input_ids), step)
         return graph.run(input_ids, step.positions, batches)
 
     def _known(self, ids: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ class GraphedModel:
 
         told = f"Capturing a graph for {size} sequences of at most {context} tokens"
         with tqdm(total=1, desc=told, leave=False, disable=None):  # seconds, where kernels are compiled first
-            hidden, replay = stream.capture(compute)
+            hidden, replay = stream.capture(compute, self._pool)
         logger.info("%s: done", told)
         return _Graph(ids, positions, own, hidden, replay)
 

@@ -99,7 +99,8 @@ class Meter:
                     begin = clock()
                     if len(found) >= 2 and begin - start > limit:
                         break
-                    model.compute_logits(model(*self.upload(self._one_sequence(count))))
+                    logits = model.compute_logits(model(*self.upload(self._one_sequence(count))))
+                    logits[:1, :1].tolist()  # waits for a device
                     found[count] = min(clock() - begin, found.get(count, math.inf))
         least = math.inf
         for count in sorted(found, reverse=True):
@@ -141,6 +142,13 @@ class DeviceMeter(Meter):
         several = [min(BLOCK_SIZE, max_tokens - start) for start in range(0, max_tokens, BLOCK_SIZE)]
         found: list[int] = []
         with self.computing():
+            for size in (
+                1,
+                17,
+                65,
+            ):  # kernels are compiled for so many rows and more; nobody has to wait for them later
+                rows = self.model(*self.upload(self._sequences([1] * min(size, self.largest.num_seqs), BLOCK_SIZE)))
+                self.model.compute_logits(rows)
             for lengths, context in ((several, BLOCK_SIZE), ([1] * self.largest.num_seqs, self.largest.context)):
                 ids, step = self.upload(self._sequences(lengths, context))
                 found.append(self.largest.peak_bytes(partial(self.model, ids, step)))

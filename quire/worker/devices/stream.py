@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 
-MIN_CAPABILITY = (7, 5)  # Turing: the first whose matrix units Triton's kernels can all use
+MIN_CAPABILITY = (8, 0)  # Ampere: the first whose matrix units know bf16, and with shared memory for the tiles
 
 
 class CudaStream:
@@ -20,6 +20,7 @@ class CudaStream:
 
     Attributes:
         device: where its tensors are.
+        capability: the GPU's compute capability.
 
     Raises:
         ConfigError: there is no GPU that can be used; it says why, and what to do.
@@ -29,7 +30,7 @@ class CudaStream:
         if (why := why_no_gpu()) is not None:
             raise ConfigError(f"device='cuda': {why}")
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._pool: Any = None  # of captured work: all shares it
+        self.capability = torch.cuda.get_device_capability(self.device)
 
     def mark(self) -> Any:
         """The place that the host has got to; its `synchronize` waits until the device has."""
@@ -41,13 +42,16 @@ class CudaStream:
         """Host memory that the device copies from and to while the host goes on."""
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
-    def capture(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """What the function returned, and a call that does its work again, on the very same tensors."""
+    def capture(self, function: Callable[[], Tensor], pool: list[Any]) -> tuple[Tensor, Callable[[], None]]:
+        """What the function returned, and a call that does its work again, on the very same tensors.
+
+        `pool`: holds the memory that captures share, once there is any.
+        """
         function()  # compiles what is not compiled yet, which a capture may not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        pool[:] = pool or [torch.cuda.graph_pool_handle()]
+        with torch.cuda.graph(graph, pool=pool[0], capture_error_mode="thread_local"):  # others may load adapters
             result = function()
         return result, graph.replay
 

@@ -48,7 +48,7 @@ def test_too_old_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P40")
-    with pytest.raises(ConfigError, match="Tesla P40 has compute capability 6.1, below 7.5: too old. Use device='cpu'"):
+    with pytest.raises(ConfigError, match="Tesla P40 has compute capability 6.1, below 8.0: too old. Use device='cpu'"):
         stream.CudaStream()
 
 
@@ -71,13 +71,25 @@ def test_weights_that_do_not_fit(config: Any) -> None:
     ("options", "message"),
     [
         ({"num_ranks": 2}, "one rank so far, and not 2"),
+        (
+            {"kernels": "auto", "kv_cache_dtype": "fp8"},
+            "fp8 needs compute capability 8.9 .* this GPU has 8.0: take 'int8'",
+        ),
         ({"kernels": "avx2"}, "kernels='avx2' are a CPU's"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' needs Triton's kernels"),
     ],
 )
 def test_options_that_a_gpu_can_not_have(config: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CudaDevice(config(**options), HostStream())
+    pytest.importorskip("triton")
+    stream = HostStream()
+    stream.capability = (8, 0)
+    try:
+        with pytest.raises(ConfigError, match=message):
+            CudaDevice(config(**options), stream)
+    finally:
+        from quire.ops.triton import uninstall
+
+        uninstall()
 
 
 def test_what_a_cpu_can_not_have(config: Any) -> None:
