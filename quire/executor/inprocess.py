@@ -29,6 +29,8 @@ class InProcessExecutor(Executor):
         proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
     """
 
+    computes_in_submit = True
+
     def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
         self._config = config
         self._proposer = proposer
@@ -38,8 +40,8 @@ class InProcessExecutor(Executor):
         self._keeper = Keeper(self._config, self._proposer)
         if self.worker.device.group is not None:
             self.plans_alike, self.clock = True, self.worker.device.clock
-        self.max_in_flight = self.worker.max_in_flight
-        self.computes_in_submit = self.max_in_flight == 1
+        if (most := self.worker.max_in_flight) > 1:
+            self.max_in_flight, self.computes_in_submit = most, False
         self.report = self.worker.load(progress and self._config.rank == 0)
         return self.report
 

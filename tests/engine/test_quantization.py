@@ -124,7 +124,8 @@ def test_quantized_text_is_text(native: str) -> None:
     [
         ({"quantization": "int3"}, r"quantization must be one of None, 'int8', 'int4', 'w8a8', .* got 'int3'"),
         ({"quantization": "awq"}, "quantization='awq' contradicts model 'demo', .* not quantized"),
-        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype must be one of 'auto', 'int8', got 'fp8'"),
+        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' is for GPUs; a CPU has 'int8'"),
+        ({"kv_cache_dtype": "fp16"}, r"kv_cache_dtype must be one of 'auto', 'int8', 'fp8', got 'fp16'"),
         ({"kernels": "cuda"}, "kernels must be one of 'auto', .* got 'cuda'"),
         ({"kv_cache_dtype": "int8", "kernels": TORCH}, "kv_cache_dtype='int8' needs the compiled kernels"),
         ({"kv_cache_dtype": "int8", "dtype": "float16"}, "kv_cache_dtype='int8' needs the compiled kernels"),
