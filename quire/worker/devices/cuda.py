@@ -67,18 +67,21 @@ class CudaDevice(Device):
         self.stream = stream or CudaStream()
         self.clock = time.perf_counter
         self.kernels = _install(config, self.stream.device)
-        has, kinds = self.stream.capability, (config.kv_cache_dtype, config.quantization)
-        if "fp8" in kinds and self.kernels != TORCH and has < FP8_CAPABILITY:
-            raise ConfigError(
-                f"fp8 needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper), and this GPU "
-                f"has {has[0]}.{has[1]}: take 'int8'."
-            )
+        self._check_fp8(config.kv_cache_dtype)
         unasked = "best" if self.kernels == TRITON else "unserved"
         self.kernels_reason = "asked" if self.kernels == config.kernels else unasked
         self.backend = select_backend(_backend(config, self.kernels))
         self.draws = self.kernels == TRITON
         self._staging = Staging(self.stream)
         self._last_tokens = torch.zeros(2 * config.max_num_seqs, dtype=torch.int32, device=self.stream.device)
+
+    def _check_fp8(self, kind: str | None) -> None:
+        has, needed = self.stream.capability, FP8_CAPABILITY
+        if kind == "fp8" and self.kernels == TRITON and has < needed:
+            raise ConfigError(
+                f"fp8 needs compute capability {needed[0]}.{needed[1]} (Ada, Hopper), and this GPU has "
+                f"{has[0]}.{has[1]}: take 'int8'."
+            )
 
     def place(self, build: Callable[[], M]) -> M:
         free = self.stream.free_bytes()
@@ -97,6 +100,8 @@ class CudaDevice(Device):
     def weight_formats(
         self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
     ) -> WeightFormats:
+        if not blocks:  # a checkpoint's own numbers are dequantized
+            self._check_fp8(quantization)
         return select_formats(quantization, self._dtype, None, store.filled, blocks, on_device=True)
 
     def adopt(self, num_parameters: int) -> None:
