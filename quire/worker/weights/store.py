@@ -178,7 +178,7 @@ def checksum(flat: Tensor) -> int:
     with ThreadPoolExecutor(_NUM_SUMMERS) as threads:
         sums = np.concatenate([*threads.map(lambda part: part.sum(1), pages)])
     rest = zlib.crc32(memoryview(cast(Any, flat[whole:].numpy())))
-    return zlib.crc32(memoryview(sums), rest)
+    return zlib.crc32(memoryview(cast(Any, sums)), rest)
 
 
 def _write_all(file: int, content: memoryview, offset: int) -> None:
