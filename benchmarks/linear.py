@@ -18,7 +18,7 @@ import torch
 from quire import ops
 from quire.ops.native import builder
 from quire.ops.native.library import Target, default_target
-from quire.ops.native.matrix import SCALED, PackedMatrix, block_format
+from quire.ops.native.matrix import SCALED, PackedMatrix, block_format, is_paired
 from quire.ops.native.program import Program
 from quire.ops.native.structs import Type
 from quire.worker.pages import huge_pages
@@ -54,11 +54,11 @@ def torch_products(rows: int, cols: int, x: torch.Tensor) -> list[Callable[[], o
     return [partial(torch.nn.functional.linear, x, weight) for weight in weights]
 
 
-def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
+def packed_copies(rows: int, cols: int, type: Type, paired: bool) -> list[PackedMatrix]:
     """Enough copies of one random matrix to fill TOTAL_BYTES."""
     shape = PackedMatrix.data_shape(rows, cols, type)
     scales = torch.zeros(rows) if type in SCALED else None
-    first = PackedMatrix(huge_pages(shape, torch.uint8), scales, rows, cols, type)
+    first = PackedMatrix(huge_pages(shape, torch.uint8), scales, rows, cols, type, paired)
     blocks = block_format(type)
     if blocks is None:
         first.pack(torch.randn(rows, cols) * 0.02, 0)
@@ -68,7 +68,7 @@ def packed_copies(rows: int, cols: int, type: Type) -> list[PackedMatrix]:
     for _ in range(TOTAL_BYTES // first.data.numel() - 1):
         data = huge_pages(shape, torch.uint8)
         data.copy_(first.data)
-        copies.append(PackedMatrix(data, scales, rows, cols, type))
+        copies.append(PackedMatrix(data, scales, rows, cols, type, paired))
     return copies
 
 
@@ -89,6 +89,7 @@ def main() -> None:
         "--types", nargs="*", default=["BF16", "BF16_TURNED", "I8", "I4"], choices=[type.name for type in Type][1:]
     )
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    parser.add_argument("--plain", action="store_true", help="weights in no level's own order")
     args = parser.parse_args()
     rows, cols = args.shape
     if args.busy:
@@ -98,7 +99,8 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"[{rows} x {cols}], {args.threads} threads, level {target.level}")
     for type in (Type[name] for name in args.types):
-        copies = packed_copies(rows, cols, type)
+        paired = not args.plain and is_paired(target.level, torch.bfloat16, type)
+        copies = packed_copies(rows, cols, type, paired)
         num_bytes = copies[0].data.numel()
         start = time.perf_counter()
         for copy in copies:

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "pairs.h"
 #include "vec.h"
 
 namespace quire::QUIRE_NS {
@@ -77,27 +78,26 @@ inline void read_piece(const uint8_t* b, int i, BlockPiece& p) {
     }
 }
 
-constexpr int word_of(const BlockFormat& f, int column) { return f.bits == 6 ? column % 16 * 2 + column / 16 : column; }
-
-// `bits` of each code, from `first` on, into a plane in which so many rows share a word.
-inline void put_plane(uint8_t* plane, const BlockFormat& f, int row, const BlockPiece& p, int first, int bits) {
-    const int shared = 16 / bits, shift = row % shared * bits, mask = (1 << bits) - 1;
-    uint16_t* words = reinterpret_cast<uint16_t*>(plane) + row / shared * 32;
-    for (int c = 0; c < 32; c++) {
-        uint16_t& word = words[word_of(f, c)];
-        word = uint16_t((word & ~(mask << shift)) | (p.codes[c] >> first & mask) << shift);
-    }
+// Calls body(offset of a plane in the tile, the first bit of codes that it has, how many) for a format's planes of bits.
+template <class Body>
+inline void for_planes(const BlockFormat& f, const Body& body) {
+    const int low = f.bits >= 4 ? 4 : 0;
+    if (f.bits < 8 && low) body(0, 0, 4);
+    if (f.ones() > f.twos()) body(f.twos(), low, 2);
+    if (f.bits == 3 || f.bits == 5) body(f.ones(), f.bits - 1, 1);
 }
 
 // Row `row` of tile `t` of a block; `tile` is where that tile lies.
 template <Type kType>
-inline void put_piece(uint8_t* tile, int64_t t, int row, const BlockPiece& p) {
+inline void put_piece(uint8_t* tile, int64_t t, int row, bool paired, const BlockPiece& p) {
     constexpr BlockFormat f = block_format(kType);
-    constexpr int low = f.bits >= 4 ? 4 : 0;
-    if (f.bits == 8) std::memcpy(tile + row * 32, p.codes, 32);
-    if (f.bits < 8 && low) put_plane(tile, f, row, p, 0, 4);
-    if (f.ones() > f.twos()) put_plane(tile + f.twos(), f, row, p, low, 2);
-    if (f.bits == 3 || f.bits == 5) put_plane(tile + f.ones(), f, row, p, f.bits - 1, 1);
+    for (int c = 0; c < 32 && f.bits == 8; c++) tile[paired ? paired_index(row, c) : row * 32 + c] = p.codes[c];
+    for_planes(f, [&](int offset, int first, int bits) {
+        for (int c = 0; c < 32; c++) {
+            const Place at = paired ? paired_place(row, c, bits) : plain_place(row, c, bits, f.bits == 6);
+            put_code(tile + offset, at, bits, p.codes[c] >> first);
+        }
+    });
     if constexpr (f.is_own()) {
         if (t % f.span != row / f.striped()) return;
         std::memcpy(tile + f.scales() + row % f.striped() * 4, &p.scale, 4);
@@ -127,10 +127,38 @@ inline void pack_blocks_row(const Matrix& m, int64_t row, const uint8_t* source)
         for (int64_t t = 0; t < m.num_tiles(); t++, tile += f.tile_bytes()) {
             if (t * 32 < m.cols) read_piece<type>(source + t / pieces * f.bytes, int(t % pieces), piece);
             else std::memset(piece.codes, 0, 32);  // where scales are striped
-            put_piece<type>(tile, t, int(row % 16), piece);
+            put_piece<type>(tile, t, int(row % 16), m.paired, piece);
         }
     });
 }
+
+// Rows [first, first + count) of a paired tile in the order of a plain one, with all scales.
+struct PlainTile {
+    alignas(64) uint8_t bytes[1024] = {};
+
+    PlainTile(const Matrix& m, const uint8_t* tile, int64_t first, int64_t count) {
+        const bool blocks = is_blocks(m.type);
+        const int64_t codes = blocks ? block_format(m.type).scales() : 0;
+        if (blocks) std::memcpy(bytes + codes, tile + codes, m.tile_bytes() - codes);
+        if (m.type == Type::i4) std::memcpy(bytes, tile, 32);
+        for (int64_t row = first; row < first + count; row++)
+            for (int64_t c = 0; c < 32; c++) put(m.type, tile, row, c);
+    }
+
+private:
+    void put(Type type, const uint8_t* tile, int64_t row, int64_t c) {
+        auto move = [&](int offset, int bits, bool six) {
+            put_code(bytes + offset, plain_place(row, c, bits, six), bits, code_at(tile + offset, paired_place(row, c, bits), bits));
+        };
+        const uint8_t* byte = tile + paired_index(row, c);
+        if (type == Type::bf16) std::memcpy(bytes + 2 * (row * 32 + c), tile + 2 * paired_index(row, c), 2);
+        else if (type == Type::i8) bytes[i8_offset(row, c)] = *byte < 128 ? *byte : uint8_t(128 | (256 - *byte));
+        else if (type == Type::w8a8) bytes[w8a8_offset(row, c)] = *byte ^ 128;
+        else if (type == Type::i4) move(32, 4, false);
+        else if (block_format(type).bits == 8) bytes[row * 32 + c] = *byte;
+        else for_planes(block_format(type), [&](int offset, int, int bits) { move(offset, bits, block_format(type).bits == 6); });
+    }
+};
 
 // Lanes of bytes and words as integers. GCC 12 would convert bytes one by one.
 QUIRE_INLINE vi signed_bytes(const uint8_t* p) {
@@ -300,8 +328,11 @@ inline void unpack_blocks(const Matrix& m, int64_t block, int64_t begin, int64_t
         const uint8_t* tile = m.tile(block, begin);
         for (int64_t t = begin; t < end; t++, tile += bytes) {
             scales.read(tile, t);
-            if constexpr (kRounded) {  // whole tiles
-                scales.quiet();
+            if constexpr (kRounded) scales.quiet();
+            if (m.paired) {
+                const PlainTile plain(m, tile, first, count);
+                for (int row = first; row < first + count; row++, out += 32) unpack_blocks_row<type, kRounded>(plain.bytes, scales, row, out);
+            } else if constexpr (kRounded) {  // whole tiles
 #pragma GCC unroll 16
                 for (int row = 0; row < 16; row++, out += 32) unpack_blocks_row<type, true>(tile, scales, row, out);
             } else {

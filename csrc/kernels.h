@@ -32,6 +32,7 @@ struct Matrix {
     const float* scales;  // i8, w8a8: one a row; else null
     int64_t rows, cols;
     Type type;
+    int32_t paired;  // 1: codes in the order in which AVX2 multiplies pairs of them (pairs.h), in tiles of as many bytes
 
     static constexpr int64_t kRows = 16, kCols = 32;
     int64_t num_blocks() const { return divide_up(rows, kRows); }

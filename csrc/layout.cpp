@@ -13,7 +13,7 @@ namespace {
 #define FIELD(S, f) {#S, #f, kind_of<decltype(S::f)>(), int64_t(offsetof(S, f)), int64_t(sizeof(S::f))}
 
 constexpr Field kFields[] = {
-    WHOLE(Matrix), FIELD(Matrix, data), FIELD(Matrix, scales), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, type),
+    WHOLE(Matrix), FIELD(Matrix, data), FIELD(Matrix, scales), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, type), FIELD(Matrix, paired),
     WHOLE(HeadSpec), FIELD(HeadSpec, num_heads), FIELD(HeadSpec, num_kv_heads), FIELD(HeadSpec, head_dim), FIELD(HeadSpec, layer), FIELD(HeadSpec, group),
     WHOLE(Instruction), FIELD(Instruction, op), FIELD(Instruction, inputs), FIELD(Instruction, output), FIELD(Instruction, spec),
     WHOLE(Buffer), FIELD(Buffer, width), FIELD(Buffer, type), FIELD(Buffer, bound),

@@ -68,6 +68,23 @@ inline float multiply_near(int64_t rounds, double& count) {
     float result = 0;
     for (const float32x4_t& sum : sums) result += vaddvq_f32(sum);
     return result;
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // pairs of integers (linear_pairs.h)
+    __m256i sums[kSums];
+    for (int j = 0; j < kSums; j++) sums[j] = _mm256_set1_epi32(j);
+    __m256i x = _mm256_castps_si256(_mm256_load_ps(values));
+    for (int64_t i = 0; i < rounds; i++) {
+        asm volatile("" : "+x"(x));
+#pragma GCC unroll 16
+        for (int j = 0; j < kSums; j++) {
+            __m256i product;
+            asm("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(x), "x"(sums[j]));  // of each sum, or one would do for all
+            sums[j] = _mm256_add_epi32(sums[j], product);
+        }
+    }
+    count += 32.0 * kSums * double(rounds);
+    float result = 0;
+    for (const __m256i& sum : sums) result += float(_mm256_extract_epi32(sum, 0));
+    return result;
 #else
     vf sums[kSums];
     for (int j = 0; j < kSums; j++) sums[j] = splat(float(j));

@@ -208,7 +208,7 @@ inline void linear(const LinearArgs& a, Context& context) {
     const bool gated = is_gated(a.epilogue);
     const int64_t up_offset = gated ? w.num_blocks() / 2 : 0;
     const int64_t num_blocks = gated ? w.num_blocks() / 2 : w.num_blocks();
-    const bool is_packed = w.type != Type::f32 && w.type != Type::bf16;
+    const bool is_packed = w.paired || (w.type != Type::f32 && w.type != Type::bf16);
     // As the levels that multiply bf16 have blocks' values; float32 models keep what they are.
     const bool rounded = a.type == Type::bf16;
     const int64_t piece = is_packed && a.num_rows <= kPieceRows && tiles > kUnpackedTiles ? kUnpackedTiles : tiles;
@@ -228,8 +228,9 @@ inline void linear(const LinearArgs& a, Context& context) {
                         dot_block(weights, end - t, x + m * padded + t * 32, padded, rows, {lanes[part], t == 0, end == tiles}, sums[part]);
                     };
                     const uint8_t* weights = w.tile(block + part * up_offset, t);
-                    if (w.type == Type::bf16) dot(reinterpret_cast<const bf16*>(weights));
-                    else dot(is_packed ? unpacked + part * 512 * piece : reinterpret_cast<const float*>(weights));
+                    if (is_packed) dot(unpacked + part * 512 * piece);
+                    else if (w.type == Type::bf16) dot(reinterpret_cast<const bf16*>(weights));
+                    else dot(reinterpret_cast<const float*>(weights));
                 }
                 if (end == tiles) finish(a, {sums[0], gated ? sums[1] : nullptr, 16, 16, block * 16, (block + up_offset) * 16, m, rows});
             }

@@ -10,6 +10,8 @@
 #include "linear_dot.h"
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "linear_mmla.h"
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#include "linear_pairs.h"
 #endif
 
 namespace quire::QUIRE_NS {
@@ -28,7 +30,11 @@ inline void linear(const LinearSpec& s, const Operands& o, Context& context) {
     void* out = static_cast<uint8_t*>(o.out.data) + s.first * type_bytes(o.out.type);
     const LinearArgs args{s.weight, s.bias, o.x.data, out, residual, o.num_rows, o.x.stride, o.out.stride, o.y.stride,
                           o.x.type, o.out.type, s.epilogue, s.lora, lora_inner(s.lora, o.x, o.num_rows, s.weight.cols, context), s.first};
-    if (args.weight.type == Type::w8a8) return linear_int8(args, context);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (args.weight.paired && args.type == Type::bf16) return linear_pairs(args, context);
+#endif
+    if (args.weight.type == Type::w8a8 && !args.weight.paired) return linear_int8(args, context);
+    if (args.weight.paired) return linear(args, context);
 #if defined(__AMX_BF16__)
     linear_amx(args, context);
 #elif defined(__AVX512BF16__)

@@ -8,6 +8,7 @@
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
 //   q4_0 ...   blocks (blocks.h).
+// Paired tiles of bf16, i8, w8a8, i4 and blocks have the order of pairs.h; bytes are a two's complement there.
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
 #pragma once
 
@@ -17,8 +18,6 @@
 
 namespace quire::QUIRE_NS {
 
-inline int64_t i8_offset(int64_t row, int64_t col) { return (row / 2) * 64 + (col / 8) * 16 + (row % 2) * 8 + col % 8; }
-inline int64_t w8a8_offset(int64_t row, int64_t col) { return col / 4 * 64 + row * 4 + col % 4; }
 constexpr bool is_bf16(Type type) { return type == Type::bf16 || type == Type::bf16_turned; }
 
 // Calls body(elements in the tile, elements in the row) for pieces of 8 of a row in bf16.
@@ -26,12 +25,19 @@ template <class Body>
 inline void for_pieces(Type type, int64_t row, const Body& body) {
     for (int64_t c = 0; c < 32; c += 8) body(type == Type::bf16 ? row * 32 + c : c * 16 + row % 4 * 32 + row / 4 * 8, c);
 }
-inline void put_bf16_row(Type type, uint8_t* tile, int64_t row, const bf16* values) {
-    for_pieces(type, row, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
+inline void put_bf16_row(const Matrix& m, uint8_t* tile, int64_t row, const bf16* values) {
+    for (int64_t c = 0; c < 32 && m.paired; c += 2) std::memcpy(tile + 2 * paired_index(row, c), values + c, 4);
+    if (m.paired) return;
+    for_pieces(m.type, row, [&](int64_t at, int64_t c) { std::memcpy(reinterpret_cast<bf16*>(tile) + at, values + c, 16); });
 }
 
 // One tile's row of 32 values -> floats, without the row's scale in i8.
 inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, float* out) {
+    if (m.paired) {
+        Matrix plain = m;
+        plain.paired = 0;
+        return unpack_tile_row(plain, PlainTile(m, tile, row, 1).bytes, row, out);
+    }
     switch (m.type) {
         case Type::f32:
             std::memcpy(out, tile + row * 128, 128);
@@ -112,10 +118,10 @@ inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const
             vf bounded = min(max(round_product(load(x + t * 32 + c), inverse), splat(-127.0f)), splat(127.0f));
             vi v = __builtin_convertvector(bounded, vi);
             vi magnitude = v < 0 ? -v : v;
-            vi coded = m.type == Type::w8a8 ? v + 128 : magnitude | (v < 0 ? splat_int(128) : splat_int(0));
+            vi coded = m.paired ? v & 255 : m.type == Type::w8a8 ? v + 128 : magnitude | (v < 0 ? splat_int(128) : splat_int(0));
             std::memcpy(q + c, &coded, sizeof coded);
         }
-        auto offset = m.type == Type::w8a8 ? w8a8_offset : i8_offset;
+        auto offset = m.paired ? paired_index : m.type == Type::w8a8 ? w8a8_offset : i8_offset;
         for (int c = 0; c < 32; c++) first_tile[t * 512 + offset(row % 16, c)] = uint8_t(q[c]);
     }
 }
@@ -123,7 +129,8 @@ inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const
 // A row as a checkpoint has it: its codes plus 128, then its scale in f32.
 inline void pack_w8a8_row(const Matrix& m, int64_t row, const uint8_t* source) {
     uint8_t* tile = const_cast<uint8_t*>(m.tile(row / 16, 0));
-    for (int64_t c = 0; c < m.cols; c++) tile[c / 32 * 512 + w8a8_offset(row % 16, c % 32)] = source[c];
+    auto offset = m.paired ? paired_index : w8a8_offset;
+    for (int64_t c = 0; c < m.cols; c++) tile[c / 32 * 512 + offset(row % 16, c % 32)] = source[c] ^ (m.paired ? 128 : 0);
     std::memcpy(const_cast<float*>(m.scales) + row, source + m.cols, 4);
 }
 
@@ -174,14 +181,11 @@ inline void pack_row(const Matrix& m, int64_t row, const float* x) {  // x [tile
         } else if (is_bf16(m.type)) {
             bf16 rounded[32];
             for (int c = 0; c < 32; c += kLanes) store(rounded + c, load(values + c));
-            put_bf16_row(m.type, tile, r, rounded);
+            put_bf16_row(m, tile, r, rounded);
         } else {
             int32_t codes[32];
             reinterpret_cast<bf16*>(tile)[r] = quantize_i4(values, codes);
-            uint16_t* words = reinterpret_cast<uint16_t*>(tile + 32) + r / 4 * 32;
-            int shift = int(r % 4) * 4;
-            for (int c = 0; c < 32; c++)
-                words[c] = uint16_t((words[c] & ~(15u << shift)) | uint32_t(codes[c]) << shift);
+            for (int c = 0; c < 32; c++) put_code(tile + 32, m.paired ? paired_place(r, c, 4) : plain_place(r, c, 4), 4, unsigned(codes[c]));
         }
     }
 }
@@ -212,7 +216,7 @@ inline void pack(const PackArgs& a, Context& context) {
                     const int64_t count = m.cols - t * 32;
                     bf16 last[32] = {};
                     if (count < 32) std::memcpy(last, source + t * 32, count * 2);
-                    put_bf16_row(m.type, const_cast<uint8_t*>(m.tile(row / 16, t)), row % 16, count < 32 ? last : source + t * 32);
+                    put_bf16_row(m, const_cast<uint8_t*>(m.tile(row / 16, t)), row % 16, count < 32 ? last : source + t * 32);
                 }
                 continue;
             }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.native.matrix import OWN_TYPES, SCALED, PackedMatrix, row_bytes
+from quire.ops.native.matrix import OWN_TYPES, SCALED, PackedMatrix, is_paired, row_bytes
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
@@ -30,7 +30,7 @@ class Packed(QuantizationMethod):
         filled: what `allocate` returns holds the packed weights already.
         kept: the type of a checkpoint's matrices that are kept as they are, blocks or W8A8, whatever is `made`: its
             `weight` is uint8 [out, bytes of a row].
-        level: of the kernels that will multiply, where they are known: see `OWN_TYPES`.
+        level: of the kernels that will multiply, where they are known: see `OWN_TYPES` and `is_paired`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Packed(QuantizationMethod):
         level: str = "",
     ) -> None:
         self.type = kept or (_MADE[made] if made else OWN_TYPES.get((level, dtype), TYPE_OF[dtype]))
+        self.paired = is_paired(level, dtype, self.type)
         self._kept = kept is not None
         self._allocate = allocate
         self.filled = frozenset({"weight"}) if filled else frozenset()
@@ -79,7 +80,7 @@ class Packed(QuantizationMethod):
     def matrix(self, weights: Mapping[str, Tensor], shape: MatrixShape) -> PackedMatrix:
         """The packed matrix that `create_weights` made."""
         scales, sizes = weights.get("scales"), (shape.out_features, shape.in_features)
-        return PackedMatrix(weights["packed"].data, scales, *sizes, self.type)
+        return PackedMatrix(weights["packed"].data, scales, *sizes, self.type, self.paired)
 
 
 class PackedParts(QuantizationMethod):

@@ -96,5 +96,5 @@ def select_formats(
         return WeightFormats(method(name), method(made[name]), plain) if name in made else uniform(plain)
     kept: dict[str, QuantizationMethod] = {}
     if allocate is not None:
-        kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind]) for kind in KEPT_TYPES}
+        kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind], level=level) for kind in KEPT_TYPES}
     return WeightFormats(plain, plain, plain, blocks=blocks, kept=kept)

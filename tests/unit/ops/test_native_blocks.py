@@ -83,9 +83,9 @@ def reference(source: Tensor, type: Type) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(source.numpy(), gguf.GGMLQuantizationType[type.name]))
 
 
-def matrix_of(source: Tensor, type: Type, cols: int) -> PackedMatrix:
+def matrix_of(source: Tensor, type: Type, cols: int, paired: bool = False) -> PackedMatrix:
     data = torch.zeros(PackedMatrix.data_shape(source.shape[0], cols, type), dtype=torch.uint8)
-    matrix = PackedMatrix(at_page_end(data), None, source.shape[0], cols, type)
+    matrix = PackedMatrix(at_page_end(data), None, source.shape[0], cols, type, paired)
     matrix.pack(at_page_end(source), 0)
     return matrix
 

@@ -1,0 +1,249 @@
+"""Matrices in the order of pairs: the same numbers in another order, and on AVX2 products of integers.
+
+What the kernel is to compute is written here once more, in torch.
+"""
+
+import pytest
+import torch
+from native_cases import (
+    DTYPES,
+    FUNCTIONS,
+    MAX_ROWS,
+    ROWS,
+    SHAPES,
+    Product,
+    Threads,
+    as_multiplied,
+    assert_near,
+    draw,
+    packed,
+    product_error,
+)
+from test_native_blocks import BLOCKS, OWN, blocks_of, matrix_of, reference
+from torch import Tensor
+from unpacking import unpacked
+
+from quire.ops.native.library import Target, default_target
+from quire.ops.native.matrix import SCALED, PackedMatrix, is_paired
+from quire.ops.native.structs import GATED, Epilogue, Type
+from quire.quantization.weight_only import quantize_int4
+
+BF16 = torch.bfloat16
+MADE = [Type.BF16, Type.I8, Type.W8A8, Type.I4]
+KEPT = [type for type in BLOCKS + OWN if is_paired("avx2", BF16, type)]
+
+
+@pytest.fixture
+def of_integers(level: str) -> None:
+    """For levels that multiply integers."""
+    if not is_paired(level, BF16, Type.BF16):
+        pytest.skip(f"{level} multiplies numbers as they are")
+
+
+def as_integers(x: Tensor, bits: int) -> Tensor:
+    """Rows as they are multiplied: 32 columns share a power of 2 in which the largest has so many bits; float64."""
+    groups = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    exponents = torch.frexp(groups.abs().amax(2, keepdim=True)).exponent
+    units = torch.ldexp(torch.ones_like(groups[..., :1]), exponents - bits)
+    return ((groups / units).round() * units).flatten(1)[:, : x.shape[1]]
+
+
+def expected(x: Tensor, values: Tensor, type: Type) -> Tensor:
+    """x @ values.T in float64 as the integers give it."""
+    weights = as_integers(values, 12) if type is Type.BF16 else values.double()
+    return (as_multiplied(x, type).double() if type is Type.W8A8 else as_integers(x, 14)) @ weights.t()
+
+
+def exact_int4(dense: Tensor) -> Tensor:
+    """What int4's codes and scales say, not rounded to bfloat16."""
+    codes, scales = quantize_int4(dense)
+    return codes * scales.repeat_interleave(32, 1)[:, : codes.shape[1]]
+
+
+def test_which_matrices_are_in_pairs() -> None:
+    assert is_paired("avx2", BF16, Type.BF16)
+    assert is_paired("avx2", BF16, Type.Q4_K)
+    for level, dtype, type in (
+        ("avx2", torch.float32, Type.I8),  # float32 models keep what they are
+        ("avx512", BF16, Type.BF16),
+        ("portable", BF16, Type.Q4_0),
+        ("avx2", BF16, Type.F8_128),
+        ("avx2", BF16, Type.C4_32),
+    ):
+        assert not is_paired(level, dtype, type)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("type", MADE)
+def test_the_numbers_are_those_of_the_other_order(level: str, type: Type, shape: tuple[int, int]) -> None:
+    dense = draw(*shape, dtype=BF16, seed=1) * 3
+    dense[-1, -1] = -7.0
+    for source in (dense, dense.float()):
+        paired, plain = packed(source, type, paired=True), packed(source, type)
+        assert torch.equal(unpacked(paired), unpacked(plain))
+        if paired.scales is not None and plain.scales is not None:
+            assert torch.equal(paired.scales, plain.scales)
+
+
+@pytest.mark.parametrize("type", KEPT)
+def test_so_are_those_of_blocks(level: str, type: Type) -> None:
+    """Also where rows begin within blocks of 16; every level makes the same bytes of them."""
+    cols = 704 if type in OWN else 768
+    source = blocks_of(type, 50, cols)
+    whole = matrix_of(source, type, cols, paired=True)
+    assert torch.equal(unpacked(whole), reference(source, type))
+    parts = PackedMatrix(torch.zeros_like(whole.data), None, 50, cols, type, paired=True)
+    for start, stop in ((21, 50), (0, 3), (3, 21)):
+        parts.pack(source[start:stop], start, Target("portable", 2))
+    assert torch.equal(parts.data, whole.data)
+
+
+@pytest.mark.parametrize("type", MADE)
+def test_parts_in_any_order_and_on_any_level(level: str, type: Type) -> None:
+    dense = draw(75, 70)
+    whole = packed(dense, type, paired=True)
+    scales = torch.zeros(75) if type in SCALED else None
+    parts = PackedMatrix(torch.zeros_like(whole.data), scales, 75, 70, type, paired=True)
+    for start, stop in ((50, 75), (3, 18), (0, 3), (18, 19), (19, 50)):
+        parts.pack(dense[start:stop], start, Target("portable", 2))
+    assert torch.equal(parts.data, whole.data)
+    if scales is not None and whole.scales is not None:
+        assert torch.equal(scales, whole.scales)
+
+
+@pytest.mark.parametrize("type", [Type.BF16, Type.I8, Type.I4, Type.Q4_K, Type.Q6_K])
+def test_float32_rows_and_other_levels_meet_the_numbers(level: str, type: Type) -> None:
+    """Bit for bit as in the other order."""
+    shape = (72, 768)
+    make = packed if type in MADE else matrix_of
+    pair = [draw(*shape, seed=1), type] if type in MADE else [blocks_of(type, *shape), type, shape[1]]
+    paired, plain = make(*pair, paired=True), make(*pair)
+    for dtype in [torch.float32] if is_paired(level, BF16, type) else DTYPES:
+        products = [Product(matrix, dtype) for matrix in (paired, plain)]
+        for rows in (1, 7, 100):
+            x = draw(rows, shape[1], dtype=dtype)
+            assert torch.equal(products[0](x), products[1](x)), (dtype, rows)
+
+
+@pytest.mark.usefixtures("of_integers")
+class TestProducts:
+    """Right to the last integer, and each row a function of that row alone."""
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("type", MADE)
+    def test_equals_fp64_and_no_row_depends_on_another(self, type: Type, shape: tuple[int, int]) -> None:
+        dense = draw(*shape, seed=1)
+        dense[0] *= 1e-6
+        matrix, x = packed(dense, type, paired=True), draw(MAX_ROWS, shape[1], dtype=BF16)
+        values = exact_int4(dense) if type is Type.I4 else unpacked(matrix)
+        self.compare(matrix, values, x)
+
+    @pytest.mark.parametrize("type", KEPT)
+    def test_of_blocks(self, type: Type) -> None:
+        cols = 704 if type in OWN else 768  # no whole number of the columns that share scales
+        source = blocks_of(type, 72, cols)
+        x = draw(MAX_ROWS, cols, dtype=BF16)
+        self.compare(matrix_of(source, type, cols, paired=True), reference(source, type), x)
+
+    def compare(self, matrix: PackedMatrix, values: Tensor, x: Tensor) -> None:
+        product = Product(matrix, BF16)
+        whole = product(x)
+        # Codes and shifts are summed apart where there are shifts.
+        error = product_error(x, values) + x.double().abs().sum(1, keepdim=True) * values.abs().amax() * 2.0**-20
+        assert_near(whole, expected(x, values, matrix.type), error)
+        for rows in ROWS:
+            start = (rows * 13) % (MAX_ROWS - rows + 1)  # another place each time
+            assert torch.equal(product(x[start : start + rows]), whole[start : start + rows]), rows
+        with Threads(2):
+            for rows in (1, 17, 33, MAX_ROWS):
+                assert torch.equal(product(x[:rows]), whole[:rows]), rows
+
+    def test_more_rows_than_share_a_panel(self) -> None:
+        matrix, x = packed(draw(40, 300), Type.BF16, paired=True), draw(1000, 300, dtype=BF16)
+        product = Product(matrix, BF16)
+        assert torch.equal(product(x), torch.cat([product(part) for part in x.split(130)]))
+
+    def test_nothing_is_lost_beside_what_bfloat16_rounds(self) -> None:
+        """Results in float32 are within 1/5000 of the numbers' own product, where bfloat16 rounds by 1/600."""
+        dense, x = draw(64, 1024, dtype=BF16, seed=1), draw(40, 1024, dtype=BF16)
+        for type, bound in ((Type.BF16, 2e-4), (Type.I8, 3e-5)):
+            matrix = packed(dense, type, paired=True)
+            exact = x.double() @ unpacked(matrix).double().t()
+            found = Product(matrix, BF16, out_dtype=torch.float32)(x)
+            assert (found - exact).norm() / exact.norm() < bound
+
+    def test_a_large_neighbour_takes_nothing_from_other_groups(self) -> None:
+        """Activations have columns a thousand times as large as the rest: 31 others lose bits, and no more."""
+        x, weight = torch.zeros(1, 96, dtype=BF16), torch.zeros(2, 96, dtype=BF16)
+        x[0, 40], x[0, 1], x[0, 41] = 3000.0, 1.0 / 3, 1.0 / 3
+        weight[:, 1], weight[:, 41], weight[1, 41] = 1.0, 0.0, 1.0
+        found = Product(packed(weight, Type.BF16, paired=True), BF16, out_dtype=torch.float32)(x)
+        third = x[0, 1].item()
+        assert found[0, 0] == third
+        assert abs(found[0, 1] - 2 * third) <= 3000 * 2.0**-14
+
+    @pytest.mark.parametrize("type", [*MADE, Type.Q8_0, Type.Q4_K])
+    @pytest.mark.parametrize("rows", [3, 16, 40])
+    def test_nan_and_infinity_stay_in_their_rows(self, type: Type, rows: int) -> None:
+        make = packed(draw(50, 256), type, paired=True) if type in MADE else None
+        matrix = make or matrix_of(blocks_of(type, 50, 256), type, 256, paired=True)
+        x = draw(rows, 256, dtype=BF16)
+        product = Product(matrix, BF16)
+        clean = product(x)
+        x[1, 44], x[2, 0] = torch.nan, torch.inf
+        found = product(x)
+        others = [i for i in range(rows) if i not in (1, 2)]
+        assert torch.equal(found[others], clean[others])
+        assert found[1].isnan().all()
+        assert not found[2].isfinite().any()
+
+    @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("type", MADE)
+    @pytest.mark.parametrize("rows", [1, 9])
+    def test_a_broken_weight_shows(self, type: Type, broken: float, rows: int) -> None:
+        dense = draw(20, 70)
+        dense[3, 65] = broken
+        found = Product(packed(dense, type, paired=True), BF16)(draw(rows, 70, dtype=BF16))
+        assert not found[:, 3].isfinite().any()
+        assert found[:, :3].isfinite().all()
+        assert found[:, 4:].isfinite().all()
+
+    def test_numbers_at_the_ends_of_their_range(self) -> None:
+        weight = torch.full((5, 64), 1.0, dtype=BF16)
+        for row, value in enumerate((0.0, 2.0**-126, 2.0**-60, 2.0**60, 3e38)):
+            weight[row] = value
+        x = torch.full((7, 64), 2.0**-60, dtype=BF16)
+        x[1], x[2], x[3], x[4] = 0.0, -1.0, 2.0**-126, 2.0**60
+        found = Product(packed(weight, Type.BF16, paired=True), BF16, out_dtype=torch.float32)(x).double()
+        exact = x.double() @ weight.double().t()
+        largest = torch.finfo(torch.float32).max
+        assert torch.equal(found.isinf(), exact.abs() > largest)
+        near = exact.abs() <= largest
+        # Two units whose product is no normal number make nothing.
+        torch.testing.assert_close(found[near], exact[near], rtol=1e-6, atol=2.0**-113)
+
+    @pytest.mark.parametrize("function", Epilogue)
+    @pytest.mark.parametrize("type", MADE)
+    def test_bias_activation_and_residual(self, type: Type, function: Epilogue) -> None:
+        for features in (32, 96) if function in GATED else (45, 16):
+            dense = draw(features, 70, seed=1) * 0.2
+            matrix, bias = packed(dense, type, paired=True), draw(features, dtype=BF16, seed=2)
+            plain = Product(matrix, BF16, bias=bias, out_dtype=torch.float32)
+            for rows in (1, 5, 37):
+                x = draw(rows, 70, dtype=BF16)
+                wide = FUNCTIONS[function](plain(x).double())
+                found = Product(matrix, BF16, bias=bias, function=function)(x)
+                assert_near(found, wide, wide.abs() * 1e-5 + 1e-5)
+                if function is Epilogue.NONE:
+                    residual = draw(rows, features, dtype=BF16, seed=3)
+                    both = Product(matrix, BF16, bias=bias, residual=True)(x, residual)
+                    assert_near(both, wide + residual.double(), wide.abs() * 1e-6)
+
+    def test_no_rows(self) -> None:
+        product = Product(packed(draw(5, 8), Type.I8, paired=True), BF16)
+        assert product(torch.empty(0, 8, dtype=BF16)).shape == (0, 5)
+
+
+def test_the_default_level_is_told() -> None:
+    """What this machine's own level packs is what it multiplies best."""
+    assert is_paired(default_target().level, BF16, Type.I8) == (default_target().level == "avx2")
