@@ -71,16 +71,14 @@ inline float multiply_near(int64_t rounds, double& count) {
 #elif defined(__AVX2__) && !defined(__AVX512F__)  // pairs of integers (linear_pairs.h)
     __m256i sums[kSums];
     for (int j = 0; j < kSums; j++) sums[j] = _mm256_set1_epi32(j);
-    __m256i x = _mm256_castps_si256(_mm256_load_ps(values));
-    for (int64_t i = 0; i < rounds; i++) {
-        asm volatile("" : "+x"(x));
+    const __m256i x = _mm256_castps_si256(_mm256_load_ps(values));
+    for (int64_t i = 0; i < rounds; i++)
 #pragma GCC unroll 16
         for (int j = 0; j < kSums; j++) {
             __m256i product;
-            asm("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(x), "x"(sums[j]));  // of each sum, or one would do for all
-            sums[j] = _mm256_add_epi32(sums[j], product);
+            asm volatile("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(x));  // each time, or one would do for all
+            asm volatile("vpaddd %1, %0, %0" : "+x"(sums[j]) : "x"(product));
         }
-    }
     count += 32.0 * kSums * double(rounds);
     float result = 0;
     for (const __m256i& sum : sums) result += float(_mm256_extract_epi32(sum, 0));

@@ -252,7 +252,7 @@ QUIRE_ONE_COPY void few_rows(const Matrix& w, int64_t block, const PairedRows& x
         tile.read(from, t);
         const int32_t* codes = x.panel(0, t);
         const float* unit = x.unit(0, t);
-        for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(from + 2048 + line), _MM_HINT_T0);
+        for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(from + 4096 + line), _MM_HINT_T1);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             tile.prepare(half);
