@@ -46,14 +46,6 @@ class DraftedSequence:
     probs: Tensor | None = None
 
 
-class Verdict(NamedTuple):
-    """What became of a sequence's drafts."""
-
-    sequence_id: int
-    num_drafts: int
-    num_accepted: int
-
-
 class ComputedSpan(NamedTuple):
     """What a step computed of one sequence.
 
@@ -108,9 +100,6 @@ class Proposer(ABC):
             taps: of each of `self.taps`, likewise.
         """
         raise NotImplementedError
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:  # noqa: B027 - most have nothing to do
-        """Take note of what became of earlier drafts."""
 
     def num_behind(self, row: DraftedSequence) -> int:
         """Tokens of a sequence that drafting would read first; 0 where that costs nothing."""

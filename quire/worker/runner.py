@@ -36,7 +36,7 @@ from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import draw_lanes
 from quire.sampling_params import SamplingParams
-from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer, Verdict
+from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 from quire.speculative.pace import Pace
 from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
@@ -382,13 +382,16 @@ class ModelRunner:
         """Drafts by place in the plan, which the rows then hold; `hidden` are the rows that logits were made of."""
         if begun.resting:
             return {}
-        self._tell_verdicts(proposer, begun, lanes)
         found: dict[int, list[int]] = {}
         places: list[int] = []
         seen: list[DraftedSequence] = []
         for place, lane in lanes.items():
             drafted = begun.rows[place].drafted
-            if drafted is not None and lane.failure is None and lane.num_samples == 1:
+            if drafted is None:
+                continue
+            if self.pace is not None and lane.num_drafts and not begun.plan.scheduled[place].draft_token_ids:
+                self.pace.observe(drafted, lane.max_accepted, lane.num_drafts - lane.num_refused)  # not a grammar's
+            if lane.failure is None and lane.num_samples == 1:
                 if drafted.tokens.num_drafts:  # of an earlier step, still to be judged
                     found[place] = drafted.tokens.drafts()
                     continue
@@ -436,16 +439,6 @@ class ModelRunner:
         ]
         if spans:
             proposer.read(spans, begun.hidden, begun.taps)
-
-    def _tell_verdicts(self, proposer: Proposer, begun: _Begun, lanes: dict[int, Lane]) -> None:
-        verdicts: list[Verdict] = []
-        for place, lane in lanes.items():
-            if lane.num_drafts and not begun.plan.scheduled[place].draft_token_ids:  # else a grammar's
-                row, num_accepted = begun.rows[place], lane.num_drafts - lane.num_refused
-                verdicts.append(Verdict(row.sequence_id, lane.num_drafts, num_accepted))
-                if self.pace is not None and row.drafted is not None:
-                    self.pace.observe(row.drafted, lane.max_accepted, num_accepted)
-        proposer.observe(verdicts)
 
     def _prompt_logprobs(self, begun: _Begun, results: list[SequenceResult]) -> None:
         """This step's share of the prompt logprobs: token p's row predicts prompt token p + 1."""

@@ -14,7 +14,7 @@ from test_exactness import drain, engine, run, submit
 from quire import LLM, LLMEngine, SamplingParams
 from quire.errors import InvalidRequestError
 from quire.sampling.random import DRAFT, random_bits
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 
 TEXT = " the old man and his good dog in the big house of her little boy and the old cat"
 PROMPT = TEXT * 2 + " and the"
@@ -34,7 +34,6 @@ class BadProposer(Proposer):
         for place, token_id in enumerate(token_ids):
             self.probs[token_id] += 0.8**place
         self.probs /= self.probs.sum()
-        self.num_accepted = 0
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: torch.Tensor) -> list[list[int]]:
         found = []
@@ -44,9 +43,6 @@ class BadProposer(Proposer):
             found.append(np.searchsorted(np.cumsum(self.probs), bits, side="right").tolist())
             row.probs = torch.from_numpy(np.stack([self.probs] * row.max_drafts))
         return found
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        self.num_accepted += sum(v.num_accepted for v in verdicts)
 
 
 def drafting(method: str, acceptance: str, k: int = 3) -> dict[str, Any]:

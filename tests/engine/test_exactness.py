@@ -26,7 +26,7 @@ from quire.models.registry import CausalLM
 from quire.ops.native.library import TORCH, levels
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.scheduler.policies.registry import POLICIES
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
@@ -106,7 +106,6 @@ class RecordedProposer(Proposer):
 
     def __init__(self, runs: dict[tuple[int, ...], list[int]], p: float) -> None:
         self.runs, self.p, self.rng = runs, p, random.Random(3)
-        self.num_drafts = self.num_accepted = 0
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: torch.Tensor) -> list[list[int]]:
         assert len(hidden) == len(rows)
@@ -116,10 +115,6 @@ class RecordedProposer(Proposer):
             right = self.runs[tuple(row.tokens.prompt())][done : done + self.rng.randint(0, self.max_drafts)]
             drafts.append([token if self.rng.random() < self.p else self.rng.randrange(150) for token in right])
         return drafts
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        self.num_drafts += sum(v.num_drafts for v in verdicts)
-        self.num_accepted += sum(v.num_accepted for v in verdicts)
 
 
 def requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
@@ -173,6 +168,7 @@ def engine(
     options: dict[str, Any], dtype: str, *, late: bool = False, proposer: Proposer | None = None, **changes: Any
 ) -> LLMEngine:
     tree: DraftTree | None = changes.pop("tree", None)
+    kind = LateExecutor if late else InProcessExecutor
     base = {
         "dtype": dtype,
         "max_model_len": 256,
@@ -183,10 +179,9 @@ def engine(
         "debug": True,
     }
     config = EngineArgs(**(options | base | changes)).resolve()
-    if tree is not None:
-        scheduler = dataclasses.replace(config.scheduler, draft_tree=tree, max_num_drafts=len(tree))
+    if proposer is not None:
+        scheduler = dataclasses.replace(config.scheduler, draft_tree=tree, max_num_drafts=proposer.max_drafts)
         config = dataclasses.replace(config, scheduler=scheduler)
-    kind = LateExecutor if late else InProcessExecutor
     if proposer is None:
         executor = kind(worker_config(config)) if late else select_executor(worker_config(config), config.args)
     else:
@@ -314,9 +309,12 @@ def check_drafts(
     )
     one = engine(model_options(model), dtype, late=late, proposer=proposer, **changes)
     assert run(one, todo, together=7) == expected
-    assert proposer.num_drafts > 100
-    assert proposer.num_accepted > 100 if p else proposer.num_accepted < proposer.num_drafts / 4
-    assert (one.stats().num_preemptions_total > 0) == few_blocks
+    stats = one.stats()
+    assert stats.speculation is not None
+    num_drafts, num_accepted = stats.speculation.num_draft_tokens, stats.speculation.num_accepted_tokens
+    assert num_drafts > 100
+    assert num_accepted > 100 if p else num_accepted < num_drafts / 4
+    assert (stats.num_preemptions_total > 0) == few_blocks
 
 
 @pytest.mark.parametrize(("p", "late", "few_blocks"), [(0.7, False, False), (1.0, True, False), (0.6, True, True)])

@@ -18,13 +18,13 @@ from quire.protocol.step import (
     StepPlan,
 )
 from quire.protocol.worker import CallReply, CheckIntegrity
-from quire.speculative.base import DraftedSequence, Proposer, Verdict
+from quire.speculative.base import DraftedSequence, Proposer
 
 VOCAB, BLOCK_SIZE, MAX_DRAFTS = 61, 8, 3
 
 
 class RecordedProposer(Proposer):
-    """Drafts the tokens of recorded runs, each right with probability `p`, by sequence id; keeps the verdicts."""
+    """Drafts the tokens of recorded runs, each right with probability `p`, by sequence id."""
 
     max_drafts = MAX_DRAFTS
 
@@ -32,7 +32,6 @@ class RecordedProposer(Proposer):
         self.runs = runs
         self.p = p
         self.rng = random.Random(3)
-        self.verdicts: list[Verdict] = []
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Any) -> list[list[int]]:
         assert len(hidden) == len(rows)
@@ -42,9 +41,6 @@ class RecordedProposer(Proposer):
             right = self.runs[row.sequence_id][position : position + self.rng.randint(0, MAX_DRAFTS)]
             drafts.append([t if self.rng.random() < self.p else self.rng.randrange(VOCAB) for t in right])
         return drafts
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        self.verdicts += verdicts
 
 
 class Driver:
@@ -57,6 +53,7 @@ class Driver:
         self.num_tokens: dict[int, int] = {}  # known, by sequence
         self.computed: dict[int, int] = {}
         self.drafts: dict[int, int] = {}
+        self.num_drafted = self.num_accepted = 0
 
     def blocks(self, count: int) -> list[list[int]]:
         taken, self.free = self.free[:count], self.free[count:]
@@ -100,6 +97,8 @@ class Driver:
         for one, came in zip(scheduled, result.results, strict=True):
             refused = one.num_drafts + 1 - len(came.token_ids) if one.num_drafts else 0
             self.computed[one.sequence_id] += one.num_new_tokens - refused
+            self.num_drafted += one.num_drafts
+            self.num_accepted += one.num_drafts - refused
             self.num_tokens[one.sequence_id] += len(came.token_ids) if one.num_samples == 1 else 1
             self.drafts[one.sequence_id] = len(came.draft_token_ids)
         assert self.executor.call(CheckIntegrity(list(self.num_tokens))) == [CallReply(None)]
