@@ -8,11 +8,9 @@ from quire.config.worker import WorkerConfig
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.executor.orders import encoded
-from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout, CacheReport
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import WorkerCall, WorkerReply, WorkerReport
-from quire.speculative.base import Proposer
 from quire.worker.keeper import Keeper
 from quire.worker.worker import Worker
 
@@ -26,18 +24,16 @@ class InProcessExecutor(Executor):
 
     Args:
         config: what the worker runs.
-        proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
     """
 
     computes_in_submit = True
 
-    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._proposer = proposer
         self._keeper: Keeper | None = None
 
     def start(self, progress: bool) -> WorkerReport:
-        self._keeper = Keeper(self._config, self._proposer)
+        self._keeper = Keeper(self._config)
         if self.worker.device.group is not None:
             self.plans_alike, self.clock = True, self.worker.device.clock
         if (most := self.worker.max_in_flight) > 1:

@@ -6,7 +6,6 @@ a new one, started as the first was, on the same device. Must not know who calls
 
 import ctypes
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +13,16 @@ import msgspec
 
 from quire.config.worker import WorkerConfig
 from quire.errors import QuireError
-from quire.models.registry import CausalLM
 from quire.protocol.worker import CallReply, Invoke, WorkerCall, WorkerReply
-from quire.speculative.base import Proposer
 from quire.worker.worker import Worker
 
 
 class Keeper:
     """Has a worker, made of the same arguments, or none while it sleeps."""
 
-    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
-        self._first, self._proposer = config, proposer
-        self._config, self._worker = config, Worker(config, proposer)
+    def __init__(self, config: WorkerConfig) -> None:
+        self._first = self._config = config
+        self._worker = Worker(config)
         self._place = self._worker.place
 
     @property
@@ -76,7 +73,7 @@ class Keeper:
             self._worker.close()
 
     def _load(self, config: WorkerConfig) -> Worker:
-        worker = Worker(config, self._proposer, self._place)
+        worker = Worker(config, self._place)
         worker.load(progress=False)
         return worker
 

@@ -73,16 +73,13 @@ class Worker:
 
     Args:
         config: what it runs.
-        proposer: makes what drafts tokens for the loaded model, instead of what the configuration says.
         place: that of an earlier worker, which this one takes.
 
     Raises:
         ConfigError, ModelLoadError: options that the device, or a model that this version, can't have.
     """
 
-    def __init__(
-        self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None, place: Place | None = None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, place: Place | None = None) -> None:
         if config.kv_cache_dir is not None and config.num_ranks > 1:
             raise ConfigError(f"kv_cache_dir: {config.num_ranks} ranks can't keep blocks there yet; leave it out.")
         self._config = config
@@ -100,7 +97,6 @@ class Worker:
         self._model.assign_groups(self._groups, 0)
         if self._drafter is not None and self._drafter.layers:
             self._drafter.assign_groups(self._groups, len(self._model.cache_layers))
-        self._make_proposer = proposer
         self._runnable: RunnableModel | None = None
         self._runner: ModelRunner | None = None
         self._adapters: Adapters | None = None
@@ -198,9 +194,7 @@ class Worker:
     def _make_runner(self, cache: KVCache, table: RowTable) -> ModelRunner:
         config, model, speculative, drafter = self._config, self._loaded(), self._config.speculative, self._drafter
         proposer: Proposer | None = None
-        if self._make_proposer is not None:
-            proposer = self._make_proposer(self._model)
-        elif drafter is not None:
+        if drafter is not None:
             proposer = drafter.proposer(model, table, cache.tensors[len(self._model.cache_layers) :])
         elif speculative is not None and config.stage.is_last:
             proposer = make_proposer(speculative)

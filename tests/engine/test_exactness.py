@@ -9,7 +9,7 @@ import itertools
 import random
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,11 +22,12 @@ from quire.config.worker import WorkerConfig
 from quire.engine.build import build_core, worker_config
 from quire.executor.inprocess import InProcessExecutor
 from quire.executor.select import select_executor
-from quire.models.registry import CausalLM
 from quire.ops.native.library import TORCH, levels
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
+from quire.sampling.accept import Rule
 from quire.scheduler.policies.registry import POLICIES
 from quire.speculative.base import DraftedSequence, Proposer
+from quire.worker.judging import Judge
 
 MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3", "opt", "gpt2", "stories260K", "demo"]
 DTYPES = ["float32", "bfloat16"]
@@ -81,8 +82,8 @@ class LateExecutor(InProcessExecutor):
     max_in_flight = 2
     computes_in_submit = False
 
-    def __init__(self, config: WorkerConfig, proposer: Callable[[CausalLM], Proposer] | None = None) -> None:
-        super().__init__(config, proposer)
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
         self.plans: deque[StepPlan] = deque()
         self.most = 0
 
@@ -182,12 +183,14 @@ def engine(
     if proposer is not None:
         scheduler = dataclasses.replace(config.scheduler, draft_tree=tree, max_num_drafts=proposer.max_drafts)
         config = dataclasses.replace(config, scheduler=scheduler)
-    if proposer is None:
-        executor = kind(worker_config(config)) if late else select_executor(worker_config(config), config.args)
-    else:
-        with_drafts = dataclasses.replace(worker_config(config), max_num_drafts=proposer.max_drafts)
-        executor = kind(with_drafts, lambda model: proposer)
+    by_hand = late or proposer is not None
+    executor = kind(worker_config(config)) if by_hand else select_executor(worker_config(config), config.args)
     core = build_core(config, show_progress=False, executor=executor)
+    if proposer is not None and isinstance(executor, InProcessExecutor):
+        runner = executor.worker.runner
+        runner.proposer = proposer
+        if proposer.from_prefix:
+            runner.judge = Judge(runner.device.target, proposer, Rule())
     return LLMEngine(config.with_max_model_len(core.scheduler.config.max_model_len), core, None)
 
 

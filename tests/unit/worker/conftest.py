@@ -10,7 +10,6 @@ import pytest
 from quire import EngineArgs
 from quire.config.worker import WorkerConfig
 from quire.executor.inprocess import InProcessExecutor
-from quire.models.registry import CausalLM
 from quire.protocol.cache import CacheLayout
 from quire.speculative.base import Proposer
 
@@ -49,15 +48,12 @@ def drive(tiny_model: Path) -> Callable[..., Driver]:
             debug=True,
         )
 
-        def propose(model: CausalLM) -> Proposer:
-            assert proposer is not None
-            return proposer
-
-        executor = InProcessExecutor(config, propose if proposer is not None else None)
+        executor = InProcessExecutor(config)
         executor.start(progress=False)
         report = executor.cache_report()
         layout = CacheLayout(block_size=BLOCK_SIZE, groups=report.groups, num_blocks=[100], max_model_len=96)
         executor.initialize_cache(layout)
+        executor.worker.runner.proposer = proposer
         return Driver(executor, 100)
 
     return make
