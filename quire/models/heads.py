@@ -1,19 +1,24 @@
 """Heads that were trained for a model: what their checkpoint says, held against that model, and the filling of them.
 
-Medusa's and EAGLE's are read through this. The worker opens the files (`quire.worker.heads`); nothing here knows them.
+A checkpoint is a config.json beside one safetensors file or more, or beside one pickled file, as heads are published.
+Medusa's and EAGLE's are read through this, when the worker makes what drafts. Must not know what heads compute.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.families import check_drafting_method
+from quire.config.model import parse_json
 from quire.errors import ModelLoadError
+from quire.models.dummy import DummySource
+from quire.models.pickled import SUFFIXES, PickledSource
+from quire.models.safetensors import SafetensorsSource
 from quire.models.weights import CheckpointFormat, TensorSource, weight_slots
-from quire.quantization.base import CheckpointSlot
 
 _FORM = CheckpointFormat(prefix="")
 
@@ -83,20 +88,49 @@ class HeadCheckpoint:
             )
 
 
-def slot_shapes(heads: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Every tensor that they need, by its name here."""
-    return {name: slot.form.shape for name, slot in weight_slots(heads, _FORM).items()}
+def open_heads(path: Path, name: str, *, load_format: str = "auto") -> HeadCheckpoint:
+    """Read config.json, and what tensors there are.
+
+    Raises:
+        ModelLoadError: a file is missing, or damaged; the message names it.
+    """
+    try:
+        config = parse_json(path / "config.json", f"the heads {name!r}")
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"The heads {name!r} have no config.json; fetch it.") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"config.json of the heads {name!r} is no JSON object; fetch it again.")
+    return HeadCheckpoint(name, config, _source(path, name, load_format))
 
 
-def fill(heads: nn.Module, checkpoint: HeadCheckpoint, names: Mapping[str, str | None]) -> None:
-    """Fill the layers of `heads`, in place; `names`: each tensor of the checkpoint -> what it is called here, or None.
+def _source(path: Path, name: str, load_format: str) -> TensorSource | None:
+    if any(path.glob("*.safetensors")):
+        return SafetensorsSource(path, name)
+    pickled = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else []
+    if len(pickled) > 1:
+        names = ", ".join(file.name for file in pickled)
+        raise ModelLoadError(f"The heads {name!r} have {names}: leave the one that is to be read.")
+    if pickled:
+        return PickledSource(pickled[0])
+    if load_format == "dummy":
+        return None
+    raise ModelLoadError(f"The heads {name!r} have no *.safetensors and no *.pt or *.bin; fetch one of them.")
+
+
+def fill_heads(
+    heads: nn.Module, checkpoint: HeadCheckpoint, names: Mapping[str, str | None], dtype: torch.dtype, seed: int = 0
+) -> None:
+    """Fill the layers of `heads`, whose weights are of `dtype`, in place; without tensors at random.
+
+    `names`: each tensor of the checkpoint -> what it is called here, or None.
 
     Raises:
         ModelLoadError: a tensor that `names` doesn't know, of another shape or type, or that is missing.
     """
-    left: dict[str, CheckpointSlot] = dict(weight_slots(heads, _FORM))
-    source = checkpoint.source
-    assert source is not None, "there are no tensors"
+    left, source = weight_slots(heads, _FORM), checkpoint.source
+    if source is None:
+        source = DummySource({name: slot.form.shape for name, slot in left.items()}, dtype, seed)
+        names = {name: name for name in left}
     for spec in source.specs:
         if spec.name not in names:
             raise checkpoint.error(f"have a tensor {spec.name!r} in {spec.file}, for which there is no place in them.")

@@ -20,6 +20,7 @@ from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
 from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
 from quire.models.growing_tree import GrowingTrees
+from quire.models.heads import fill_heads, open_heads
 from quire.models.held_states import HeldStates
 from quire.models.weights import CheckpointFormat, weight_slots
 from quire.sampling.state import SamplingState
@@ -29,7 +30,6 @@ from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
-from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 

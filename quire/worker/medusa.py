@@ -16,6 +16,7 @@ from quire.config.speculative import SpeculativeConfig
 from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
+from quire.models.heads import fill_heads, open_heads
 from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
 from quire.models.registry import DTYPES
 from quire.ops.native.library import Target
@@ -25,7 +26,6 @@ from quire.speculative.base import DraftedSequence, Proposer
 from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, drafting_state, rank_tokens
-from quire.worker.heads import fill_heads, open_heads
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
