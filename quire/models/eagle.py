@@ -18,6 +18,7 @@ from quire.errors import ModelLoadError
 from quire.layers.norm import RMSNorm
 from quire.models.builder import Builder
 from quire.models.causal_lm import CausalLM
+from quire.models.heads import spread_logits
 from quire.models.llama import build_rope, llama_attention
 from quire.models.settings import count, number
 from quire.protocol.cache import LayerCache
@@ -37,12 +38,8 @@ class Vocabulary(nn.Module):
         yield CheckpointSlot(path, TensorForm((len(self.token_ids),), (torch.int64, torch.int32)), self._load)
 
     def spread(self, logits: Tensor) -> Tensor:
-        """[R, size] -> [R, V]; what it lacks is never drawn."""
-        out = logits.new_full((logits.shape[0], self.num_tokens), -torch.inf)
-        if logits.device.type == "cpu":  # not by torch's indexing: waking OpenMP's threads takes longer than the copy
-            out.numpy()[:, self.token_ids.numpy()] = logits.numpy()
-            return out
-        return out.index_copy_(1, self.token_ids.to(out.device), logits)
+        """[R, size] -> [R, V]."""
+        return spread_logits(logits, self.token_ids, self.num_tokens)
 
     def _load(self, distances: Tensor) -> None:
         found = torch.arange(len(distances)) + distances
@@ -196,14 +193,14 @@ class RunnableHead(Protocol):
 
 
 class TimedHead:
-    """A head, called as a model is, with hidden states of zeros: for measurements, of at most so many tokens."""
+    """A head, called as a model is, with hidden states of zeros: for measurements."""
 
-    def __init__(self, head: RunnableHead, num_hidden: int, max_tokens: int) -> None:
-        self.vocab_size, self._head = head.vocab_size, head
-        self._hidden = torch.zeros(max_tokens, num_hidden, dtype=head.dtype)
+    def __init__(self, head: RunnableHead, num_hidden: int) -> None:
+        self.vocab_size, self._head, self._num_hidden = head.vocab_size, head, num_hidden
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
-        return self._head(input_ids, self._hidden[: len(input_ids)].to(input_ids.device), step)
+        hidden = torch.zeros(len(input_ids), self._num_hidden, dtype=self._head.dtype, device=input_ids.device)
+        return self._head(input_ids, hidden, step)
 
     def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         return self._head.spread(self._head.compute_logits(hidden))

@@ -117,6 +117,15 @@ def _source(path: Path, name: str, load_format: str) -> TensorSource | None:
     raise ModelLoadError(f"The heads {name!r} have no *.safetensors and no *.pt or *.bin; fetch one of them.")
 
 
+def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits [R, size] of these tokens [size] -> [R, vocab_size]; the others are never drawn."""
+    out = logits.new_full((logits.shape[0], vocab_size), -torch.inf)
+    if logits.device.type == "cpu":  # not by torch's indexing: waking OpenMP's threads takes longer than the copy
+        out.numpy()[:, token_ids.numpy()] = logits.numpy()
+        return out
+    return out.index_copy_(1, token_ids.to(out.device), logits)
+
+
 def fill_heads(
     heads: nn.Module, checkpoint: HeadCheckpoint, names: Mapping[str, str | None], dtype: torch.dtype, seed: int = 0
 ) -> None:

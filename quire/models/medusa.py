@@ -6,17 +6,21 @@ here from its tensors' names and shapes. The worker builds and fills these; noth
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.attention.step import AdapterBatch, Step
 from quire.config.model import ModelConfig
 from quire.layers.linear import Linear
 from quire.models.builder import Builder
-from quire.models.heads import HeadCheckpoint
+from quire.models.causal_lm import RunnableModel
+from quire.models.heads import HeadCheckpoint, spread_logits
 
 TOKEN_MAP = "token_map"  # of vLLM's form: which token each of a head's own outputs stands for
 _PLACE = r"(?P<head>\d+)\.(?P<layer>\d+)"
@@ -131,6 +135,20 @@ def read_heads(
     return shape, names
 
 
+def read_token_map(checkpoint: HeadCheckpoint, shape: MedusaShape, vocab_size: int) -> Tensor | None:
+    """Which token each of a head's own outputs stands for; None where that is its number.
+
+    Raises:
+        ModelLoadError: one that the model's vocabulary has not.
+    """
+    if shape.num_outputs is None or shape.num_outputs == vocab_size:
+        return None
+    found = checkpoint.tensor(TOKEN_MAP).long()
+    if found.min() < 0 or found.max() >= vocab_size:
+        raise checkpoint.error(f"have a {TOKEN_MAP} with ids outside the model's vocabulary of {vocab_size}.")
+    return found
+
+
 class MedusaHeads(nn.Module):
     """The heads, called with the hidden states [R, H] from which the newest tokens were drawn."""
 
@@ -163,3 +181,42 @@ class MedusaHeads(nn.Module):
                 x = x if self.shape.scale == 1.0 else ops.scale(x, self.shape.scale)
             found.append(x)
         return found
+
+
+class MedusaLogits:
+    """Heads as a device runs them; called as a model is, too, with hidden states of zeros: for measurements.
+
+    Args:
+        model: whose output head serves heads that have none.
+        token_map: see `read_token_map`.
+        compile: makes one function of those of the first heads, as `Device.compile_heads` does.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        model: RunnableModel,
+        token_map: Tensor | None,
+        compile: Callable[[Callable[[Tensor], Sequence[Tensor]], int], Callable[[Tensor], Tensor]],
+    ) -> None:
+        self.vocab_size = model.vocab_size
+        self._heads, self._model, self._token_map, self._compile = heads, model, token_map, compile
+        self._programs: dict[int, Callable[[Tensor], Tensor]] = {}  # by number of heads
+
+    def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
+        size, dtype = self._heads.shape.hidden_size, self._heads.dtype
+        return torch.zeros(len(input_ids), size, dtype=dtype, device=input_ids.device)
+
+    def compute_logits(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """Of all heads."""
+        return self.first(hidden, self._heads.shape.num_heads)
+
+    def first(self, hidden: Tensor, num_heads: int) -> Tensor:
+        """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's."""
+        if num_heads not in self._programs:
+            heads = partial(self._heads, num_heads=num_heads)
+            self._programs[num_heads] = self._compile(heads, hidden.shape[1])
+        found = self._programs[num_heads](hidden).flatten(0, 1)
+        if self._heads.shape.num_outputs is None:
+            return self._model.compute_logits(found)
+        return found if self._token_map is None else spread_logits(found, self._token_map, self.vocab_size)

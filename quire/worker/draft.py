@@ -23,7 +23,6 @@ from quire.sampling.state import SamplingState
 from quire.sampling.tokens import SequenceTokens
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state
 from quire.worker.gather import gather_tokens
@@ -36,8 +35,7 @@ class DraftModel(Drafter):
     """The draft model of a configuration that names one; `load` fills it.
 
     Attributes:
-        config, speculative, device: what it was made with.
-        runnable: the model as it is run, compiled once it is loaded.
+        config, speculative: what it was made with.
     """
 
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
@@ -48,20 +46,15 @@ class DraftModel(Drafter):
         self.model, self.store = build_packed(config, config.draft, config.speculative.quantization, device, False)
         self.module, self.layers = self.model, self.model.cache_layers
         self.assign_groups = self.model.assign_groups
-        self.runnable: RunnableModel = self.model  # until it is loaded
 
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing or broken)."""
         load_model_weights(self.model, self._draft, load_format=self.config.load_format, progress=progress)
         self.store.finish()
-        self.runnable = self.device.compile(self.model)
+        self.timed = self.device.compile(self.model)
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
         return DraftModelProposer(self, table, caches)
-
-    def costs(self, num_groups: int) -> StepCosts:
-        meter = self.device.meter(self.runnable, self.model.cache_layers, num_groups)
-        return StepCosts(meter.step_seconds([1, 4, 16, 64], 0.05))
 
 
 @dataclass(slots=True)
@@ -97,7 +90,7 @@ class DraftModelProposer(Proposer):
     uses_hidden = False
 
     def __init__(self, draft: DraftModel, table: RowTable, caches: list[Tensor]) -> None:
-        config, model = draft.speculative, draft.runnable
+        config, model = draft.speculative, draft.timed
         self.max_drafts, self._max_tokens = config.num_speculative_tokens, draft.config.max_num_batched_tokens
         self._is_greedy, self._draws_apart = config.acceptance == "typical", config.acceptance == "rejection"
         self.from_prefix = config.acceptance != "exact"

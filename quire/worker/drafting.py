@@ -22,7 +22,7 @@ from quire.sampling.native import fixed_record
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.pace import StepCosts
+from quire.worker.devices.base import Device
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
@@ -60,6 +60,8 @@ class Drafter(ABC):
         assign_groups: tells those layers their groups; called with all groups, and the number of the model's layers.
         taps: the model's layers whose outputs it reads.
         reads: whether it has to read what it has missed of a sequence before it drafts for it.
+        device: where it computes.
+        timed: what steps of it take is measured by this, once there is a proposer, in steps of so many tokens.
         module: its layers.
         store: of its weights.
     """
@@ -68,6 +70,9 @@ class Drafter(ABC):
     assign_groups: Callable[[list[CacheGroup], int], None]
     taps: Sequence[int] = ()
     reads = True
+    device: Device
+    timed: RunnableModel
+    timed_sizes: Sequence[int] = (1, 4, 16, 64)
     module: nn.Module
     store: WeightStore
 
@@ -78,10 +83,6 @@ class Drafter(ABC):
     @abstractmethod
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
         """What drafts for the rows of a table; `caches` are those of its own layers."""
-
-    @abstractmethod
-    def costs(self, num_groups: int) -> StepCosts:
-        """Of drafting, measured, once there is a proposer, in steps of so many KV groups."""
 
 
 def draft_natively(

@@ -26,14 +26,12 @@ from quire.models.weights import CheckpointFormat, weight_slots
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
-from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
-_SIZES = [1, 4, 16, 64]  # tokens of the steps that are timed
 _MOST_HELD = 512  # hidden states of a sequence that wait for drafts to be wanted
 _MOST_HELD_OF_ALL = 16384
 
@@ -77,13 +75,10 @@ class EagleModel(Drafter):
         fill_heads(self.model, self._checkpoint, names, self.model.dtype, self.config.model.seed)
         width = self._model.embedding.shape.in_features
         self.runnable = self.device.compile_head(self.model, [width] * max(1, len(self.taps)))
+        self.timed = TimedHead(self.runnable, self.model.num_hidden)
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
         return EagleProposer(self, table, caches)
-
-    def costs(self, num_groups: int) -> StepCosts:
-        timed = TimedHead(self.runnable, self.model.num_hidden, max(_SIZES))
-        return StepCosts(self.device.meter(timed, self.model.cache_layers, num_groups).step_seconds(_SIZES, 0.05))
 
 
 class _Reading(HeldStates):

@@ -7,7 +7,6 @@ worker makes one where the configuration says so. It knows rows, and no plan.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import takewhile
 
 from torch import Tensor
@@ -17,19 +16,16 @@ from quire.config.worker import WorkerConfig
 from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.heads import fill_heads, open_heads
-from quire.models.medusa import TOKEN_MAP, MedusaHeads, read_heads
-from quire.models.registry import DTYPES
+from quire.models.medusa import MedusaHeads, MedusaLogits, read_heads, read_token_map
 from quire.ops.native.library import Target
 from quire.sampling.state import SamplingState
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
-from quire.speculative.pace import StepCosts
 from quire.worker.devices.base import Device
 from quire.worker.drafting import Drafter, drafting_state, rank_tokens
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
 
-_HOST_SECONDS = 3e-5  # of drafting, beside the heads
 # Heads know less than the model, and what they spread over many tokens is seldom drawn: at half the temperature half as
 # many drafts again are accepted, of those of the demo's heads.
 _SHARPNESS = 2.0
@@ -43,71 +39,30 @@ class MedusaModel(Drafter):
     """
 
     reads = False  # drafts follow from the hidden state alone
+    timed_sizes = 1, 8  # each is as many rows as there are heads
 
     def __init__(self, config: WorkerConfig, device: Device, model: CausalLM) -> None:
         speculative = config.speculative
         assert config.heads is not None, "no heads are configured"
         assert speculative is not None, "heads, and nothing that uses them"
-        self._config, self._speculative, self._device = config, speculative, device
-        self._model: RunnableModel | None = None  # whose head serves those without one
-        self._programs: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._dtype = DTYPES[config.model.dtype]
+        self._config, self._speculative, self.device = config, speculative, device
         self._checkpoint = open_heads(config.heads, speculative.model or "", load_format=config.load_format)
         tree = speculative.tree
         num_heads = speculative.num_speculative_tokens if tree is None else tree.max_depth
         shape, self._names = read_heads(self._checkpoint, config.model, num_heads)
         self.store = WeightStore(None)
         formats = device.weight_formats(speculative.quantization, self.store)
-        builder = Builder(BuildContext(device.backend, formats, self._dtype))
-        self._heads = device.place(lambda: MedusaHeads(shape, builder))
-        self.module = self._heads
-        self._token_map: Tensor | None = None
+        builder = Builder(BuildContext(device.backend, formats, model.dtype))
+        self.module = self._heads = device.place(lambda: MedusaHeads(shape, builder))
 
     def load(self, progress: bool) -> None:
-        config, checkpoint = self._config, self._checkpoint
-        fill_heads(self._heads, checkpoint, self._names, self._dtype, config.model.seed)
-        num_outputs, vocab_size = self._heads.shape.num_outputs, config.model.vocab_size
-        if num_outputs is not None and num_outputs != vocab_size:
-            found = checkpoint.tensor(TOKEN_MAP).long()
-            if found.min() < 0 or found.max() >= vocab_size:
-                raise checkpoint.error(f"have a {TOKEN_MAP} with ids outside the model's vocabulary of {vocab_size}.")
-            self._token_map = found
+        heads, checkpoint, model = self._heads, self._checkpoint, self._config.model
+        fill_heads(heads, checkpoint, self._names, heads.dtype, model.seed)
+        self._token_map = read_token_map(checkpoint, heads.shape, model.vocab_size)
 
     def proposer(self, model: RunnableModel, table: RowTable, caches: list[Tensor]) -> Proposer:
-        self._model = model
-        return MedusaProposer(self._speculative, self._logits, self._device.target)
-
-    def costs(self, num_groups: int) -> StepCosts:
-        """What drafts of some rows take, all heads at once: measured."""
-        shape = self._heads.shape
-        seconds: dict[int, float] = {}
-        weight = next(self._heads.parameters())
-        with self._device.computing():
-            for num_rows in (1, 8):
-                hidden = weight.new_zeros(num_rows, shape.hidden_size, dtype=self._dtype)
-                taken: list[float] = []
-                for _ in range(8):
-                    start = self._device.clock()
-                    self._logits(hidden, shape.num_heads)[:1, :1].tolist()  # waits for a device
-                    taken.append(self._device.clock() - start)
-                seconds[num_rows] = sorted(taken)[1]
-        return StepCosts(seconds, _HOST_SECONDS)
-
-    def _logits(self, hidden: Tensor, num_heads: int) -> Tensor:
-        """[R, H] -> [R * num_heads, V]: of the first heads, one row's after another's; a program for each number."""
-        program = self._programs.get(num_heads)
-        if program is None:
-            heads = partial(self._heads, num_heads=num_heads)
-            program = self._programs[num_heads] = self._device.compile_heads(heads, hidden.shape[1])
-        found = program(hidden).flatten(0, 1)
-        if self._heads.shape.num_outputs is None:
-            assert self._model is not None, "proposer comes first"
-            return self._model.compute_logits(found)
-        if self._token_map is None:
-            return found
-        logits = found.new_full((found.shape[0], self._config.model.vocab_size), float("-inf"))
-        logits[:, self._token_map] = found
-        return logits
+        self.timed = logits = MedusaLogits(self._heads, model, self._token_map, self.device.compile_heads)
+        return MedusaProposer(self._speculative, logits.first, self.device.target)
 
 
 class MedusaProposer(Proposer):

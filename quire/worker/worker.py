@@ -6,7 +6,7 @@ a queue or a policy.
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.lora.slots import LoraSlots
 from quire.models.causal_lm import RunnableModel
 from quire.models.registry import CausalLM
-from quire.protocol.cache import CacheLayout, CacheReport, group_layers
+from quire.protocol.cache import CacheLayout, CacheReport, LayerCache, group_layers
 from quire.protocol.step import SampleGuide, StepPlan, StepResult
 from quire.protocol.worker import CallReply, CheckIntegrity, PlaceAdapters, WorkerReply, WorkerReport
 from quire.sampling.accept import Rule
@@ -214,12 +214,18 @@ class Worker:
             runner.judge = Judge(self.device.target, proposer, Rule(speculative.threshold, speculative.alpha))
         if speculative.adaptive and speculative.acceptance != "typical":
             sizes = [size for size in PACE_SIZES if size <= max(2, config.max_num_batched_tokens)]
-            seconds = self.device.meter(model, self._layers, len(self._groups)).step_seconds(sizes, PACE_SECONDS)
-            costs = StepCosts(seconds, HOST_SECONDS)
-            drafting = StepCosts(PROPOSER_SECONDS) if drafter is None else drafter.costs(len(self._groups))
-            reads = drafter is not None and drafter.reads
-            runner.pace = Pace(costs, drafting, reads, config.draft_tree, proposer.reads_all)
+            costs = StepCosts(self._step_seconds(self.device, model, self._layers, sizes), HOST_SECONDS)
+            drafting, reads = PROPOSER_SECONDS, False
+            if drafter is not None:
+                drafting = self._step_seconds(drafter.device, drafter.timed, drafter.layers, drafter.timed_sizes)
+                reads = drafter.reads
+            runner.pace = Pace(costs, StepCosts(drafting), reads, config.draft_tree, proposer.reads_all)
         return runner
+
+    def _step_seconds(
+        self, device: Device, model: RunnableModel, layers: Sequence[LayerCache], sizes: Sequence[int]
+    ) -> dict[int, float]:
+        return device.meter(model, layers, len(self._groups)).step_seconds(sizes, PACE_SECONDS)
 
     def begin(self, plan: StepPlan) -> None:
         """Compute a step's tokens; where one is begun that is still to be sampled, `take` will."""
