@@ -3,18 +3,26 @@
 The worker asks when it builds a head. Knows no tensor.
 """
 
+from collections.abc import Container, Iterable
+
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError
 
 _OPTION = "speculative_config"
 
 # Of a checkpoint, what the model has already, or what follows from other tensors.
-LEFT = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t", "rotary_emb.inv_freq")
+_LEFT = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t", "rotary_emb.inv_freq")
 
 
 def our_name(name: str) -> str:
     """What a checkpoint's tensor is called here: EAGLE-3's one layer has a name of its own, and some have a prefix."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def eagle_names(theirs: Iterable[str], places: Container[str]) -> dict[str, str | None]:
+    """A checkpoint's tensors by their places here; None for one that is left out. Unknown ones are not in it."""
+    ours = {name: our_name(name) for name in theirs}
+    return {name: own if own in places else None for name, own in ours.items() if own in places or own.endswith(_LEFT)}
 
 
 def check_eagle_head(head: ModelConfig, model: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from quire.sampling.tokens import SequenceTokens
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import DraftedSequence, Proposer
 from quire.worker.devices.base import Device
-from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state
+from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, drafts_of
 from quire.worker.gather import gather_tokens
 from quire.worker.rows import RowTable
 from quire.worker.weights.build import build_packed
@@ -103,10 +103,9 @@ class DraftModelProposer(Proposer):
         return [drafts for part in self._parts(rows) for drafts in self._propose(part)]
 
     def _propose(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in rows]
-        orders: list[tuple[int, Order]] = []
+        orders: list[Order] = []
         budget = self._max_tokens
-        for place, row in enumerate(rows):
+        for row in rows:
             reader, row.probs = row.memory or self._open(row), None
             num = row.tokens.num
             start = reader.keep_right(row.tokens)
@@ -115,21 +114,18 @@ class DraftModelProposer(Proposer):
                 continue
             if num - start <= budget:
                 budget -= num - start
-                orders.append((place, Order(row, reader.state, start, num, count)))
+                orders.append(Order(row, reader.state, start, num, count))
             elif budget == self._max_tokens:  # it will take several steps
                 self._compute([row], [start], [budget])
                 reader.num_read += budget
                 budget = 0
-        if not orders:
-            return drafts
-        orders.sort(key=lambda order: -order[1].num_drafts)
-        for (place, order), drawn in zip(orders, self._draft([order for _, order in orders]), strict=True):
-            reader = rows[place].memory
-            reader.drafted = drawn[: order.num_drafts - 1]
+        drafts = drafts_of(rows, orders, self._draft)
+        for order in orders:
+            reader = order.row.memory
+            reader.drafted = order.drafts[: order.num_drafts - 1]
             reader.num_read = order.stop + len(reader.drafted)
-            drafts[place] = drawn
             if order.probs:
-                rows[place].probs = torch.from_numpy(np.stack(order.probs))
+                order.row.probs = torch.from_numpy(np.stack(order.probs))
         return drafts
 
     def _parts(self, rows: Sequence[DraftedSequence]) -> Iterator[list[DraftedSequence]]:
@@ -157,11 +153,12 @@ class DraftModelProposer(Proposer):
         reader = row.memory = Reader(drafting_state(row, math.inf if self._is_greedy else 1.0))
         return reader
 
-    def _draft(self, orders: Sequence[Order]) -> list[list[int]]:
-        """Read and draw, as the sampler would at those positions; fewer where it can't be done. Most drafts first."""
+    def _draft(self, orders: Sequence[Order]) -> None:
+        """Read and draw, as the sampler would at those positions."""
         if self._rounds is None or (self._draws_apart and not all(order.state.greedy for order in orders)):
-            return draft_in_steps(orders, self._draw)
-        return draft_natively(self._rounds, self._table, orders)
+            draft_in_steps(orders, self._draw)
+        else:
+            draft_natively(self._rounds, self._table, orders)
 
     def _draw(
         self, orders: list[Order], starts: list[int], counts: list[int], _: list[int] | None, num_drawn: int

@@ -36,6 +36,7 @@ class Order:
 
     Attributes:
         state: how it is drawn for.
+        drafts: gets what is drafted; fewer than `num_drafts` where that can't be done.
         probs: gets what each draft was drawn from, where that is kept.
     """
 
@@ -44,6 +45,7 @@ class Order:
     start: int
     stop: int
     num_drafts: int
+    drafts: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
 
 
@@ -85,10 +87,18 @@ class Drafter(ABC):
         """What drafts for the rows of a table; `caches` are those of its own layers."""
 
 
-def draft_natively(
-    rounds: Rounds, table: RowTable, orders: Sequence[Order], hidden: Sequence[Tensor] = ()
+def drafts_of(
+    rows: Sequence[DraftedSequence], orders: Sequence[Order], carry_out: Callable[[list[Order]], None]
 ) -> list[list[int]]:
-    """Read and draw in one call, `hidden` being what is read with the tokens; fewer where it can't be done."""
+    """Carry out orders, those with more drafts first, and say what each row got; [] without an order."""
+    if orders:
+        carry_out(sorted(orders, key=lambda order: -order.num_drafts))
+    found = {order.row.sequence_id: order.drafts for order in orders}
+    return [found.get(row.sequence_id, []) for row in rows]
+
+
+def draft_natively(rounds: Rounds, table: RowTable, orders: Sequence[Order], hidden: Sequence[Tensor] = ()) -> None:
+    """Read and draw in one call, `hidden` being what is read with the tokens."""
     rows: list[int] = []
     for order in orders:
         rows += table[order.row.sequence_id].index, order.start, order.stop, order.num_drafts, order.state.position
@@ -96,30 +106,29 @@ def draft_natively(
     num_tokens, most = sum([order.stop - order.start for order in orders]), orders[0].num_drafts
     tables = table.token_ids, table.block_tables
     found = rounds.draw(rows, records, num_tokens, tables, table.block_size, hidden)
-    drafts = [found[at * most : at * most + order.num_drafts] for at, order in enumerate(orders)]
-    return drafts if -1 not in found else [drawn[: drawn.index(-1)] if -1 in drawn else drawn for drawn in drafts]
+    for at, order in enumerate(orders):
+        drawn = found[at * most : at * most + order.num_drafts]
+        order.drafts = drawn[: drawn.index(-1)] if -1 in drawn else drawn
 
 
-def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> list[list[int]]:
+def draft_in_steps(orders: Sequence[Order], draw: DrawStep) -> None:
     """The same, one token of each after another."""
-    drafts: list[list[int]] = [[] for _ in orders]
-    drafting = list(range(len(orders)))
+    drafting = list(orders)
     starts, counts = [order.start for order in orders], [order.stop - order.start for order in orders]
     kept: list[int] | None = None
     num_drawn = 0
     while drafting:
-        drawn = draw([orders[i] for i in drafting], starts, counts, kept, num_drawn)
+        drawn = draw(drafting, starts, counts, kept, num_drawn)
         num_drawn += 1
         kept = []
-        for at, (i, token_id) in enumerate(zip(drafting, drawn, strict=True)):
+        for at, (order, token_id) in enumerate(zip(drafting, drawn, strict=True)):
             if token_id is not None:
-                drafts[i].append(token_id)
-                if num_drawn < orders[i].num_drafts:
-                    orders[i].row.tokens.set_drafts(drafts[i])
+                order.drafts.append(token_id)
+                if num_drawn < order.num_drafts:
+                    order.row.tokens.set_drafts(order.drafts)
                     kept.append(at)
         drafting = [drafting[at] for at in kept]
-        starts, counts = [orders[i].stop + num_drawn - 1 for i in drafting], [1] * len(drafting)
-    return drafts
+        starts, counts = [order.stop + num_drawn - 1 for order in drafting], [1] * len(drafting)
 
 
 def drafting_state(row: DraftedSequence, sharpness: float = 1.0) -> SamplingState:

@@ -18,7 +18,7 @@ from quire.models.builder import BuildContext, Builder
 from quire.models.causal_lm import CausalLM, RunnableModel
 from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead, TimedHead
-from quire.models.eagle_config import LEFT, check_eagle_head, eagle_taps, our_name
+from quire.models.eagle_config import check_eagle_head, eagle_names, eagle_taps, our_name
 from quire.models.growing_tree import GrowingTrees
 from quire.models.heads import fill_heads, open_heads
 from quire.models.held_states import HeldStates
@@ -27,7 +27,7 @@ from quire.sampling.state import SamplingState
 from quire.sampling.waves import sample_ahead
 from quire.speculative.base import ComputedSpan, DraftedSequence, Proposer
 from quire.worker.devices.base import Device
-from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, rank_tokens
+from quire.worker.drafting import Drafter, Order, draft_in_steps, draft_natively, drafting_state, drafts_of, rank_tokens
 from quire.worker.gather import StepBatch, gather_nodes, gather_tokens
 from quire.worker.rows import RowTable
 from quire.worker.weights.store import WeightStore
@@ -55,12 +55,11 @@ class EagleModel(Drafter):
         found = open_heads(draft.path, draft.model, load_format=config.load_format)
         self._checkpoint = found.made_for(speculative.method)
         check_eagle_head(draft, config.model)
-        self._names = {name: our_name(name) for name in self._checkpoint.shapes}
         self.store = WeightStore(None)
         formats = device.weight_formats(speculative.quantization, self.store)
         builder = Builder(BuildContext(device.backend, formats, model.dtype))
         taps = eagle_taps(draft, config.model) if speculative.method == "eagle3" else None
-        own = set(self._names.values())
+        own = {our_name(name) for name in self._checkpoint.shapes}
         self.model = device.place(lambda: EagleHead(draft, builder, model, own, taps))
         self.module, self.taps = self.model, self.model.layers_read
         self.layers = self.model.cache_layers
@@ -69,9 +68,7 @@ class EagleModel(Drafter):
 
     def load(self, progress: bool) -> None:
         """Fill it with its weights (ModelLoadError where they are missing, broken, or of another model)."""
-        own = weight_slots(self.model, CheckpointFormat())
-        known = {theirs: ours for theirs, ours in self._names.items() if ours in own or ours.endswith(LEFT)}
-        names = {theirs: ours if ours in own else None for theirs, ours in known.items()}
+        names = eagle_names(self._checkpoint.shapes, weight_slots(self.model, CheckpointFormat()))
         fill_heads(self.model, self._checkpoint, names, self.model.dtype, self.config.model.seed)
         width = self._model.embedding.shape.in_features
         self.runnable = self.device.compile_head(self.model, [width] * max(1, len(self.taps)))
@@ -122,9 +119,8 @@ class EagleProposer(Proposer):
             self._read(reading, stops)
 
     def propose(self, rows: Sequence[DraftedSequence], hidden: Tensor) -> Sequence[Sequence[int]]:
-        drafts: list[list[int]] = [[] for _ in rows]
-        orders: list[tuple[int, Order]] = []
-        for place, row in enumerate(rows):
+        orders: list[Order] = []
+        for row in rows:
             own: _Reading | None = row.memory
             num = row.tokens.num
             if own is None or own.end < num - 1:  # what was computed last was not read
@@ -133,15 +129,8 @@ class EagleProposer(Proposer):
             own.cut(num - 1)
             count = min(row.max_drafts, self._table.num_slots(row.sequence_id) - num + 1)
             if count > 0:
-                orders.append((place, Order(row, own.state, own.num_read, num, count)))
-        if not orders:
-            return drafts
-        orders.sort(key=lambda order: -order[1].num_drafts)
-        taken = [part for place, order in orders for part in rows[place].memory.take(order.stop)]
-        drawn = self._draft([order for _, order in orders], taken)
-        for (place, _), found in zip(orders, drawn, strict=True):
-            drafts[place] = found
-        return drafts
+                orders.append(Order(row, own.state, own.num_read, num, count))
+        return drafts_of(rows, orders, self._draft)
 
     def num_behind(self, row: DraftedSequence) -> int:
         own: _Reading | None = row.memory
@@ -168,14 +157,15 @@ class EagleProposer(Proposer):
         found = row.memory = _Reading(drafting_state(row))
         return found
 
-    def _draft(self, orders: Sequence[Order], hidden: Sequence[Tensor]) -> list[list[int]]:
-        """Read with the hidden states before, then draw as the sampler would; fewer where it can't be done.
+    def _draft(self, orders: Sequence[Order]) -> None:
+        """Read with the hidden states before, then draw as the sampler would.
 
-        Most drafts come first. Where drafts are a tree, its first nodes: the best choice is what would be drawn.
+        Where drafts are a tree, its first nodes: the best choice is what would be drawn.
         """
+        hidden = [part for order in orders for part in order.row.memory.take(order.stop)]
         if self._rounds is not None and self._tree is None:
             return draft_natively(self._rounds, self._table, orders, hidden)
-        before = torch.cat(list(hidden))
+        before = torch.cat(hidden)
         if self._tree is not None:
             return self._grow(self._tree, orders, before)
 
@@ -191,7 +181,7 @@ class EagleProposer(Proposer):
 
         return draft_in_steps(orders, draw)
 
-    def _grow(self, shape: DraftTree, orders: Sequence[Order], hidden: Tensor) -> list[list[int]]:
+    def _grow(self, shape: DraftTree, orders: Sequence[Order], hidden: Tensor) -> None:
         """Trees: of each level what the sampler would draw and what is likeliest, then the head on all its nodes."""
         trees = GrowingTrees(shape, [order.num_drafts for order in orders])
         counts = [order.stop - order.start for order in orders]
@@ -203,7 +193,9 @@ class EagleProposer(Proposer):
             drawn = () if greedy else sample_ahead(logits, states, trees.depth, self._device.target)
             parents = trees.grow(rank_tokens(self._device.target, logits, states, num_choices), drawn)
             if not parents:
-                return [trees.drafts(i) for i in range(len(orders))]
+                for i, order in enumerate(orders):
+                    order.drafts = trees.drafts(i)
+                return
             for i in trees.growing:
                 orders[i].row.tokens.set_drafts(trees.drafts(i))
             rows = [self._table[orders[i].row.sequence_id] for i in trees.growing]
