@@ -4,15 +4,17 @@ The worker makes one, builds and loads its model for it, and asks it for memory;
 and takes hidden states from it. A device knows tensors and kernels, and neither plans nor rows.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import AttentionBackend, AttentionBatch, Tails
 from quire.attention.step import Step
 from quire.distributed.groups import Group
 from quire.distributed.network import NetworkGroup
@@ -23,8 +25,8 @@ from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats
 from quire.sampling.sampler import SamplerOutput
 from quire.sampling.state import Mask, SamplingState
-from quire.worker.devices.meter import Meter
-from quire.worker.gather import StepArrays
+from quire.worker.devices.meter import BLOCK_SIZE, Meter
+from quire.worker.gather import Ints, StepArrays
 from quire.worker.weights.store import WeightStore
 
 M = TypeVar("M", bound=nn.Module)
@@ -62,6 +64,7 @@ class Device(ABC):
     Attributes:
         kernels: the level of compiled kernels in use, "torch" for none.
         kernels_reason: as `WorkerReport.kernels_reason`.
+        dtype: of activations.
         backend: the attention backend to build models with.
         packs_weights: weights lie packed in a store, of which a later start may map a file.
         num_threads: host threads that compute.
@@ -70,6 +73,7 @@ class Device(ABC):
         target: what compiled kernels run on, the sampler's, too; None where the sampler's alone are used, on what
             there is.
         draws: tokens are drawn where logits are, while the host goes on; it hears of them later.
+        copied_bytes: at once, to measure copies.
         is_small_model: one thread computes although there are more, as the model is small.
     """
 
@@ -77,7 +81,9 @@ class Device(ABC):
     group: Group | NetworkGroup | None
     clock: Callable[[], float]
     kernels_reason: Literal["asked", "best", "unserved"]
+    dtype: torch.dtype
     backend: AttentionBackend[Any]
+    copied_bytes: int
     packs_weights: bool
     num_threads: int
     is_small_model: bool
@@ -97,8 +103,7 @@ class Device(ABC):
         `blocks`: the types of a checkpoint's matrices that are kept as they are, by layer or part of one.
         """
 
-    @abstractmethod
-    def adopt(self, num_parameters: int) -> None:
+    def adopt(self, num_parameters: int) -> None:  # noqa: B027 - on most nothing does
         """Settle what depends on the model's size, once it is built."""
 
     @abstractmethod
@@ -117,17 +122,19 @@ class Device(ABC):
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
         """The loaded model as this device runs it; its steps may ask for the outputs of the layers `tapped`."""
 
-    @abstractmethod
     def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
         """A filled head likewise, that reads hidden states of such widths."""
+        return head
 
-    @abstractmethod
     def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
         """Functions of the same rows, in the model's type, as this device runs them: [R, width] -> [R, K, N]."""
+        return lambda hidden: torch.stack(list(heads(hidden)), 1)
 
-    @abstractmethod
     def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
         """What measures steps, of so many KV groups, of a model whose caches are of such layers."""
+        shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        caches = [self.allocate(shape, self.backend.kv_cache_dtype(self.dtype), 0) for shape in shapes]
+        return Meter(model, partial(self.upload, caches=caches), num_groups, self.computing, self.clock)
 
     @abstractmethod
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
@@ -158,17 +165,40 @@ class Device(ABC):
         A host block has the caches' parts of a block one after another.
         """
 
-    @abstractmethod
     def copy_bytes_per_second(self) -> float:
         """How fast such copies are, measured."""
+        num, size = 16, self.copied_bytes // 16
+        host, cache = self.allocate_host(num, size).fill_(1), self.allocate((num, size), torch.uint8, num).fill_(1)
+        seconds: list[float] = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self.copy([cache], host, [(i, i) for i in range(num)], out=True)
+            seconds.append(time.perf_counter() - start)
+        return self.copied_bytes / sorted(seconds)[1]
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
         """Entered around each step's work, never twice at once: no gradients, its own number of threads."""
 
-    @abstractmethod
     def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
         """A step's token ids and all else that layers want to know. The arrays belong to the device from here on."""
+        tail, num_groups = arrays.tails, len(arrays.block_tables)
+        numbers = [arrays.input_ids, arrays.positions, arrays.query_start_loc, arrays.seq_lens]
+        numbers += [*arrays.block_tables, *arrays.slot_mappings]
+        if tail is not None:
+            numbers += tail.starts, tail.counts, *tail.slots
+        sent, told = self.send(numbers)
+        tables, slots, ends = told[4:], told[4 + num_groups :], told[4 + 2 * num_groups :]
+        metadata: list[Any] = []
+        for group in range(num_groups):
+            own = None if tail is None else Tails(ends[0], ends[1], ends[2 + group])
+            batch = AttentionBatch(told[2], told[3], tables[group], slots[group], arrays.block_size, own)
+            metadata.append(self.backend.build(batch))
+        return sent[0], Step(sent[1], caches, metadata)
+
+    @abstractmethod
+    def send(self, arrays: Sequence[Ints]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Arrays as tensors of the device, and again where its attention backend is told of them."""
 
     @abstractmethod
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:

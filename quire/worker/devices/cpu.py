@@ -10,15 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
-from quire.attention.step import Step
 from quire.config.speculative import OPTION
 from quire.config.worker import WorkerConfig
 from quire.distributed.links import tensor_group
@@ -29,12 +25,10 @@ from quire.models.compiled_eagle import CompiledEagle
 from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH, Target, choose_level, default_num_threads, prefault, torch_threads
-from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device
-from quire.worker.devices.meter import BLOCK_SIZE, Meter
-from quire.worker.gather import StepArrays
+from quire.worker.gather import Ints
 from quire.worker.pages import huge_pages, keep_freed_memory
 from quire.worker.weights.store import WeightStore
 
@@ -43,7 +37,6 @@ from quire.worker.weights.store import WeightStore
 SMALL_MODEL = 16_000_000
 # Activations touched at start-up, in tokens: the first use of a page costs as much as computing on it, here and there.
 TOUCHED_ACTIVATIONS = 2048
-_COPIED_BYTES = 4 * 2**20  # of the measurement of a copy
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +48,14 @@ class CpuDevice(Device):
         ConfigError: kernels or a cache format that this machine or model can't have.
     """
 
+    copied_bytes = 4 * 2**20
+
     def __init__(self, config: WorkerConfig) -> None:
-        self._dtype = DTYPES[config.model.dtype]
+        self.dtype = DTYPES[config.model.dtype]
         self.group = group = tensor_group(config) if config.tensor_size > 1 else None
         self.clock = time.perf_counter if group is None else lambda: group.agree(time.perf_counter())
         self.kernels = choose_level(config.kernels)
-        if self.kernels != TORCH and self._dtype not in (torch.float32, torch.bfloat16):
+        if self.kernels != TORCH and self.dtype not in (torch.float32, torch.bfloat16):
             logger.info("no compiled kernels for %s: plain torch is used", config.model.dtype)
             self.kernels = TORCH
         self.packs_weights = self.kernels != TORCH
@@ -81,7 +76,7 @@ class CpuDevice(Device):
         self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
     ) -> WeightFormats:
         allocate = store.allocate if self.packs_weights else None
-        return select_formats(quantization, self._dtype, allocate, store.filled, blocks, self.kernels)
+        return select_formats(quantization, self.dtype, allocate, store.filled, blocks, self.kernels)
 
     def adopt(self, num_parameters: int) -> None:
         if num_parameters < SMALL_MODEL:
@@ -106,18 +101,12 @@ class CpuDevice(Device):
         return CompiledModel(model, self.target, tapped) if self.packs_weights else model
 
     def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
-        return CompiledEagle(head, widths, self.target) if self.packs_weights else head
+        return CompiledEagle(head, widths, self.target) if self.packs_weights else super().compile_head(head, widths)
 
     def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
         if self.packs_weights:
-            return CompiledHeads(heads, width, self._dtype, self.target)
-        return lambda hidden: torch.stack(list(heads(hidden)), 1)
-
-    def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
-        dtype = self.backend.kv_cache_dtype(self._dtype)
-        shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        return Meter(model, partial(self.upload, caches=caches), num_groups, self.computing, self.clock)
+            return CompiledHeads(heads, width, self.dtype, self.target)
+        return super().compile_heads(heads, width)
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, CompiledModel):
@@ -144,33 +133,15 @@ class CpuDevice(Device):
             for source, destination in pairs:
                 destinations[destination] = sources[source]
 
-    def copy_bytes_per_second(self) -> float:
-        host, cache = (torch.ones((16, _COPIED_BYTES // 16), dtype=torch.uint8) for _ in range(2))
-        pairs = [(i, i) for i in range(16)]
-        seconds: list[float] = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.copy([cache], host, pairs, out=True)
-            seconds.append(time.perf_counter() - start)
-        return _COPIED_BYTES / sorted(seconds)[1]
-
     def computing(self) -> AbstractContextManager[None]:
         # The native kernels have threads of their own.
         if self.packs_weights or torch.get_num_threads() == self.num_threads:
             return self._no_gradients
         return _computing(self.num_threads)
 
-    def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
-        starts, lengths = torch.from_numpy(arrays.query_start_loc), torch.from_numpy(arrays.seq_lens)
-        tails: list[Tails | None] = [None] * len(arrays.block_tables)
-        if arrays.tails is not None:
-            first, counts = torch.from_numpy(arrays.tails.starts), torch.from_numpy(arrays.tails.counts)
-            tails = [Tails(first, counts, torch.from_numpy(slots)) for slots in arrays.tails.slots]
-        metadata: list[Any] = []
-        for tables, slots, tail in zip(arrays.block_tables, arrays.slot_mappings, tails, strict=True):
-            places = torch.from_numpy(tables), torch.from_numpy(slots)
-            metadata.append(self.backend.build(AttentionBatch(starts, lengths, *places, arrays.block_size, tail)))
-        return torch.from_numpy(arrays.input_ids), Step(torch.from_numpy(arrays.positions), caches, metadata)
+    def send(self, arrays: Sequence[Ints]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        sent = [torch.from_numpy(array) for array in arrays]
+        return sent, sent
 
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         if len(rows) == hidden.shape[0]:

@@ -9,30 +9,26 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBatch, Tails
 from quire.attention.registry import select_backend
-from quire.attention.step import Step
 from quire.config.speculative import OPTION
 from quire.config.worker import WorkerConfig
 from quire.errors import ConfigError
 from quire.models.causal_lm import CausalLM, RunnableModel
-from quire.models.eagle import EagleHead, RunnableHead
 from quire.models.registry import DTYPES
 from quire.ops.native.library import TORCH
 from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.worker.devices.base import Device, M, RowSampler
 from quire.worker.devices.graphs import SIZES, GraphedModel, Run
-from quire.worker.devices.meter import BLOCK_SIZE, DeviceMeter, Largest, Meter
+from quire.worker.devices.meter import DeviceMeter, Largest, Meter
 from quire.worker.devices.staging import Staging
 from quire.worker.devices.stream import CudaStream
-from quire.worker.gather import INT, StepArrays
+from quire.worker.gather import INT, Ints
 from quire.worker.weights.store import WeightStore
 
 TRITON = "triton"  # the level of its kernels
@@ -54,6 +50,7 @@ class CudaDevice(Device):
         ConfigError: there is none that can be used, or options that it can't serve.
     """
 
+    copied_bytes = 64 * 2**20
     packs_weights = False
     is_small_model = False
     num_threads = 1
@@ -63,7 +60,7 @@ class CudaDevice(Device):
     def __init__(self, config: WorkerConfig, stream: CudaStream | None = None) -> None:
         if config.num_ranks > 1:
             raise ConfigError(f"device='cuda' has one rank so far, and not {config.num_ranks}; device='cpu' has them.")
-        self._config, self._dtype = config, DTYPES[config.model.dtype]
+        self._config, self.dtype = config, DTYPES[config.model.dtype]
         self.stream = stream or CudaStream()
         self.clock = time.perf_counter
         self.kernels = _install(config, self.stream.device)
@@ -102,10 +99,7 @@ class CudaDevice(Device):
     ) -> WeightFormats:
         if not blocks:  # a checkpoint's own numbers are dequantized
             self._check_fp8(quantization)
-        return select_formats(quantization, self._dtype, None, store.filled, blocks, on_device=True)
-
-    def adopt(self, num_parameters: int) -> None:
-        pass
+        return select_formats(quantization, self.dtype, None, store.filled, blocks, on_device=True)
 
     def with_threads(self, num_threads: int) -> "CudaDevice":
         raise ConfigError(f"{OPTION}: num_threads is for a CPU's kernels; leave it out.")
@@ -123,19 +117,10 @@ class CudaDevice(Device):
         most = 0 if is_eager else min(config.max_num_seqs, SIZES[-1])
         return GraphedModel(model, run, self._last_tokens, max_size=most, max_context=-(-longest // block) * block)
 
-    def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
-        return head
-
-    def compile_heads(self, heads: Callable[[Tensor], Sequence[Tensor]], width: int) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: torch.stack(list(heads(hidden)), 1)
-
     def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
-        dtype = self.backend.kv_cache_dtype(self._dtype)
-        shapes = [self.backend.kv_cache_shape(1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        caches = [torch.zeros(shape, dtype=dtype, device=self.stream.device) for shape in shapes]
-        upload, config = partial(self.upload, caches=caches), self._config
+        config, plain = self._config, super().meter(model, layers, num_groups)
         sizes = Largest(config.max_num_seqs, config.model.max_model_len, self.stream.peak_bytes)
-        return DeviceMeter(model, upload, num_groups, self.computing, self.clock, sizes)
+        return DeviceMeter(**vars(plain), largest=sizes)
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, GraphedModel):
@@ -164,35 +149,13 @@ class CudaDevice(Device):
                 destinations[destination].copy_(sources[source], non_blocking=True)
         self.stream.mark().synchronize()  # whoever reads or writes host blocks next does not ask the device
 
-    def copy_bytes_per_second(self) -> float:
-        size = 64 * 2**20
-        host, cache = self.allocate_host(16, size // 16), self.allocate((16, size // 16), torch.uint8, 0)
-        seconds: list[float] = []
-        for _ in range(4):
-            start = time.perf_counter()
-            self.copy([cache], host, [(i, i) for i in range(16)], out=True)
-            seconds.append(time.perf_counter() - start)
-        return size / sorted(seconds)[1]
-
     def computing(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
 
-    def upload(self, arrays: StepArrays, caches: Sequence[Tensor]) -> tuple[Tensor, Step]:
+    def send(self, arrays: Sequence[Ints]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Triton's kernels are told of the step on the device, plain torch, which cuts it on the CPU, there."""
-        num_groups, tail = len(arrays.block_tables), arrays.tails
-        numbers = [arrays.input_ids, arrays.positions, arrays.query_start_loc, arrays.seq_lens]
-        numbers += [*arrays.block_tables, *arrays.slot_mappings]
-        numbers += (tail.starts, tail.counts, *tail.slots) if tail is not None else ()
-        ids, positions, starts, lengths, *rest = self._staging.upload(numbers)
-        if self.kernels == TORCH:
-            _, _, starts, lengths, *rest = (torch.from_numpy(array) for array in numbers)
-        tables, slots, ends = rest[:num_groups], rest[num_groups : 2 * num_groups], rest[2 * num_groups :]
-        tails = [Tails(ends[0], ends[1], each) for each in ends[2:]] if tail else [None] * num_groups
-        metadata = [
-            self.backend.build(AttentionBatch(starts, lengths, table, slot, arrays.block_size, own))
-            for table, slot, own in zip(tables, slots, tails, strict=True)
-        ]
-        return ids, Step(positions, caches, metadata)
+        sent = self._staging.upload(arrays)
+        return sent, [torch.from_numpy(array) for array in arrays] if self.kernels == TORCH else sent
 
     def take_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         if len(rows) == hidden.shape[0]:
