@@ -25,7 +25,7 @@ from quire.protocol.cache import LayerCache
 from quire.quantization.registry import TypesByLayer, WeightFormats, select_formats
 from quire.worker.devices.base import Device, M, RowSampler
 from quire.worker.devices.graphs import SIZES, GraphedModel, Run
-from quire.worker.devices.meter import DeviceMeter, Largest, Meter
+from quire.worker.devices.meter import DeviceMeter, Meter
 from quire.worker.devices.staging import Staging
 from quire.worker.devices.stream import CudaStream
 from quire.worker.gather import INT, Ints
@@ -118,9 +118,9 @@ class CudaDevice(Device):
         return GraphedModel(model, run, self._last_tokens, max_size=most, max_context=-(-longest // block) * block)
 
     def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
-        config, plain = self._config, super().meter(model, layers, num_groups)
-        sizes = Largest(config.max_num_seqs, config.model.max_model_len, self.stream.peak_bytes)
-        return DeviceMeter(**vars(plain), largest=sizes)
+        plain, config = super().meter(model, layers, num_groups), self._config
+        most, context = config.max_num_seqs, config.model.max_model_len
+        return DeviceMeter(**vars(plain), num_seqs=most, context=context, peak_bytes=self.stream.peak_bytes)
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, GraphedModel):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -77,7 +77,7 @@ class Meter:
         heads: list[int] = []
         with self.computing():
             for count in (_FEW, _MORE):
-                ids, step = self.upload(self._one_sequence(count))
+                ids, step = self.upload(self._sequences([count], count))
                 hidden, body = peak_bytes(partial(model, ids, step))
                 logits, head = peak_bytes(partial(model.compute_logits, hidden))
                 bodies.append(body)
@@ -99,7 +99,7 @@ class Meter:
                     begin = clock()
                     if len(found) >= 2 and begin - start > limit:
                         break
-                    logits = model.compute_logits(model(*self.upload(self._one_sequence(count))))
+                    logits = model.compute_logits(model(*self.upload(self._sequences([count], count))))
                     logits[:1, :1].tolist()  # waits for a device
                     found[count] = min(clock() - begin, found.get(count, math.inf))
         least = math.inf
@@ -107,25 +107,13 @@ class Meter:
             found[count] = least = min(found[count], least)
         return found
 
-    def _one_sequence(self, num_tokens: int) -> StepArrays:
-        positions, ends = np.arange(num_tokens, dtype=INT), np.array([0, num_tokens], INT)
-        tables = [np.zeros((1, -(-num_tokens // BLOCK_SIZE)), INT)] * self.num_groups
+    def _sequences(self, lengths: Sequence[int], context: int) -> StepArrays:
+        """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length."""
+        positions = np.concatenate([np.arange(length, dtype=INT) for length in lengths])
+        ends = np.cumsum([0, *lengths]).astype(INT)
+        tables = [np.zeros((len(lengths), -(-context // BLOCK_SIZE)), INT)] * self.num_groups
         slots = [positions % BLOCK_SIZE] * self.num_groups
-        return StepArrays(np.zeros(num_tokens, INT), positions, ends, ends[1:], tables, slots, BLOCK_SIZE)
-
-
-class Largest(NamedTuple):
-    """The largest steps, and what measures one.
-
-    Attributes:
-        num_seqs: sequences of one token each.
-        context: tokens of the longest one.
-        peak_bytes: of the device.
-    """
-
-    num_seqs: int
-    context: int
-    peak_bytes: Callable[[Callable[[], Any]], int]
+        return StepArrays(np.zeros_like(positions), positions, ends, np.diff(ends), tables, slots, BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -133,36 +121,28 @@ class DeviceMeter(Meter):
     """The same of a device whose memory costs nothing to touch: by the largest steps themselves.
 
     Attributes:
-        largest: these.
+        num_seqs: most sequences of one token each.
+        context: most tokens of one.
+        peak_bytes: of the device.
     """
 
-    largest: Largest
+    num_seqs: int
+    context: int
+    peak_bytes: Callable[[Callable[[], Any]], int]
 
     def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
         several = [min(BLOCK_SIZE, max_tokens - start) for start in range(0, max_tokens, BLOCK_SIZE)]
         found: list[int] = []
         with self.computing():
-            for size in (
-                1,
-                17,
-                65,
-            ):  # kernels are compiled for so many rows and more; nobody has to wait for them later
-                rows = self.model(*self.upload(self._sequences([1] * min(size, self.largest.num_seqs), BLOCK_SIZE)))
+            for size in (1, 17, 65):  # kernels are compiled for so many rows and more: nobody waits for them later
+                rows = self.model(*self.upload(self._sequences([1] * min(size, self.num_seqs), BLOCK_SIZE)))
                 self.model.compute_logits(rows)
-            for lengths, context in ((several, BLOCK_SIZE), ([1] * self.largest.num_seqs, self.largest.context)):
+            for lengths, context in ((several, BLOCK_SIZE), ([1] * self.num_seqs, self.context)):
                 ids, step = self.upload(self._sequences(lengths, context))
-                found.append(self.largest.peak_bytes(partial(self.model, ids, step)))
+                found.append(self.peak_bytes(partial(self.model, ids, step)))
             hidden = self.model(ids, step)[:1].expand(max_rows, -1).contiguous()
-            found.append(self.largest.peak_bytes(partial(self.model.compute_logits, hidden)))
+            found.append(self.peak_bytes(partial(self.model.compute_logits, hidden)))
         return sum(found)
-
-    def _sequences(self, lengths: Sequence[int], context: int) -> StepArrays:
-        """Sequences of so many tokens each, in block 0 all of them, with tables for a context of that length."""
-        positions = np.concatenate([np.arange(length, dtype=INT) for length in lengths])
-        ends = np.cumsum([0, *lengths]).astype(INT)
-        tables = [np.zeros((len(lengths), -(-context // BLOCK_SIZE)), INT)] * self.num_groups
-        slots = [positions] * self.num_groups
-        return StepArrays(np.zeros_like(positions), positions, ends, np.diff(ends), tables, slots, BLOCK_SIZE)
 
 
 def _at(measured: list[int], count: int) -> int:
