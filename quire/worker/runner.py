@@ -171,8 +171,7 @@ class ModelRunner:
             if one.num_drafts:
                 row.num_computed -= one.num_drafts + 1 - len(found.token_ids)
             row.tokens.set_drafts([])
-            for token_id in found.token_ids if one.num_samples == 1 else found.token_ids[:1]:
-                row.tokens.append(token_id)
+            row.append(found.token_ids if one.num_samples == 1 else found.token_ids[:1])
             row.tokens.set_drafts(found.draft_token_ids)
 
     def finish(self, guide: SampleGuide | None = None) -> StepResult:

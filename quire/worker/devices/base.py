@@ -78,7 +78,7 @@ class Device(ABC):
     """
 
     kernels: str
-    group: Group | NetworkGroup | None
+    group: Group | NetworkGroup | None = None
     clock: Callable[[], float]
     kernels_reason: Literal["asked", "best", "unserved"]
     dtype: torch.dtype
@@ -86,9 +86,9 @@ class Device(ABC):
     copied_bytes: int
     packs_weights: bool
     num_threads: int
-    is_small_model: bool
+    is_small_model: bool = False
     draws: bool = False
-    target: Target | None
+    target: Target | None = None
 
     def place(self, build: Callable[[], M]) -> M:
         """What `build` makes, with its tensors where the device computes (ConfigError: there is no room)."""

@@ -68,7 +68,6 @@ class CpuDevice(Device):
         int8 = "-int8" if config.kv_cache_dtype == "int8" else ""
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
         self.num_threads = default_num_threads()
-        self.is_small_model = False
         self.target = self._make_target()
         self._no_gradients = torch.inference_mode()
 

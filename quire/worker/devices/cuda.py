@@ -52,10 +52,7 @@ class CudaDevice(Device):
 
     copied_bytes = 64 * 2**20
     packs_weights = False
-    is_small_model = False
     num_threads = 1
-    group = None
-    target = None
 
     def __init__(self, config: WorkerConfig, stream: CudaStream | None = None) -> None:
         if config.num_ranks > 1:
