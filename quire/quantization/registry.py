@@ -12,10 +12,9 @@ from quire.quantization.packed import Allocate, Packed, PackedParts
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
-# What is made as weights are loaded, of linear layers -> of embeddings and the output head. The head decides among all
-# tokens at once and embeddings have no neighbours to average with: they keep eight bits.
-MADE = {"int8": "int8", "int4": "int8", "w8a8": "int8"}
-MADE_ON_DEVICE = MADE | {"fp8": "int8"}  # whose name is that of a checkpoint's method, too
+# What is made of linear layers as weights are loaded. The head decides among all tokens at once and embeddings have no
+# neighbours to average with: they keep eight bits.
+MADE = ("int8", "int4", "w8a8")
 KEPT_TYPES = frozenset(type.name for type in Type if type is Type.W8A8 or type >= Type.Q4_0)
 
 
@@ -92,8 +91,8 @@ def select_formats(
 
     plain = method(None)
     if not blocks:
-        made = MADE_ON_DEVICE if on_device else MADE
-        return WeightFormats(method(name), method(made[name]), plain) if name in made else uniform(plain)
+        is_made = name in MADE or (on_device and name == "fp8")  # which elsewhere is a checkpoint's own
+        return WeightFormats(method(name), method("int8"), plain) if is_made else uniform(plain)
     kept: dict[str, QuantizationMethod] = {}
     if allocate is not None:
         kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind], level=level) for kind in KEPT_TYPES}

@@ -45,10 +45,11 @@ class WeightOnly(QuantizationMethod):
         if name == "bias":
             super().load(weights, shape, name, loaded, start)
             return
-        quantize = {"int4": _quantize_packed, "fp8": quantize_fp8}.get(self.name, quantize_int8)
+        quantize = {"int4": quantize_int4, "fp8": quantize_fp8}.get(self.name, quantize_int8)
         for low in range(0, loaded.shape[0], _ROWS_AT_ONCE):
             rows = loaded[low : low + _ROWS_AT_ONCE].to(weights["codes"].device)
             codes, scales = quantize(rows.float())
+            codes = pack_int4(codes) if self.name == "int4" else codes
             weights["codes"][start + low : start + low + len(rows)].copy_(codes)
             weights["scales"][start + low : start + low + len(rows)].copy_(scales)
 
@@ -74,11 +75,6 @@ def quantize_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [N, K] -> codes float8_e4m3fn [N, K], scales float32 [N, 1]: a row's largest magnitude becomes 448."""
     scales = rows.abs().amax(1, keepdim=True) / _MOST_FP8
     return (rows / scales.clamp_min(torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn), scales
-
-
-def _quantize_packed(rows: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = quantize_int4(rows)
-    return pack_int4(codes), scales
 
 
 def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
