@@ -5,14 +5,11 @@ The worker builds its model so, and a draft model beside it. Loads nothing; know
 
 import json
 
-from quire.config.gguf import read_gguf
 from quire.config.model import ModelConfig
 from quire.config.worker import WorkerConfig
-from quire.models.gguf import GGUFTypes
-from quire.models.quantized import BlockTypes, find_matrices
-from quire.models.registry import CausalLM, build_model, checkpoint_format
-from quire.models.safetensors import SafetensorsSource
+from quire.models.registry import CausalLM, build_model
 from quire.models.sharding import Sharding
+from quire.models.sources import block_types
 from quire.ops.native.matrix import orders_of
 from quire.worker.devices.base import Device
 from quire.worker.pages import huge_pages, zero_pages
@@ -28,7 +25,7 @@ def build_packed(
     `shared`: among the ranks of the device's group.
     `keep`: as far as the configuration allows that, map what an earlier start has packed, or leave it to a later one.
     """
-    place, blocks = None, _block_types(model, config.load_format)
+    place, blocks = None, block_types(model, config.load_format)
     group, stage = (device.group, config.stage) if shared else (None, None)
     orders = orders_of(device.kernels)
     part = orders if group is None else (*orders, group.rank, group.size)
@@ -49,13 +46,3 @@ def build_packed(
         return device.place(lambda: build_model(model, device.backend, formats, sharding, stage)), store
     except StaleStoreError:  # removed, or where that is not allowed done without
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())
-
-
-def _block_types(model: ModelConfig, load_format: str) -> BlockTypes | GGUFTypes | None:
-    """The types in which the matrices of a quantized checkpoint are kept; None where there are none."""
-    stated = model.hf_config.get("quantization_config")
-    if not stated or load_format == "dummy":
-        return None
-    if model.path.is_file():
-        return GGUFTypes(read_gguf(model.path))
-    return BlockTypes(find_matrices(SafetensorsSource(model.path, model.model), stated), checkpoint_format(model))

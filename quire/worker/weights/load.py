@@ -1,8 +1,8 @@
 """Fills a model with the weights of its checkpoint, or with random ones for measurements.
 
-Called once by the worker. Chooses the source and streams it tensor by tensor into the model's own parameters, so that
-the peak is the model plus one window of mapped file. Must not know the names or layouts of a family (`load_weights` of
-the model owns those), nor a file format (the sources do).
+Called once by the worker. Streams the source tensor by tensor into the model's own parameters, so that the peak is the
+model plus one window of mapped file. Must not know the names or layouts of a family (`load_weights` of the model owns
+those), nor a file format (the sources do).
 """
 
 import time
@@ -16,11 +16,9 @@ import torch
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.models.causal_lm import CausalLM
-from quire.models.dummy import DummySource
-from quire.models.gguf import GGUFSource
-from quire.models.quantized import QuantizedSource, find_matrices
-from quire.models.safetensors import SafetensorsSource, first_names
-from quire.models.weights import TensorSource, weight_slots
+from quire.models.safetensors import first_names
+from quire.models.sources import open_source
+from quire.models.weights import TensorSource
 
 
 @dataclass(frozen=True)
@@ -58,24 +56,6 @@ def load_model_weights(
             f"It is incomplete, or not of the architecture {config.architecture} that its config.json names."
         )
     return LoadReport(source.num_files, total, time.perf_counter() - start)
-
-
-def open_source(model: CausalLM, config: ModelConfig, load_format: str) -> TensorSource:
-    """What `load_format` reads the weights of `config.path` from.
-
-    Raises:
-        ModelLoadError: see `load_model_weights`.
-    """
-    if load_format == "dummy":
-        return DummySource(model.checkpoint_shapes(), model.dtype, config.seed)
-    source = None if config.path.is_file() else SafetensorsSource(config.path, config.model)
-    stated = config.hf_config.get("quantization_config") or {}
-    if source is not None and not stated:
-        return source
-    slots = weight_slots(model, model.form)
-    if source is None:
-        return GGUFSource(config, model.form, model.dtype, slots)
-    return QuantizedSource(source, find_matrices(source, stated), slots, model.form, model.dtype)
 
 
 def _stream(model: CausalLM, source: TensorSource, progress: bool) -> None:
