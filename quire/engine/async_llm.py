@@ -18,13 +18,13 @@ from quire.engine.clients.process import ProcessClient
 from quire.engine.clients.thread import ThreadClient
 from quire.engine.input_processor import ProcessedInput
 from quire.engine.monitor import Monitor
+from quire.engine.observer import Observer
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.inputs import PreparedPrompt, PromptType
 from quire.lora.request import AdapterRequest, PromptAdapterRequest, one_adapter
-from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.core import Abort, Add, Call, CallName, CoreClient, Dead, Event, Finish, News, Ready, Refused, Reply
@@ -58,7 +58,7 @@ class AsyncLLM:
         model_config: the model's part of it.
         tokenizer: the model's, or None with skip_tokenizer_init.
         prepare, encode, render_chat, find_adapter: see `AsyncInputs`.
-        metrics: counts and times what happens to requests.
+        observer: is told what happens to requests; the server puts one of its own here.
         num_blocks: KV blocks of the engine.
         limits: the scheduler's limits and its policy, as they were last set.
     """
@@ -68,7 +68,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config = config.with_max_model_len(ready.max_model_len)
         self.model_config, self.tokenizer = config.model, tokenizer
-        self.metrics = ServingMetrics(config.model.max_model_len)
+        self.observer = Observer()
         self.num_blocks = ready.num_blocks
         self._client, self._options = client, options
         self._inputs = inputs = AsyncInputs(config, tokenizer, options.engine == "thread")
@@ -339,7 +339,7 @@ class AsyncLLM:
         request, internal = processed.request, processed.request.request_id
         self._outputs.add(processed)
         num_prompt, arrival = len(request.prompt_token_ids), request.arrival_time
-        self.metrics.on_arrival(internal, num_prompt, request.task.max_tokens, processed.params.n, arrival)
+        self.observer.on_arrival(internal, num_prompt, request.task.max_tokens, processed.params.n, arrival)
         self._client.send(Add(request))
         if internal in self._aborted_early:
             self._client.send(Abort([internal]))
@@ -349,7 +349,7 @@ class AsyncLLM:
         self._queued.discard(internal)
         self._aborted_early.discard(internal)
         if self._outputs.discard(internal):
-            self.metrics.on_finished(internal, ["abort"], 0, time.monotonic())
+            self.observer.on_finished(internal, ["abort"], 0, time.monotonic())
             if self._monitor.dead is None:
                 self._client.send(Abort([internal]))
 
@@ -380,22 +380,22 @@ class AsyncLLM:
     def _take_in(self, news: News) -> None:
         """A step's news: text for everyone who waits, and sequences that a stop string ended."""
         self._stats = news.stats
-        metrics, now = self.metrics, news.end  # not when it got here: several steps' news may come at once
-        metrics.on_engine_stats(news.stats, time.monotonic())
+        observer, now = self.observer, news.end  # not when it got here: several steps' news may come at once
+        observer.on_engine_stats(news.stats, time.monotonic())
         self._outputs.note_scheduled(news.scheduled, news.start)
         self._queued.difference_update(news.scheduled)
         for request_id in news.scheduled:
-            metrics.on_scheduled(request_id, news.start)
+            observer.on_scheduled(request_id, news.start)
         processed = self._outputs.process(news.outputs, now)
         for item in processed.taken:
-            metrics.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
+            observer.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         if processed.stopped:
             self._client.send(Finish(processed.stopped))
         for output in processed.outputs:
             error, internal = output.error, output.request_id
             if output.finished:
                 reasons = [part.finish_reason or "abort" for part in output.outputs]
-                metrics.on_finished(internal, reasons, output.num_cached_tokens or 0, now)
+                observer.on_finished(internal, reasons, output.num_cached_tokens or 0, now)
                 error = error or (RequestFailedError(_FAILED) if "error" in reasons else None)
             if (stream := self._streams.get(internal)) is None:
                 continue
@@ -415,7 +415,7 @@ class AsyncLLM:
 
     def _refuse(self, event: Refused) -> None:
         if self._outputs.discard(event.request_id):
-            self.metrics.on_finished(event.request_id, ["error"], 0, time.monotonic())
+            self.observer.on_finished(event.request_id, ["error"], 0, time.monotonic())
         if (stream := self._streams.get(event.request_id)) is not None:
             stream.fail(event.fault.error())
 

@@ -1,7 +1,7 @@
-"""Histograms: how many values were at most so large, as Prometheus counts them, and quantiles of what was counted.
+"""Histograms: how many values were at most so large, as Prometheus counts them.
 
-The recorder fills them on the event loop, once a token at the most; /metrics and the live view read them. They know
-neither Prometheus nor what they count.
+The block pools fill some, and the server's recorder, on the event loop, once a token at the most. They know neither
+Prometheus nor what they count.
 """
 
 from bisect import bisect_left
@@ -41,32 +41,3 @@ class Histogram:
         below = [*accumulate(self.counts)]
         shown = [(bound, below[bisect_left(self.bounds, bound)]) for bound in self._shown]
         return [*shown, (float("inf"), below[-1])]
-
-
-def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value below which `share` (0 to 1) of the counted values lie, even within its bucket; None without values."""
-    num_values = sum(counts)
-    if not num_values:
-        return None
-    rank, below = share * num_values, 0
-    for index, count in enumerate(counts):
-        if count and below + count >= rank:
-            low = bounds[index - 1] if index else 0.0
-            high = bounds[min(index, len(bounds) - 1)]  # nothing is known beyond the last bound
-            return low + (high - low) * (rank - below) / count
-        below += count
-    return bounds[-1]
-
-
-def one_two_five(largest: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    bounds = [float(mantissa * 10**power) for power in range(len(str(largest))) for mantissa in (1, 2, 5)]
-    return [bound for bound in bounds if bound <= largest]
-
-
-def geometric(smallest: float, largest: float, per_decade: int) -> list[float]:
-    """Bounds from `smallest` up, each larger than the last by the same factor, to the first beyond `largest`."""
-    bounds = [smallest]
-    while bounds[-1] < largest:
-        bounds.append(smallest * 10 ** (len(bounds) / per_decade))
-    return bounds

@@ -26,13 +26,13 @@ from quire.entrypoints.server.catalog import Catalog, Listed
 from quire.entrypoints.server.errors import ModelNotFoundError
 from quire.entrypoints.server.info_requests import ManagedModelCard
 from quire.entrypoints.server.loading import LoadPolicy, Orders, Ticket
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.prometheus import Figures
 from quire.entrypoints.server.room import read_room
 from quire.entrypoints.server.sse import while_connected
 from quire.entrypoints.server.state import MODEL, ServerState
 from quire.errors import EngineDeadError, EngineStoppedError, OverloadedError, QuireError, RequestFailedError
-from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import EngineStats
 
 logger = logging.getLogger("quire")
@@ -183,8 +183,10 @@ class Fleet:
             logger.error("%s can't be loaded: %s", name, model.error)
             self._carry_out(self._policy.failed(name, time.monotonic()))
             return
-        model.error, model.metrics = None, llm.metrics
-        model.state = ServerState(llm, self.args, [name], created=self.created, retain=partial(self._retain, name))
+        model.error = None
+        metrics = model.metrics = model.metrics or ServingMetrics(llm.config.model.max_model_len)
+        retain = partial(self._retain, name)
+        model.state = ServerState(llm, self.args, [name], metrics=metrics, created=self.created, retain=retain)
         begin = asyncio.get_running_loop().create_task
         model.tasks = [begin(work) for work in (self._mourn(name, llm), *self._tend(model.state))]
         logger.info("%s is ready after %.1f s", name, time.monotonic() - start)
@@ -201,7 +203,6 @@ class Fleet:
 
         options = AsyncOptions("process", self.args.max_num_queued_reqs, self.args.log_level, self.args.step_timeout)
         model.llm = llm = AsyncLLM.from_engine_args(model.listed.args, options=options, start=start)
-        llm.metrics = model.metrics or llm.metrics
         return llm
 
     async def _mourn(self, name: str, llm: AsyncLLM) -> None:
@@ -226,7 +227,7 @@ class Fleet:
         if state.live_feed is not None:
             state.live_feed.close(f"{name} is not loaded any more; a request to it loads it.")
         await asyncio.get_running_loop().run_in_executor(self._threads, llm.shutdown)
-        llm.metrics.on_engine_stats(_IDLE, time.monotonic())
+        state.metrics.on_engine_stats(_IDLE, time.monotonic())
         model.llm = model.client = None
         self._carry_out(self._policy.unloaded(name, time.monotonic()))
 

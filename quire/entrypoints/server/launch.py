@@ -27,7 +27,7 @@ import uvicorn
 
 import quire
 from quire.config.engine_args import EngineArgs
-from quire.engine.async_llm import AsyncLLM, AsyncOptions
+from quire.engine.async_llm import AsyncOptions
 from quire.entrypoints.server.adapters import load_modules, read_modules
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.app import build_app, imported
@@ -35,13 +35,13 @@ from quire.entrypoints.server.catalog import Catalog
 from quire.entrypoints.server.connection import Connection
 from quire.entrypoints.server.fleet import Fleet
 from quire.entrypoints.server.log_line import ThroughputLine
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.registry import THOUGHT_NAMES, TOOL_NAMES, check_name
 from quire.entrypoints.server.parsing import warm_up
 from quire.entrypoints.server.replicas import start_engines
 from quire.entrypoints.server.state import ServerState
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QuireError
-from quire.metrics.serving import ServingMetrics
 from quire.text.template import RESERVED_NAMES, ChatTemplate
 from quire.utils.logs import configure_logging
 
@@ -115,13 +115,14 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
     except ConfigError:
         llm.shutdown()
         raise
-    return ServerState(llm, args, names, replicas, adapters)
+    metrics = ServingMetrics(llm.config.model.max_model_len)
+    return ServerState(llm, args, names, replicas, adapters, metrics)
 
 
 def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:
     """What runs beside a model."""
     name = "" if state.retain is None else f"{state.model_names[0]}: "
-    return [watch_stalls(state.llm.metrics), _log_throughput(state.llm, name), warm_up(state), load_modules(state)]
+    return [watch_stalls(state.metrics), _log_throughput(state, name), warm_up(state), load_modules(state)]
 
 
 async def _run(
@@ -259,11 +260,11 @@ async def watch_stalls(metrics: ServingMetrics) -> None:
         before = longest
 
 
-async def _log_throughput(llm: AsyncLLM, name: str) -> None:
-    log = ThroughputLine(llm.metrics, time.monotonic())
+async def _log_throughput(state: ServerState, name: str) -> None:
+    log = ThroughputLine(state.metrics, time.monotonic())
     while True:
         await asyncio.sleep(_LOG_SECONDS)
-        if (line := log.next(llm.stats(), time.monotonic())) is not None:
+        if (line := log.next(state.llm.stats(), time.monotonic())) is not None:
             logger.info("%s%s", name, line)
 
 

@@ -16,6 +16,7 @@ from starlette.responses import StreamingResponse
 
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.block_map import BlockMap
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.state import get_state
 from quire.errors import EngineDeadError
 
@@ -30,8 +31,8 @@ _NUM_NEWEST = 5  # seconds of history in each event: an event may be late, or mi
 class LiveFeed:
     """Snapshots of an engine, made while there are viewers."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: AsyncLLM, metrics: ServingMetrics) -> None:
+        self._llm, self._metrics = llm, metrics
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._newest = b""
@@ -45,9 +46,9 @@ class LiveFeed:
             self._newest, self._ended = b"", False
             self._task = asyncio.create_task(self._run())
         try:
-            self._llm.metrics.advance(time.monotonic())
+            self._metrics.advance(time.monotonic())
             seen = self._newest
-            yield _event("history", {"seconds": list(self._llm.metrics.history.seconds)}) + seen
+            yield _event("history", {"seconds": list(self._metrics.history.seconds)}) + seen
             while not (self._ended and seen is self._newest):
                 if seen is self._newest:
                     await self._changed.wait()
@@ -80,7 +81,7 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
     async def _snapshot(self) -> bytes:
-        metrics = self._llm.metrics
+        metrics = self._metrics
         snapshot = await self._llm.snapshot(_PAGE)
         metrics.on_engine_stats(snapshot.stats, time.monotonic())  # an idle engine tells nothing by itself
         newest = {
@@ -109,7 +110,7 @@ async def live(request: Request, model: str | None = None) -> StreamingResponse:
     if loaded is None:
         events = _tell_unloaded(name)
     else:
-        loaded.live_feed = loaded.live_feed or LiveFeed(loaded.llm)
+        loaded.live_feed = loaded.live_feed or LiveFeed(loaded.llm, loaded.metrics)
         events = loaded.live_feed.watch()
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")

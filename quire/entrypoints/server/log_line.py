@@ -1,6 +1,6 @@
 """The line that says every few seconds how fast a busy server is. `quire serve` logs it; nothing is measured here."""
 
-from quire.metrics.serving import ServingMetrics
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.protocol.stats import EngineStats
 
 # The scheduler's reasons, in words that follow a number of requests.

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.server.errors import ModelNotFoundError
 from quire.entrypoints.server.info_requests import ModelCard
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.parsers.forms import Form
 from quire.entrypoints.server.prometheus import Figures
@@ -37,12 +38,16 @@ class ServerState:
     model_names: list[str]  # the first one is shown in answers
     replicas: ReplicasClient | None = None  # where there are several engines
     adapters: dict[str, AdapterRequest] = field(default_factory=dict)  # further names, each of one
+    metrics: ServingMetrics = field(default_factory=ServingMetrics)  # of the requests; may be older than the engine
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     num_in_flight: int = 0  # HTTP requests for work that came and are not answered in full
     learned_forms: dict[str, Form | None] = field(default_factory=dict)  # chat template -> its calls, where no file is
     unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     live_feed: Any = None  # the page's, once somebody looks
     retain: Callable[[], Callable[[Any], None]] | None = None  # keep the model for more than the request, until called
+
+    def __post_init__(self) -> None:
+        self.llm.observer = self.metrics
 
     @property
     def names(self) -> list[str]:
@@ -64,7 +69,7 @@ class ServerState:
 
     def figures(self) -> list[Figures]:
         """What /metrics shows."""
-        return [Figures(self.llm.metrics, self.engine_stats(), self.model_names[0])]
+        return [Figures(self.metrics, self.engine_stats(), self.model_names[0])]
 
     def card(self, name: str) -> ModelCard:
         """What /v1/models shows of a name."""

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
+from quire.engine.observer import Observer
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from quire.inputs import PreparedPrompt
-from quire.metrics.serving import ServingMetrics
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.protocol.cache import PinnedPrefix
 from quire.protocol.stats import EngineSnapshot, EngineStats, Limits
@@ -59,7 +59,7 @@ class FakeAsyncLLM:
         self.tokenizer: Tokenizer | None = tokenizer
         self.model_config = types.SimpleNamespace(max_model_len=1024, vocab_size=4096, generation_defaults={})
         self.config = types.SimpleNamespace(model=self.model_config, args=types.SimpleNamespace(max_logprobs=20))
-        self.metrics = ServingMetrics()
+        self.observer = Observer()
         self.num_blocks = 64
         self.num_unfinished = 3
         self.limits = Limits(8, 100, "fcfs", {}, 8, 100)

@@ -131,7 +131,7 @@ def test_load_counts_work_only(make_state: Callable[..., Any], async_llm) -> Non
 
 
 def test_metrics(client: TestClient, async_llm) -> None:
-    async_llm.metrics.event_loop_max_stall = 0.5
+    async_llm.observer.event_loop_max_stall = 0.5
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="demo"} 0.25' in answer.text

@@ -20,9 +20,9 @@ import pytest
 from quire.entrypoints.server import launch
 from quire.entrypoints.server.address import bound_socket, describe_address, ssl_context
 from quire.entrypoints.server.launch import Server, read_chat_template, watch_stalls
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError, EngineDeadError, QuireError
-from quire.metrics.serving import ServingMetrics
 
 State = Callable[..., Any]
 

@@ -14,10 +14,10 @@ from fastapi.testclient import TestClient
 
 from quire.entrypoints.server import live
 from quire.entrypoints.server.live import LiveFeed
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.options import ServerArgs
 from quire.entrypoints.server.state import ServerState, get_state
 from quire.errors import EngineDeadError
-from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import EngineSnapshot, EngineStats, SequenceSnapshot
 
 
@@ -55,7 +55,7 @@ def events(data: bytes) -> list[tuple[str, Any]]:
 def run(check: Callable[[FakeLLM, LiveFeed], Coroutine[Any, Any, None]]) -> None:
     """Run a check for ten seconds at most: a stream that hangs fails."""
     llm = FakeLLM()
-    asyncio.run(asyncio.wait_for(check(llm, LiveFeed(llm)), 10))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(check(llm, LiveFeed(llm, llm.metrics)), 10))  # type: ignore[arg-type]
 
 
 async def rest(stream: AsyncGenerator[bytes, None]) -> list[tuple[str, Any]]:

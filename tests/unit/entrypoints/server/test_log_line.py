@@ -3,7 +3,7 @@
 import pytest
 
 from quire.entrypoints.server.log_line import ThroughputLine
-from quire.metrics.serving import ServingMetrics
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.protocol.stats import EngineStats
 
 

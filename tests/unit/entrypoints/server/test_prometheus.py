@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.entrypoints.server.metrics import ServingMetrics
 from quire.entrypoints.server.prometheus import Figures, render
-from quire.metrics.serving import ServingMetrics
 from quire.protocol.stats import Counts, EngineStats, Limits, SpeculationStats, TierStats
 
 LABELS = {"model_name": 'a "name"\\\n', "engine": "0"}
@@ -122,7 +122,7 @@ def test_the_process(families: dict[str, Metric]) -> None:
 
 def test_the_recorder_needs_neither_prometheus_nor_torch() -> None:
     code = (
-        "import sys, quire.metrics.serving, quire.entrypoints.server.log_line, quire.metrics.live\n"
+        "import sys, quire.entrypoints.server.metrics, quire.entrypoints.server.log_line\n"
         "print({'torch', 'prometheus_client', 'fastapi'} & {name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,11 +1,15 @@
 """The history second by second."""
 
+import math
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.metrics.live import NUM_SECONDS
-from quire.metrics.serving import ServingMetrics
+from quire.entrypoints.server.history import NUM_SECONDS, quantile
+from quire.entrypoints.server.metrics import ServingMetrics, geometric
+from quire.metrics.histogram import Histogram
 from quire.protocol.stats import EngineStats
 
 
@@ -79,3 +83,19 @@ def test_an_engine_that_begins_anew_takes_nothing_back() -> None:
     for now, total in ((10.0, 7), (11.0, 0), (12.0, 1), (13.0, 1)):
         metrics.on_engine_stats(EngineStats(0, 0, 0.0, total, total, total, {}), now)
     assert [(s.num_preemptions, s.hit_rate) for s in metrics.history.seconds] == [(7, 1.0), (0, None), (1, 1.0)]
+
+
+@given(st.lists(st.floats(0.000101, 80), min_size=1), st.floats(0, 1))
+def test_quantiles_are_as_near_as_the_bounds(values: list[float], share: float) -> None:
+    histogram = Histogram("name", "help", geometric(1e-4, 80.0, per_decade=24))
+    for value in values:
+        histogram.observe(value)
+    found = quantile(histogram.bounds, histogram.counts, share)
+    exact = sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    assert found == pytest.approx(exact, rel=0.11)
+
+
+def test_quantiles_at_the_ends() -> None:
+    assert quantile([1.0, 2.0], [0, 0, 0], 0.5) is None
+    assert quantile([1.0, 2.0], [0, 0, 3], 0.5) == 2.0  # what lies beyond is not known
+    assert quantile([1.0, 2.0], [4, 0, 0], 0.5) == 0.5

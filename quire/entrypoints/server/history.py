@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from quire.metrics.histogram import Histogram, quantile
+from quire.metrics.histogram import Histogram
 from quire.protocol.stats import EngineStats
 
 NUM_SECONDS = 300
@@ -71,3 +71,18 @@ class History:
         values = [*gained, *self._most, stats.kv_cache_usage_perc, hits / queries if queries else None, latencies]
         self._most = stats.num_requests_running, stats.num_requests_waiting
         return Second(second, *values)
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """The value below which `share` (0 to 1) of the counted values lie, even within its bucket; None without values."""
+    num_values = sum(counts)
+    if not num_values:
+        return None
+    rank, below = share * num_values, 0
+    for index, count in enumerate(counts):
+        if count and below + count >= rank:
+            low = bounds[index - 1] if index else 0.0
+            high = bounds[min(index, len(bounds) - 1)]  # nothing is known beyond the last bound
+            return low + (high - low) * (rank - below) / count
+        below += count
+    return bounds[-1]

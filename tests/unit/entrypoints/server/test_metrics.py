@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from quire.entrypoints.server.history import NUM_SECONDS
+from quire.entrypoints.server.metrics import ServingMetrics, geometric, one_two_five
 from quire.metrics.histogram import Histogram
-from quire.metrics.live import NUM_SECONDS
-from quire.metrics.serving import ServingMetrics
 
 
 def histogram(metrics: ServingMetrics, name: str) -> Histogram:
@@ -118,3 +118,10 @@ def test_memory_is_bounded_by_live_requests() -> None:
     assert size() == before
     assert len(metrics.history.seconds) == NUM_SECONDS
     assert not metrics._requests
+
+
+def test_bounds() -> None:
+    assert one_two_five(100) == [1, 2, 5, 10, 20, 50, 100]
+    assert one_two_five(3) == [1, 2]
+    bounds = geometric(0.001, 1.0, per_decade=2)
+    assert bounds == pytest.approx([0.001, 0.001 * 10**0.5, 0.01, 0.01 * 10**0.5, 0.1, 0.1 * 10**0.5, 1.0])

@@ -1,15 +1,16 @@
 """What happened to the server's requests: counters, histograms under vLLM's names, and the last minutes' history.
 
-AsyncLLM tells it, on the event loop's thread; /metrics, the log line and the live view read it. It keeps a few numbers
-for each live request, forgets the request when it ends, and knows nothing of engines, clients or Prometheus.
+It observes an AsyncLLM, on the event loop's thread; /metrics, the log line and the live view read it. It keeps a few
+numbers for each live request, forgets the request when it ends, and knows nothing of engines, clients or Prometheus.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.metrics.histogram import Histogram, geometric, one_two_five
-from quire.metrics.live import History
+from quire.engine.observer import Observer
+from quire.entrypoints.server.history import History
+from quire.metrics.histogram import Histogram
 from quire.protocol.stats import EngineStats
 
 # vLLM's bounds, so that its dashboards show what they show there.
@@ -51,7 +52,7 @@ class _Request:
     sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
 
 
-class ServingMetrics:
+class ServingMetrics(Observer):
     """Counters and histograms of one server, since its start.
 
     Every time is in seconds of the monotonic clock. What is said of a request that is not live is not counted.
@@ -165,3 +166,17 @@ class ServingMetrics:
             self._step_tokens.observe(num_tokens - self._tokens_before_step)
         self._step_time, self._tokens_before_step = now, num_tokens
         self.history.advance(now, (self.num_prompt_tokens, self.num_generation_tokens, self.finished["error"]))
+
+
+def one_two_five(largest: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
+    bounds = [float(mantissa * 10**power) for power in range(len(str(largest))) for mantissa in (1, 2, 5)]
+    return [bound for bound in bounds if bound <= largest]
+
+
+def geometric(smallest: float, largest: float, per_decade: int) -> list[float]:
+    """Bounds from `smallest` up, each larger than the last by the same factor, to the first beyond `largest`."""
+    bounds = [smallest]
+    while bounds[-1] < largest:
+        bounds.append(smallest * 10 ** (len(bounds) / per_decade))
+    return bounds
