@@ -67,20 +67,16 @@ class EngineCore:
         *,
         publisher: KVEventSink | None = None,
         debug: bool = False,
-        clock: Callable[[], float] | None = None,
         num_places: int = 0,
     ) -> None:
-        """`publisher` gets the KV manager's events; `clock` gives the seconds of arrival times, else the executor.
-
-        num_places: adapters that a step may mix.
-        """
+        """`publisher` gets the KV manager's events; a step may mix `num_places` adapters."""
         self.scheduler, self.executor = scheduler, executor
         self.places = AdapterPlaces(num_places, scheduler.is_live)
         self.first_scheduled: list[str] = []
         self.interrupts = InterruptShield()
         self.max_model_len = scheduler.config.max_model_len
         self.debug, self._publisher = debug, publisher
-        self.clock = clock or executor.clock
+        self.clock = executor.clock
         self._plans: deque[StepPlan] = deque()  # in flight
         self._aside = ThreadPoolExecutor(1, "quire-masks")  # starts no thread before it is needed
         self._guiding: Future[SampleGuide | None] | None = None

@@ -79,7 +79,8 @@ def make_core(drawn: random.Random, num_places: int, num_blocks: int, max_in_fli
     executor = Worker(drawn, num_places, max_in_flight)
     executor.is_live = scheduler.is_live  # type: ignore[method-assign]
     executor.initialize_cache(layout)
-    return EngineCore(scheduler, executor, debug=True, clock=lambda: 0.0, num_places=num_places)
+    executor.clock = lambda: 0.0
+    return EngineCore(scheduler, executor, debug=True, num_places=num_places)
 
 
 def make_request(number: int, drawn: random.Random) -> NewRequest:

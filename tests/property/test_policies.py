@@ -79,7 +79,8 @@ def make(policy: str, max_in_flight: int = 1, **changes: Any) -> tuple[EngineCor
     executor = Watched(max_in_flight)
     executor.initialize_cache(layout)
     executor.scheduler, executor.config = Scheduler(config, KVManager(layout)), config
-    return EngineCore(executor.scheduler, executor, clock=lambda: executor.now), executor
+    executor.clock = lambda: executor.now
+    return EngineCore(executor.scheduler, executor), executor
 
 
 def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 4, **fields: object) -> None:

@@ -145,7 +145,8 @@ class World:
     def _engine(self) -> tuple[CheckingExecutor, EngineCore]:
         executor = CheckingExecutor(self, self.model, self.kind.max_in_flight)
         executor.initialize_cache(self.layout)
-        return executor, EngineCore(self.scheduler, executor, clock=lambda: self.clock)
+        executor.clock = lambda: self.clock
+        return executor, EngineCore(self.scheduler, executor)
 
     def go_on_elsewhere(self) -> None:
         """The scheduler goes on with a fresh worker: no result comes any more, and no block holds anything."""

@@ -28,7 +28,8 @@ def make_core(max_in_flight: int = 1, executor: SimulatedExecutor | None = None)
     layout = CacheLayout(block_size=4, groups=[CacheGroup(layers=[0])], num_blocks=[12], max_model_len=64)
     executor = executor or SimulatedExecutor(FakeModel(max_drafts=2, accuracy=0.7), max_in_flight)
     executor.initialize_cache(layout)
-    core = EngineCore(Scheduler(config, KVManager(layout)), executor, clock=lambda: 0.0)
+    executor.clock = lambda: 0.0
+    core = EngineCore(Scheduler(config, KVManager(layout)), executor)
     for i in range(3):
         task = SamplingTask(
             params=SamplingParams(n=1 + i % 2, max_tokens=8), max_tokens=8, stop_token_ids=frozenset(), seed=i
