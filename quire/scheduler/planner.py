@@ -4,7 +4,7 @@ The scheduler's half that looks ahead: it keeps the queues and asks the KV manag
 results, and of requests only what their policy makes of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -58,6 +58,7 @@ class Planner:
         self._prefixes: dict[bytes, list[Sequence]] = {}  # who awaits a block that another one computes, by its name
         self.num_preparing: dict[str, int] = {}  # by what they await
         self._reason: str | None = None  # why the first waiting sequence was not admitted; None: not looked at yet
+        self.policy = Policy(config.policy_options)
         self._use_policy(config)
         self.set_limits(config, [])
 
@@ -105,7 +106,7 @@ class Planner:
 
     # What may be changed between steps.
 
-    def set_limits(self, config: SchedulerConfig, groups: Iterable[SequenceGroup]) -> None:
+    def set_limits(self, config: SchedulerConfig, groups: Collection[SequenceGroup]) -> None:
         """Keep to other limits from the next plan on; what runs goes on.
 
         `groups`: all live requests, in their order of add, whom another policy may order anew.
@@ -116,12 +117,12 @@ class Planner:
         if (config.policy, config.policy_options) != (last.policy, last.policy_options):
             self._change_policy(groups)
 
-    def _change_policy(self, groups: Iterable[SequenceGroup]) -> None:
-        """Put all sequences of all live requests in another policy's order."""
-        last, waiting, running = self.policy, [*self.waiting], [*self.running]
+    def _change_policy(self, groups: Collection[SequenceGroup]) -> None:
+        """Put all sequences of all live requests in another policy's order, or in the same one's by other options."""
+        waiting, running = [*self.waiting], [*self.running]
+        for group in groups:  # under the options by which it came
+            self.policy.on_ended(group.request)
         self._use_policy(self._config)
-        if type(last) is type(self.policy):  # with other options: it goes on with what it knows
-            self.policy.go_on_from(last)
         for group in groups:
             self.enrol(group, is_new=False)
             for sequence in group.sequences.values():
@@ -131,9 +132,12 @@ class Planner:
         self.running = sorted(running, key=lambda sequence: sequence.key)
 
     def _use_policy(self, config: SchedulerConfig) -> None:
-        self.policy = policy = POLICIES[config.policy](config.policy_options)
-        self.watches_service = type(policy).on_served is not Policy.on_served
-        self.waiting = WaitingQueue(policy.rank)
+        kind = POLICIES[config.policy]
+        if type(self.policy) is not kind:  # else it goes on with what it knows
+            self.policy = kind(config.policy_options)
+        self.policy.options = config.policy_options
+        self.watches_service = kind.on_served is not Policy.on_served
+        self.waiting = WaitingQueue(self.policy.rank)
 
     def budget(self) -> int:
         """Tokens of the next step: one each for what runs, at least, for limits may have been lowered meanwhile."""

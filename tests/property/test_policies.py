@@ -227,9 +227,11 @@ def test_a_clients_counter_survives_other_options_and_what_was_idle_longest_is_f
         add(core, str(i), [i] * 8, client=f"c{i % 2}")
     core.step()
     fair: Any = executor.scheduler._planner.policy
-    other = POLICIES["fair"](PolicyOptions())
-    other.go_on_from(fair)
-    assert [other.rank(f"c{i}") for i in range(2)] == [fair.rank(f"c{i}") for i in range(2)] != [0.0, 0.0]
+    ranks = [fair.rank(f"c{i}") for i in range(2)]
+    core.set_limits({"fair_output_weight": 3.0})
+    assert executor.scheduler._planner.policy is fair
+    assert fair.options.fair_output_weight == 3.0
+    assert [fair.rank(f"c{i}") for i in range(2)] == ranks != [0.0, 0.0]
     task = SamplingTask(params=SamplingParams(), max_tokens=1, stop_token_ids=frozenset(), seed=1)
     for i in range(20_000):
         request = NewRequest(request_id=str(i), prompt_token_ids=[1], task=task, client=str(i))

@@ -32,7 +32,9 @@ class Load(NamedTuple):
 
 
 class Policy:
-    """The order of requests; one object serves one scheduler.
+    """The order of requests; one object serves one scheduler, and goes on by other `options` where those are changed.
+
+    It is told then that all who live have ended, and of each anew: what it has learnt from them it keeps.
 
     What is here is what a policy without wishes does: requests run in the order in which they were added, whatever
     their priority, and nobody pushes out anybody. That is "fcfs".
@@ -98,6 +100,3 @@ class Policy:
     def explain(self, request: NewRequest, first: NewRequest) -> str:
         """Why `first` comes before `request`, with numbers."""
         return "those came earlier"
-
-    def go_on_from(self, last: Any) -> None:
-        """Take over what another object of the class has learnt; it is told again who lives."""

@@ -7,7 +7,6 @@ What can't be met at the measured pace is refused when it comes, and not after i
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from quire.config.scheduler import PolicyOptions
 from quire.errors import OverloadedError
@@ -91,10 +90,6 @@ class EarliestDeadline(Policy):
             what = "its first token is due"
         after_first = due - self._due(first)
         return f"{what} {due - request.arrival_time:.3g} s after its arrival, and {after_first:.3g} s after the first"
-
-    def go_on_from(self, last: Any) -> None:
-        """Keep its pace."""
-        self._pace = last._pace
 
     # Targets and forecasts.
 

@@ -4,8 +4,6 @@ A client is `NewRequest.client`; requests without one share one counter. Registe
 `quire.scheduler.policies.registry`.
 """
 
-from typing import Any
-
 from quire.config.scheduler import PolicyOptions
 from quire.protocol.requests import NewRequest
 from quire.scheduler.policies.base import Key, Policy
@@ -75,10 +73,6 @@ class FairShare(Policy):
         if request.client == first.client:
             return f"its own client's, whose turn it is: its counter stands at {own:.0f}"
         return f"its client's counter stands at {own:.0f}, that of the next in turn at {other:.0f}"
-
-    def go_on_from(self, last: Any) -> None:
-        """Keep its counters."""
-        self._counters, self._last_admitted = last._counters, last._last_admitted
 
     def _forget_idle(self) -> None:
         """Drop the clients without requests whose counters are the lowest: they would be lifted the soonest."""

@@ -3,8 +3,6 @@
 Registered in `quire.scheduler.policies.registry`.
 """
 
-from typing import Any
-
 from quire.config.scheduler import PolicyOptions
 from quire.protocol.requests import NewRequest
 from quire.scheduler.policies.base import Key, Policy
@@ -37,10 +35,6 @@ class ShortestFirst(Policy):
     def on_step(self, num_tokens: int, seconds: float) -> None:
         """Whatever runs has a token less to do."""
         self._num_steps += 1
-
-    def go_on_from(self, last: Any) -> None:
-        """Go on counting."""
-        self._num_steps = last._num_steps
 
     def explain(self, request: NewRequest, first: NewRequest) -> str:
         """By what is left to do."""
