@@ -10,10 +10,9 @@ from quire.protocol.stats import SpeculationStats
 
 
 class DraftCounts:
-    """Counters since the start; `shown` says whether there is anything that drafts, `tree` in which shape."""
+    """Counters since the start; `tree`: the shape of drafts, where they are no chain."""
 
-    def __init__(self, shown: bool, tree: DraftTree | None = None) -> None:
-        self._shown = shown
+    def __init__(self, tree: DraftTree | None = None) -> None:
         self._tree = tree
         self._counts = SpeculationStats()
 
@@ -29,9 +28,7 @@ class DraftCounts:
         for place in range(num_accepted):
             per_position[place] += 1
 
-    def stats(self) -> SpeculationStats | None:
-        """The figures of this moment; None where nothing drafts."""
-        if not self._shown:
-            return None
+    def stats(self) -> SpeculationStats:
+        """The figures of this moment."""
         per_position = [*self._counts.num_accepted_tokens_per_pos]
         return structs.replace(self._counts, num_accepted_tokens_per_pos=per_position)

@@ -37,7 +37,7 @@ class Outcomes:
         self.groups: dict[str, SequenceGroup] = {}
         self.num_guided = 0
         self._orders, self._sequence_ids = count(), count()
-        self.drafts = DraftCounts(config.max_num_drafts > 0, config.draft_tree)
+        self.drafts = DraftCounts(config.draft_tree)
         self._planner, self._kv = planner, kv
         self.config = config
 

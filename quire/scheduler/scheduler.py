@@ -227,7 +227,7 @@ class Scheduler:
             kv_blocks_pinned=sum(self.kv.pins.num_blocks),
             kv_block_residency=self.kv.times.counts(),
             tiers=self.kv.space and self.kv.space.stats(),
-            speculation=self._outcomes.drafts.stats(),
+            speculation=self._outcomes.drafts.stats() if self.config.max_num_drafts else None,
             limits=self.limits,
         )
 
