@@ -1,14 +1,28 @@
 """How long cached contents stay in their blocks, how long they lie unused, and how soon they are used again.
 
 A block pool tells of the blocks that it samples; one `ResidencyTimes` counts for all pools of a KV manager, which sets
-its time once a step, so that nothing here reads a clock. It must not know hashes, sequences or Prometheus.
+its time once a step, so that nothing here reads a clock. Counts travel in `EngineStats`, and /metrics shows them in
+histograms of the same kinds. It must not know hashes, sequences or Prometheus.
 """
 
 from quire.metrics.histogram import Histogram
-from quire.metrics.residency import residency_histograms
 from quire.protocol.stats import Counts
 
 UNSAMPLED = 15  # blocks whose number has one of these bits are not looked at: one in 16 is
+_SECONDS = [
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+]
+
+
+def residency_histograms() -> list[Histogram]:
+    """Empty histograms, under vLLM's names and with its bounds: lifetime, idle before eviction, gap between uses."""
+    names = {
+        "lifetime": "From a cached block's being findable to its eviction; one block in 16 is looked at.",
+        "idle_before_evict": "From a cached block's last use to its eviction; one block in 16.",
+        "reuse_gap": "From a use of a cached block to the next; one block in 16.",
+    }
+    return [Histogram(f"vllm:kv_block_{name}_seconds", help, _SECONDS) for name, help in names.items()]
 
 
 class ResidencyTimes:

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.entrypoints.server.metrics import ServingMetrics
+from quire.kvcache.residency import residency_histograms
 from quire.metrics.histogram import Histogram
-from quire.metrics.residency import residency_histograms
 from quire.protocol.stats import EngineStats
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
