@@ -19,7 +19,7 @@ class KVEventLog:
         self._groups = groups
         self._events: list[KVEvent] = []
         for number, group in enumerate(groups):
-            group.pool.on_removed = partial(self._removed, self._name(number))
+            group.pool.on_evicted.append(partial(self._removed, self._name(number)))
 
     def stored(self, table: BlockTable, start: int, stop: int, name: Callable[[BlockTable, int], bytes]) -> None:
         """Full blocks [start, stop) of a table are about to be registered: note those that nobody could find yet."""
@@ -44,7 +44,8 @@ class KVEventLog:
         stored = BlockStored(table.hashes[first:last], parent, tokens, size, group_idx=self._name(number))
         self._events.append(stored)
 
-    def _removed(self, group_idx: int | None, block_hash: bytes) -> None:
+    def _removed(self, group_idx: int | None, evicted: tuple[int, bytes]) -> None:
+        _, block_hash = evicted
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.group_idx == group_idx:
             last.block_hashes.append(block_hash)

@@ -22,8 +22,7 @@ class BlockPool:
     Attributes:
         num_shared: blocks with more than one owner.
         num_evicted: blocks handed out although their content could be found, since the start.
-        evicted: where a list, `allocate` notes here which blocks held which content.
-        on_removed: told of each name that leads nowhere any more, as its block was handed out.
+        on_evicted: told of each block that `allocate` hands out although it held content, with the content's name.
     """
 
     def __init__(self, num_blocks: int, residency: Residency | None = None) -> None:
@@ -32,12 +31,11 @@ class BlockPool:
         self.num_shared = 0
         self.num_evicted = 0
         self.ref_counts = [0] * num_blocks
-        self.evicted: list[tuple[int, bytes]] | None = None
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free = OrderedDict[int, None].fromkeys(range(num_blocks))
         self._states = bytearray(num_blocks)
-        self.on_removed: Callable[[bytes], None] | None = None
+        self.on_evicted: list[Callable[[tuple[int, bytes]], object]] = []
         self._residency = residency
 
     @property
@@ -156,9 +154,7 @@ class BlockPool:
     def _evict(self, block: int, block_hash: bytes) -> None:
         self.forget(block)
         self.num_evicted += 1
-        if self.on_removed is not None:
-            self.on_removed(block_hash)
-        if self.evicted is not None:
-            self.evicted.append((block, block_hash))
+        for tell in self.on_evicted:
+            tell((block, block_hash))
         if not block & UNSAMPLED and self._residency is not None:
             self._residency.on_evicted(block)

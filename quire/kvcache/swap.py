@@ -61,7 +61,9 @@ class SwapSpace:
         speed = layout.copy_bytes_per_second
         self._token_seconds = 0.0  # to compute one of a prompt; not measured yet
         self._copy_seconds = [size / speed if speed else 0.0 for size in self._block_bytes]
-        self._forget_evicted()
+        self._evicted: list[list[tuple[int, bytes]]] = [[] for _ in groups]  # in this plan, blocks and their names
+        for group, evicted in zip(groups, self._evicted, strict=True):
+            group.pool.on_evicted.append(evicted.append)
 
     # At preemption.
 
@@ -226,10 +228,9 @@ class SwapSpace:
 
     def end_plan(self, copies: list[tuple[int, int, int]]) -> Moves:
         """All moves of the plan, these copies among them; what was evicted in it falls into the host's cache."""
-        for number, group in enumerate(self._groups):
-            if group.pool.evicted:
-                self._keep(number, group.pool.evicted)
-                group.pool.evicted = []
+        for number, evicted in enumerate(self._evicted):
+            self._keep(number, evicted)
+            evicted.clear()
         out = [(group, device, host) for (group, host), device in self._out.items()]
         in_ = self.arrivals.take()
         self._unproven.append(list(self._out))
@@ -294,8 +295,8 @@ class SwapSpace:
         return lambda name: device.holds(name) or host.holds(name) or name in files
 
     def _forget_evicted(self) -> None:
-        for group in self._groups:
-            group.pool.evicted = []
+        for evicted in self._evicted:
+            evicted.clear()
 
 
 def first_from_host(match: PrefixMatch) -> int:
