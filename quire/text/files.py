@@ -39,20 +39,6 @@ class TokenizerConfig:
     settings: dict[str, Any] = field(repr=False)  # the rest of tokenizer_config.json
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        ModelLoadError: it can't be read or parsed.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        message = f"{path.name} of the tokenizer can't be read ({reason}); download the file again."
-        raise ModelLoadError(message) from None
-
-
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     """Read tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat templates and config.json.
 
@@ -111,7 +97,13 @@ def _rank(name: str) -> int:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = read_json(path) if path.is_file() else {}
+    """What a JSON file says; {} where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        message = f"{path.name} of the tokenizer can't be read ({reason}); download the file again."
+        raise ModelLoadError(message) from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path.name} of the tokenizer holds a {type(value).__name__}, not an object.")
     return value
