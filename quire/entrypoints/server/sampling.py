@@ -94,8 +94,7 @@ def _params(
     if body.use_beam_search:  # what the model has besides a length is about drawing
         defaults = {"temperature": 0.0, "max_new_tokens": defaults.get("max_new_tokens")}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    if "structured_outputs" not in given and (structure := structure_of(body)) is not None:
-        given["structured_outputs"] = structure[1]
+    given["structured_outputs"] = structure_of(body)
     with named(http_names):
         return SamplingParams.from_generation_defaults(defaults, output_kind=kind, **(given | same))
 

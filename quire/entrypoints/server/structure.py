@@ -30,8 +30,8 @@ _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
-def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams] | None:
-    """The field that constrains the output, and the constraint; None where nothing does.
+def structure_of(body: GenerationRequest) -> StructuredOutputsParams | None:
+    """What constrains the output; None where nothing does.
 
     Raises:
         InvalidRequestError: several fields do, or one has no constraint of its kind.
@@ -52,7 +52,7 @@ def structure_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams]
     if body.guided_whitespace_pattern is not None:
         fields = {"whitespace_pattern": body.guided_whitespace_pattern, **fields}
     try:
-        return name, StructuredOutputsParams(**fields)
+        return StructuredOutputsParams(**fields)
     except InvalidRequestError as error:
         own = r"^structured_outputs(?=\.)" if name == "structured_outputs" else r"^structured_outputs(\.\w+)?"
         message = re.sub(own, name, str(error))
