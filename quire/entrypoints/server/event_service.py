@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from quire.entrypoints.server.errors import ErrorInfo, describe
 from quire.entrypoints.server.parsers.base import ContentEvent
 from quire.entrypoints.server.responses import encode
-from quire.entrypoints.server.service import Read, TurnRequest, next_of, opened
+from quire.entrypoints.server.service import Read, TurnRequest, opened
 from quire.entrypoints.server.state import ServerState
 from quire.entrypoints.server.turn import Delta, Finish, Turn
 from quire.errors import QuireError
@@ -100,7 +100,7 @@ async def streamed(
     The first ones wait for the engine a little, so that what it refuses at once is raised, and an HTTP error.
     """
     opening, is_open = writer.open(), False
-    first = asyncio.create_task(next_of(steps))
+    first = asyncio.ensure_future(anext(steps, None))
     try:
         await asyncio.wait([first], timeout=_PATIENCE)
         if first.done():
@@ -110,7 +110,7 @@ async def streamed(
         events = await first
         while events is not None:
             yield b"".join(map(frame, events))
-            events = await next_of(steps)
+            events = await anext(steps, None)
     except Exception as error:
         if not is_open:
             raise

@@ -37,7 +37,6 @@ _PART = 1 << 18  # bytes that are written at once, about
 Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
 _Body = TypeVar("_Body")
 _Writer = TypeVar("_Writer")
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -285,8 +284,3 @@ def _size(outputs: Iterable[RequestOutput], params: SamplingParams) -> int:
         if output.prompt_logprobs is not None:
             size += sum(len(entry) for entry in output.prompt_logprobs if entry is not None) * len(output.outputs)
     return size
-
-
-async def next_of(source: AsyncGenerator[_Item, None]) -> _Item | None:
-    """The next one, as a coroutine; None at the end."""
-    return await anext(source, None)
