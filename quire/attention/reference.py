@@ -120,7 +120,7 @@ class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
             query, key = ops.rotary(query, key, step.positions, spec.rope)
         if spec.prefix is not None and step.adapters is not None:
             kept, positions = torch.stack((key, value), 1).flatten(1), step.positions
-            kept = ops.lora_rows(positions, kept, spec.prefix, step.adapters.slots, positions)
+            kept = ops.lora_rows(positions, kept, spec.prefix, step.adapters.rows, positions)
             key, value = kept.view(len(kept), 2, *key.shape[1:]).unbind(1)
         ops.write_kv(key, value, cache, metadata.batch.slot_mapping.to(cache.device))
         group_size = spec.num_heads // spec.num_kv_heads

@@ -6,24 +6,34 @@ A layer reads what it needs and nothing is global. What a field means for a requ
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AdapterBatch:
     """Which adapter each token runs with.
 
     Attributes:
-        slots: int32 [T], the adapter's place among those that are loaded; -1 for none.
+        slots: int32 [T] on the host, the adapter's place among those that are loaded; -1 for none.
+        device: the model's.
     """
 
     slots: Tensor
+    device: torch.device | None = None
 
     def of(self, rows: Sequence[int]) -> "AdapterBatch":
         """Those of some tokens."""
-        return AdapterBatch(self.slots[list(rows)])
+        return AdapterBatch(self.slots[list(rows)], self.device)
+
+    @cached_property
+    def rows(self) -> list[tuple[int, Tensor]]:
+        """The places in use, each with the tokens of its adapter; every layer asks, and a device is told once."""
+        places = sorted({*self.slots.tolist()} - {-1})
+        return [(place, torch.nonzero(self.slots == place)[:, 0].to(self.device)) for place in places]
 
 
 @dataclass

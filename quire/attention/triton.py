@@ -34,7 +34,7 @@ class TritonBackend(AttentionBackend[AttentionBatch]):
         pages = open_pages(step.caches[spec.layer], batch.block_size, self.kind)
         query = prepare(qkv, pages, batch.slot_mapping, step.positions, spec)
         if spec.prefix is not None and step.adapters is not None:
-            write_virtual(spec.prefix, step.adapters.slots, pages, batch.slot_mapping, step.positions)
+            write_virtual(spec.prefix, step.adapters.rows, pages, batch.slot_mapping, step.positions)
         return paged_attention(query, pages, batch, spec)
 
     def move_slots(self, kv_cache: Tensor, moves: SlotMoves) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire import ops
 from quire.attention.step import Step
-from quire.layers.linear import Matrix, Place, slots_of
+from quire.layers.linear import Matrix, Place, adapted_rows
 
 
 class Embedding(Matrix):
@@ -21,7 +21,7 @@ class Embedding(Matrix):
         rows = self.method.lookup(self.weights, self.shape, ids, self.dtype)
         if self.lora is None or step is None:
             return rows
-        return ops.lora_rows(ids, rows, self.lora, slots_of(step), step.positions)
+        return ops.lora_rows(ids, rows, self.lora, adapted_rows(step), step.positions)
 
 
 class VocabEmbedding(Embedding):

@@ -121,7 +121,7 @@ class Matrix(nn.Module):
     def product(self, x: Tensor, lora: ops.LoraLayer | None, step: Step | None, wide: bool) -> Tensor:
         """[M, its input features] -> what all ranks, or this one, have of ``x @ W.T + b``, and what `lora` adds."""
         y = self.method.apply(self.weights, self.shape, x, wide=wide)
-        y = y if lora is None else ops.lora(x, y, lora, slots_of(step))
+        y = y if lora is None else ops.lora(x, y, lora, adapted_rows(step))
         return y if self.shard is None else self.shard.give(y)
 
     def _load(self, part: str, tensor: str, start: int, loaded: Tensor) -> None:
@@ -146,6 +146,6 @@ class Linear(Matrix):
         return self.product(x if self.shard is None else self.shard.bring(x), self.lora, step, wide)
 
 
-def slots_of(step: Step | None) -> Tensor | None:
-    """Which adapter each row has, where any has one."""
-    return None if step is None or step.adapters is None else step.adapters.slots
+def adapted_rows(step: Step | None) -> ops.AdaptedRows:
+    """Which rows have which adapter."""
+    return () if step is None or step.adapters is None else step.adapters.rows

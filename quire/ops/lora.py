@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -61,6 +60,7 @@ class VirtualRows:
 
 
 Adapted = LoraMatrices | VirtualRows
+AdaptedRows = Sequence[tuple[int, Tensor]]  # the places in use, each with the rows of its adapter
 
 
 class LoraLayer:
@@ -121,9 +121,9 @@ class LoraLayer:
 
 
 @op
-def lora(x: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor:
-    """`y`, the product of `x`, with what adapters add: [T, K], [T, N], int32 [T] -> [T, N]; other rows as they are."""
-    for slot, rows in _by_slot(slots):
+def lora(x: Tensor, y: Tensor, layer: LoraLayer, adapted: AdaptedRows) -> Tensor:
+    """`y`, the product of `x`, with what adapters add: [T, K], [T, N] -> [T, N]; other rows as they are."""
+    for slot, rows in adapted:
         added = y[rows].float()
         for part, own in layer.at(slot).items():
             assert isinstance(own, LoraMatrices), "virtual tokens are rows of a table"
@@ -134,9 +134,9 @@ def lora(x: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None) -> Tensor
 
 
 @op
-def lora_rows(ids: Tensor, y: Tensor, layer: LoraLayer, slots: Tensor | None, positions: Tensor) -> Tensor:
+def lora_rows(ids: Tensor, y: Tensor, layer: LoraLayer, adapted: AdaptedRows, positions: Tensor) -> Tensor:
     """Likewise of `y`, the rows of a table by `ids`; virtual tokens are told by the positions, [T] integers."""
-    for slot, rows in _by_slot(slots):
+    for slot, rows in adapted:
         for own in layer.at(slot).values():
             if isinstance(own, VirtualRows):
                 y = virtual_rows(y, own, rows, positions)
@@ -152,14 +152,7 @@ def virtual_rows(y: Tensor, own: VirtualRows, rows: Tensor, positions: Tensor) -
     return y.index_copy(0, here, own.rows[positions[here].long()].to(y.dtype))
 
 
-def _by_slot(slots: Tensor | None) -> list[tuple[int, Tensor]]:
-    """The rows of each adapter."""
-    if slots is None:
-        return []
-    return [(slot, torch.nonzero(slots == slot)[:, 0]) for slot in sorted({*slots.tolist()} - {-1})]
-
-
 @lora.native
 @lora_rows.native
-def _build(x: object, y: Value, layer: LoraLayer, slots: Tensor | None, positions: object = None) -> Value:
+def _build(x: object, y: Value, layer: LoraLayer, adapted: AdaptedRows, positions: object = None) -> Value:
     return y.builder.tell(y, lora=y.builder.hold(layer, layer.struct))

@@ -67,8 +67,8 @@ class Adapters:
             if (ref := row.request.adapter) is not None:
                 virtual = max(0, ref.num_virtual - row.num_computed) if ref.num_virtual else end
                 slots[start : min(end, start + virtual)] = self._places[ref.adapter_id]
-        where = next(self._model.parameters()).device
-        return AdapterBatch(torch.from_numpy(slots).to(where)) if slots.max() >= 0 else None
+        device = next(self._model.parameters()).device
+        return AdapterBatch(torch.from_numpy(slots), device) if slots.max() >= 0 else None
 
     def close(self) -> None:
         """Load no more."""

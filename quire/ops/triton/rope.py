@@ -6,12 +6,11 @@ fp32, rounded to the model's type after each. Called by the attention backend; k
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.lora import LoraLayer, VirtualRows
+from quire.ops.lora import AdaptedRows, LoraLayer, VirtualRows
 from quire.ops.rope import AttentionSpec
 from quire.ops.triton.common import INTERPRETED, launch, narrow
 from quire.ops.triton.pages import Pages
@@ -134,16 +133,16 @@ def prepare(qkv: Tensor, pages: Pages, slots: Tensor, positions: Tensor, spec: A
     return query
 
 
-def write_virtual(layer: LoraLayer, adapters: Tensor, pages: Pages, slots: Tensor, positions: Tensor) -> None:
-    """Let virtual tokens have the keys and values that their adapters (int32 [T]) give them; reads on the host.
+def write_virtual(layer: LoraLayer, adapted: AdaptedRows, pages: Pages, slots: Tensor, positions: Tensor) -> None:
+    """Let virtual tokens have the keys and values that their adapters give them; reads on the host.
 
     slots, positions: of all tokens, as for `prepare`, which has written something else.
     """
     num_kv_heads = pages.elements.shape[2]
-    for adapter in sorted({*adapters.tolist()} - {-1}):
-        for own in layer.at(adapter).values():
+    for place, tokens in adapted:
+        for own in layer.at(place).values():
             assert isinstance(own, VirtualRows), "of keys and values adapters have virtual tokens only"
-            here = torch.nonzero((adapters == adapter) & (positions < len(own.rows)))[:, 0]
+            here = tokens[positions[tokens] < len(own.rows)]
             rows = own.rows[positions[here].long()]
             as_they_are = AttentionSpec(0, num_kv_heads, rows.shape[1] // (2 * num_kv_heads), 1.0)
             prepare(rows, pages, slots[here], positions, as_they_are)

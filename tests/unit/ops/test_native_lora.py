@@ -8,6 +8,7 @@ from native_cases import DTYPES, EPSILON, Threads, draw, packed, run
 from torch import Tensor
 
 from quire import ops
+from quire.attention.step import AdapterBatch
 from quire.ops.lora import LoraLayer, LoraMatrices, TokenSlots
 from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.program import Program, StepData
@@ -40,7 +41,7 @@ def product(
     builder = ProgramBuilder(dtype)
     x = recorded(builder.input(weight.shape[1]))
     matrices = [packed(part, TYPE_OF[dtype]) for part in weight.split(parts or [len(weight)])]
-    y = ops.lora(x, ops.linear(x, matrices), layer, None)  # type: ignore[arg-type]
+    y = ops.lora(x, ops.linear(x, matrices), layer, [])  # type: ignore[arg-type]
     return builder.finish(ops.silu_and_mul(y) if gated else y)  # type: ignore[arg-type]
 
 
@@ -65,7 +66,7 @@ def test_equals_the_reference_and_no_row_depends_on_another(
     tokens.set(slots)
     whole = ran(program, x, width)
     assert torch.equal(whole[slots < 0], base[slots < 0])
-    expected = ops.lora(x.double(), x.double() @ weight.to(dtype).double().t(), plain, slots)
+    expected = ops.lora(x.double(), x.double() @ weight.to(dtype).double().t(), plain, AdapterBatch(slots).rows)
     assert torch.allclose(whole.double(), expected, rtol=4 * EPSILON[dtype], atol=TOLERANCE[dtype] * inner**0.5)
     for start, end in ((0, 1), (19, 23), (33, 70), (47, 51)):
         tokens.set(slots[start:end].clone())
@@ -85,7 +86,9 @@ def test_before_a_gate(level: str, dtype: torch.dtype, features: int) -> None:
     slots = torch.arange(37, dtype=torch.int32) % (len(RANKS) + 1) - 1
     tokens.set(slots)
     found = ran(product(weight, native, dtype, gated=True), x, features)
-    gate, up = ops.lora(x.double(), x.double() @ weight.to(dtype).double().t(), plain, slots).chunk(2, -1)
+    gate, up = ops.lora(x.double(), x.double() @ weight.to(dtype).double().t(), plain, AdapterBatch(slots).rows).chunk(
+        2, -1
+    )
     expected = torch.nn.functional.silu(gate) * up
     assert torch.allclose(found.double(), expected, rtol=0.05, atol=TOLERANCE[dtype] * 4)
 
@@ -103,7 +106,7 @@ def test_virtual_tokens_are_rows_by_position(level: str, dtype: torch.dtype, siz
     builder = ProgramBuilder(dtype)
     index, positions = builder.ids, recorded(builder.positions)
     value: Any = ops.embedding(index, packed(table, TYPE_OF[dtype]))  # type: ignore[arg-type]
-    program = builder.finish(ops.lora_rows(index, value, both[0], None, positions))  # type: ignore[arg-type]
+    program = builder.finish(ops.lora_rows(index, value, both[0], [], positions))  # type: ignore[arg-type]
     drawn = torch.Generator().manual_seed(1)
     ids, slots = torch.randint(0, 50, (41,), generator=drawn), torch.randint(-1, 3, (41,), generator=drawn)
     where, slots = torch.randint(0, 9, (41,), generator=drawn), slots.to(torch.int32)
@@ -115,7 +118,7 @@ def test_virtual_tokens_are_rows_by_position(level: str, dtype: torch.dtype, siz
     assert torch.equal(plain, table[ids])
     tokens.set(slots)
     found = run(program, [], size, dtype, step)
-    expected = ops.lora_rows(ids, table[ids], both[1], slots, where)
+    expected = ops.lora_rows(ids, table[ids], both[1], AdapterBatch(slots).rows, where)
     adds = (slots == 1)[:, None]
     assert torch.equal(found.masked_fill(adds, 0), expected.masked_fill(adds, 0))
     assert torch.allclose(found.float(), expected.float(), rtol=4 * EPSILON[dtype], atol=1e-5)
