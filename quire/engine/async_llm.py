@@ -83,7 +83,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self.limits = limits_of(config.scheduler, config.scheduler)
-        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=self.limits)
+        self._stats = EngineStats(limits=self.limits)
         self._monitor = Monitor(client, options.step_timeout, self._on_event, self._end_all)
 
     @classmethod

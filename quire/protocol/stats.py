@@ -58,13 +58,13 @@ class Limits(msgspec.Struct, frozen=True, tag=True):
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges at a moment, and counters since the start."""
 
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_cache_usage_perc: float  # 0 to 1, as the metric of that name is
-    num_preemptions_total: int
-    prefix_cache_queries_total: int  # prompt tokens looked up
-    prefix_cache_hits_total: int  # prompt tokens found
-    waiting_reasons: dict[str, int]  # why the waiting wait -> how many
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage_perc: float = 0.0  # 0 to 1, as the metric of that name is
+    num_preemptions_total: int = 0
+    prefix_cache_queries_total: int = 0  # prompt tokens looked up
+    prefix_cache_hits_total: int = 0  # prompt tokens found
+    waiting_reasons: dict[str, int] = {}  # why the waiting wait -> how many
     num_forks_total: int = 0  # sequences that began with the blocks of another
     kv_blocks_shared: int = 0  # with more than one owner
     kv_blocks_pinned: int = 0

@@ -39,7 +39,7 @@ logger = logging.getLogger("quire")
 
 _TICKETS = "quire.tickets"  # in a request's scope
 _TICK_SECONDS = 0.25
-_IDLE = EngineStats(0, 0, 0.0, 0, 0, 0, {})
+_IDLE = EngineStats()
 _Tend = Callable[[ServerState], Iterable[Coroutine[Any, Any, Any]]]
 
 

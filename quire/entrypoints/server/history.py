@@ -39,7 +39,7 @@ class History:
         self._histograms = histograms
         self._counts = [list(histogram.counts) for histogram in histograms]
         self._totals = [0] * 6  # those of `advance`, and three of the engine's
-        self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, {})
+        self._stats = EngineStats()
         self._most = (0, 0)  # running and waiting at once, within the second
 
     def see(self, stats: EngineStats) -> None:

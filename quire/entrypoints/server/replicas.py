@@ -104,7 +104,7 @@ class ReplicasClient:
         if args.data_parallel_size > (cores := os.cpu_count() or 1):
             logger.warning("data_parallel_size=%d is more than there are cores, %d", args.data_parallel_size, cores)
         self._args, self._options = args, options
-        idle = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=limits_of(config.scheduler, config.scheduler))
+        idle = EngineStats(limits=limits_of(config.scheduler, config.scheduler))
         self.stats = [idle] * args.data_parallel_size
         self._totals, self._totals_due = self.stats[0], 0.0
         self._replicas: list[_Replica] = []
@@ -305,7 +305,7 @@ class ReplicasClient:
             replica.monitor.close()
         for call_id in list(self._calls):
             self._collect(replica.rank, Reply(call_id, fault=Fault.of(RequestFailedError(reason))))
-        now, idle = time.monotonic(), EngineStats(0, 0, 0.0, 0, 0, 0, {})
+        now, idle = time.monotonic(), EngineStats()
         self._on_event(self._with_totals(replica.rank, News([], [], now, now, idle)))
 
     # Calls, which go to all.

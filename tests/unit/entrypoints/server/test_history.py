@@ -61,7 +61,7 @@ def test_quiet_seconds_are_filled_in(tell: Callable[..., None]) -> None:
 
 def test_errors_preemptions_and_times_to_the_first_token_are_a_seconds_own() -> None:
     metrics = ServingMetrics()
-    metrics.on_engine_stats(EngineStats(0, 0, 0.0, 0, 0, 0, {}), 10.0)
+    metrics.on_engine_stats(EngineStats(), 10.0)
     metrics.on_arrival("a", 6, 9, 1, 10.0)
     metrics.on_engine_stats(EngineStats(3, 5, 0.5, 2, 0, 0, {}), 10.1)
     metrics.on_scheduled("a", 10.2)

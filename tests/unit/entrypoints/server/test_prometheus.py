@@ -66,7 +66,7 @@ def test_gauges_and_counters(families: dict[str, Metric]) -> None:
 
 def test_blocks_and_the_tiers_below_them() -> None:
     tiers = TierStats(0.25, 2, 30, 20, 3_000, 2_000, 11, 7, disk_hits_total=5, disk_damaged_files_total=1)
-    stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, num_forks_total=4, kv_blocks_shared=3, kv_blocks_pinned=6, tiers=tiers)
+    stats = EngineStats(num_forks_total=4, kv_blocks_shared=3, kv_blocks_pinned=6, tiers=tiers)
     body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=200.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert value(families, "quire:kv_blocks_shared") == 3
@@ -86,7 +86,7 @@ def test_residency_of_kv_blocks() -> None:
     counts = [0] * 22
     counts[9] = 2
     residency = [Counts(counts, 1.5), Counts(counts, 1.25), Counts(counts, 1.0)]
-    stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, prefix_cache_evictions_total=5, kv_block_residency=residency)
+    stats = EngineStats(prefix_cache_evictions_total=5, kv_block_residency=residency)
     body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], now=200.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     name = "vllm:kv_block_lifetime_seconds"
@@ -143,7 +143,7 @@ def test_drafts_are_counted_where_there_are_any(families: dict[str, Metric]) -> 
 
 def test_limits_and_the_policy() -> None:
     limits = Limits(3, 512, "fair", {"fair_input_weight": 1.0}, 8, 2048)
-    stats = EngineStats(0, 0, 0.0, 0, 0, 0, {}, limits=limits)
+    stats = EngineStats(limits=limits)
     body, _ = render([Figures(ServingMetrics(100), [stats], LABELS["model_name"])], 0.0)
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert value(families, "quire:max_num_seqs") == 3

@@ -23,7 +23,7 @@ from quire.protocol.stats import EngineStats
 from quire.protocol.step import Failure, PromptLogprobs, SequenceOutput, TokenLogprobs
 from quire.text.tokenizer import Tokenizer
 
-STATS = EngineStats(0, 0, 0.0, 0, 0, 0, {})
+STATS = EngineStats()
 MAX_LEN = 128
 EOS = 0
 
