@@ -12,10 +12,14 @@ from quire.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """Text of one output sequence; amortised constant time per token.
+    """Text of one output sequence; a token costs the same however many came before, unless it takes characters back.
 
     A stop string counts when it ends in the text of a token after the first `min_tokens`. The earliest match in the
     text wins among those that one token completes; of two at one place, the one listed first.
+
+    Attributes:
+        output_text: all text so far, with what a delta would still hold back.
+        num_tokens: output tokens taken in so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -24,21 +28,11 @@ class IncrementalDetokenizer:
         self._stop = list(params.stop)
         self._overlap = max(map(len, self._stop), default=1) - 1  # characters of a stop string that may be old
         self._include_stop, self._min_tokens = params.include_stop_str_in_output, params.min_tokens
-        self._pieces: list[str] = []  # the text, in parts; those before _num_sent_pieces have been handed out
-        self._num_sent_pieces = 0
+        self.output_text = ""
         self._num_sent = 0  # characters
-        self._length = 0  # characters
         self._stable = self._num_held = 0  # the stable length last looked at, and how much of it is held back
         self._settled = False
-        self.num_tokens = 0  # output tokens taken in so far
-
-    @property
-    def output_text(self) -> str:
-        """All text so far, with what a delta would still hold back."""
-        text = "".join(self._pieces)
-        self._pieces[:] = [text[: self._num_sent], text[self._num_sent :]]
-        self._num_sent_pieces = 1
-        return text
+        self.num_tokens = 0
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool = False) -> tuple[str | None, int]:
         """Take new output tokens.
@@ -51,23 +45,18 @@ class IncrementalDetokenizer:
             The stop string found, or None; and how many of the new tokens were used up to it (else all). The text
             ends with the stop string then, or before it, and must not be updated again.
         """
-        visible = len(new_token_ids) - (stop_terminated and not self._include_stop)
-        push, pieces = self._stream.push, self._pieces
-        for index in range(visible):
-            drop, text = push(new_token_ids[index])
-            if drop:
-                self._drop(drop)
-            if text:
-                start = self._length
-                pieces.append(text)
-                self._length += len(text)
-                if self._stop and self.num_tokens + index >= self._min_tokens:
-                    found = self._find_stop(start)
+        num_new = len(new_token_ids)
+        for index in range(num_new - (stop_terminated and not self._include_stop)):
+            drop, new = self._stream.push(new_token_ids[index])
+            if drop or new:
+                self._append(drop, new)
+                if self._stop and new and self.num_tokens + index >= self._min_tokens:
+                    found = self._find_stop(len(self.output_text) - len(new))
                     if found is not None:
                         self.num_tokens += index + 1
                         return found, index + 1
-        self.num_tokens += len(new_token_ids)
-        return None, len(new_token_ids)
+        self.num_tokens += num_new
+        return None, num_new
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
         """Text to hand out: what is new since the last call if `delta`, else all of it.
@@ -76,45 +65,42 @@ class IncrementalDetokenizer:
         """
         if finished and not self._settled:
             self._settled = True
-            drop, text = self._stream.finish()
-            self._drop(drop)
-            self._pieces.append(text)
-            self._length += len(text)
-        end = self._length if finished else self._safe_length()
+            self._append(*self._stream.finish())
+        end = len(self.output_text) if finished else self._safe_length()
         if not delta:
             return self.output_text[:end]
-        num_new = end - self._num_sent
-        if num_new <= 0:
-            return ""
-        unsent = "".join(self._pieces[self._num_sent_pieces :])
-        new, held = unsent[:num_new], unsent[num_new:]
-        self._pieces[self._num_sent_pieces :] = [new, held] if held else [new]
-        self._num_sent_pieces += 1
-        self._num_sent = end
-        return new
+        start, self._num_sent = self._num_sent, max(self._num_sent, end)
+        return self.output_text[start:end]
+
+    def _append(self, drop: int, new: str) -> None:
+        """Take the last `drop` characters away, never any that were handed out, and add new ones."""
+        text, self.output_text = self.output_text, ""  # where nobody else has it, Python lets it grow in its place
+        if drop:
+            text = text[:-drop]
+        text += new
+        self.output_text = text
 
     def _find_stop(self, start: int) -> str | None:
         """Look for a stop string that ends beyond character `start`; cut the text there if there is one."""
-        base = max(0, start - self._overlap)
-        window = self._text_from(base)
-        best, found = len(window), None
+        text = self.output_text
+        best, found = len(text), None
         for stop in self._stop:
-            place = window.find(stop, max(0, start - base - len(stop) + 1))
+            place = text.find(stop, max(0, start - len(stop) + 1))
             if 0 <= place < best:
                 best, found = place, stop
         if found is not None:
             self._settled = True
-            self._drop(self._length - (base + best + (len(found) if self._include_stop else 0)))
+            self.output_text = text[: best + len(found) * self._include_stop]
         return found
 
     def _safe_length(self) -> int:
         """Characters that neither a stop string nor an unstable end can take back."""
-        stable = self._length - self._stream.num_unstable
+        stable = len(self.output_text) - self._stream.num_unstable
         if not self._stop or self._include_stop or self._settled:
             return stable
         if stable != self._stable:  # else nothing new: in a long unstable run, looking again would be slow
-            tail = self._text_from(max(0, stable - self._overlap))
-            self._stable, self._num_held = stable, self._held(tail[: len(tail) - self._stream.num_unstable])
+            tail = self.output_text[max(0, stable - self._overlap) : stable]
+            self._stable, self._num_held = stable, self._held(tail)
         return stable - self._num_held
 
     def _held(self, text: str) -> int:
@@ -128,20 +114,3 @@ class IncrementalDetokenizer:
                     break
                 place = text.find(stop[0], place + 1)
         return held
-
-    def _text_from(self, base: int) -> str:
-        """The text from character `base` on."""
-        first, index = self._length, len(self._pieces)
-        while first > base:
-            index -= 1
-            first -= len(self._pieces[index])
-        return "".join(self._pieces[index:])[base - first :]
-
-    def _drop(self, count: int) -> None:
-        """Take the last `count` characters away; never characters that were handed out."""
-        self._length -= count
-        while count:
-            piece = self._pieces.pop()
-            if len(piece) > count:
-                self._pieces.append(piece[:-count])
-            count -= min(count, len(piece))

@@ -71,12 +71,20 @@ class _Table(dict[int, _Value]):
         return value
 
 
-def _bytes_of(token: str | None) -> bytes:
-    """The UTF-8 bytes of a byte-level token."""
+def _byte_text(token: str | None) -> str | bytes:
+    """The text of a byte-level token, or its bytes where they are not whole characters."""
     try:
-        return bytes(_BYTE_OF[c] for c in token or "")
+        own = bytes(_BYTE_OF[c] for c in token or "")
     except KeyError:  # an added token that is written as plain text
-        return (token or "").encode()
+        return token or ""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return own
+
+
+def _bytes_of(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
 
 
 class ByteLevelStream:
@@ -84,30 +92,34 @@ class ByteLevelStream:
 
     num_unstable = 0
 
-    def __init__(self, table: _Table[bytes], prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, table: _Table[str | bytes], prompt_token_ids: Sequence[int]) -> None:
         self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            tail = table[token_id] + tail
+            tail = _bytes_of(table[token_id]) + tail
             if len(tail) >= 3:  # an incomplete character has at most three bytes
                 break
-        incomplete = _incomplete_suffix(tail[-3:])
-        self._decode(incomplete)
+        self._open = _incomplete_suffix(tail[-3:])  # bytes of a character that is not complete
         # Where the prompt ends inside a character that is then never completed, its U+FFFD belongs to the prompt.
-        self._owed = bool(incomplete)
+        self._owed = bool(self._open)
 
     def push(self, token_id: int) -> tuple[int, str]:
-        text = self._decode(self._table[token_id])
-        return (0, self._pay(text)) if self._owed and text else (0, text)
+        text = self._table[token_id]
+        if text.__class__ is bytes or self._open:
+            text = self._decode(_bytes_of(text), False)
+        return 0, text  # type: ignore[return-value]
 
     def finish(self) -> tuple[int, str]:
-        text = self._decode(b"", True)
-        return 0, self._pay(text) if self._owed else text
+        return 0, self._decode(b"", True)
 
-    def _pay(self, text: str) -> str:
-        self._owed = False
-        return text.removeprefix(REPLACEMENT)
+    def _decode(self, more: bytes, final: bool) -> str:
+        found = self._open + more
+        text, num_used = codecs.utf_8_decode(found, "replace", final)
+        self._open = found[num_used:]
+        if self._owed and text:
+            self._owed = False
+            return text.removeprefix(REPLACEMENT)
+        return text
 
 
 def _incomplete_suffix(tail: bytes) -> bytes:
@@ -304,7 +316,7 @@ class StreamFactory:
         self._pieces = _parse_piece_decoder(backend.decoder_spec)
         spec = backend.decoder_spec or {}
         self._is_byte_level = spec.get("type") == "ByteLevel"
-        read = _bytes_of if self._is_byte_level else self._piece_of
+        read = _byte_text if self._is_byte_level else self._piece_of
         self._tables = {skip: _Table[Any](self._id_to_token, ids, read) for skip, ids in self._skipped.items()}
 
     def new(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between: bool) -> TextStream:
