@@ -3,8 +3,10 @@
 Made by the output processor, read by users. Names and fields are vLLM's. Knows nothing of the engine.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from quire.errors import InvalidRequestError
 
@@ -35,8 +37,7 @@ class RequestMetrics:
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
-@dataclass(slots=True, repr=False)
-class CompletionOutput:
+class CompletionOutput(Struct):
     """One sequence's output."""
 
     index: int  # among the request's outputs
@@ -55,15 +56,14 @@ class CompletionOutput:
         return _short_repr(self)
 
 
-@dataclass(slots=True, repr=False)
-class RequestOutput:
+class RequestOutput(Struct):
     """A request's output so far, or the last of it when `finished`."""
 
     request_id: str
     prompt: str | None  # None where the prompt came as token ids
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one per prompt token; the first is None
-    outputs: list[CompletionOutput] = field(default_factory=list)
+    outputs: list[CompletionOutput] = []
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # prompt tokens taken from the prefix cache
@@ -133,16 +133,16 @@ class BeamSearchOutput:
 def _short_repr(output: CompletionOutput | RequestOutput) -> str:
     """Every field that says something: no None, long token lists and logprobs cut with their length."""
     parts: list[str] = []
-    for entry in fields(output):
-        value = getattr(output, entry.name)
+    for name in output.__struct_fields__:
+        value = getattr(output, name)
         if value is None:
             continue
-        if entry.name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
+        if name in ("token_ids", "prompt_token_ids") and len(value) > _SHOWN_TOKENS:
             head = ", ".join(map(str, value[:_SHOWN_TOKENS]))
             shown = f"[{head}, ... {len(value)} tokens]"
-        elif entry.name in ("logprobs", "prompt_logprobs"):
+        elif name in ("logprobs", "prompt_logprobs"):
             shown = f"[{len(value)} positions]"
         else:
             shown = repr(value)
-        parts.append(f"{entry.name}={shown}")
+        parts.append(f"{name}={shown}")
     return f"{type(output).__name__}({', '.join(parts)})"

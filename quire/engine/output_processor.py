@@ -7,6 +7,8 @@ sequences to finish. It keeps one record per request, and knows nothing of sched
 import logging
 from typing import NamedTuple
 
+from msgspec import structs
+
 from quire.config.engine_args import EngineArgs
 from quire.engine.input_processor import ProcessedInput
 from quire.errors import InvalidRequestError
@@ -46,76 +48,84 @@ class _SequenceRecord:
     def completion(self, params: SamplingParams, delta: bool, index: int) -> CompletionOutput:
         """What to hand out: everything so far, or what is new since the last call."""
         start = self.num_sent if delta else 0
-        self.num_sent = len(self.token_ids)
-        finished = self.finish_reason is not None
-        text = self.detokenizer.get_next_output_text(finished, delta) if self.detokenizer else ""
-        logprobs = self.logprobs[start:] if params.logprobs is not None else None
+        self.num_sent, reason = len(self.token_ids), self.finish_reason
+        text = "" if self.detokenizer is None else self.detokenizer.get_next_output_text(reason is not None, delta)
+        logprobs = None if params.logprobs is None else self.logprobs[start:]
         total = self.cumulative_logprob if params.logprobs is not None or params.use_beam_search else None
-        tokens, end = self.token_ids[start:], (self.finish_reason, self.stop_reason)
-        return CompletionOutput(index, text, tokens, total, logprobs, *end)
+        return CompletionOutput(index, text, self.token_ids[start:], total, logprobs, reason, self.stop_reason)
 
 
 class _RequestRecord:
-    """One request's sequences and facts, from its arrival to its last output."""
+    """One request's sequences and facts, from its arrival to its last output.
+
+    Attributes:
+        shown: what is handed out, but for what is said of sequences.
+        num_left: sequences that go on.
+    """
 
     def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
-        self.request = request = processed.request
-        self.prompt_token_ids = request.prompt_token_ids[request.num_virtual :]  # as the user knows it
-        self.prompt, self.params, self.tokenizer = processed.prompt, processed.params, tokenizer
-        params, places = processed.params, range(request.task.num_sequences)
-        self.sequences = [_SequenceRecord(self._detokenizer() if params.detokenize else None) for _ in places]
-        self.prompt_logprobs: list[LogprobDict | None] | None = None
+        self.request, self.params, self.tokenizer = processed.request, processed.params, tokenizer
+        request, params, self.num_left = processed.request, processed.params, processed.request.task.num_sequences
+        prompt_token_ids = request.prompt_token_ids[request.num_virtual :]  # as the user knows it
+        self.shown = RequestOutput(request.request_id, processed.prompt, prompt_token_ids, num_cached_tokens=0)
+        self.sequences = [_SequenceRecord(self._detokenizer()) for _ in range(self.num_left)]
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None for _ in self.prompt_token_ids]
-        self.metrics = None if args.disable_log_stats else RequestMetrics(arrival_time=request.arrival_time)
-        self.num_cached_tokens = 0
-        self.pooled: list[float] | None = None
+            self.shown.prompt_logprobs = [None for _ in prompt_token_ids]
+        if not args.disable_log_stats:
+            self.shown.metrics = RequestMetrics(request.arrival_time)
+        if (adapter := request.adapter) is not None and not request.num_virtual:
+            self.shown.lora_request = LoRARequest(adapter.name, adapter.adapter_id, adapter.path)
         self.failed = False
-        self.error: InvalidRequestError | None = None
-        self._interval = args.stream_interval
-        adapter = None if request.num_virtual else request.adapter
-        self._lora_request = adapter and LoRARequest(adapter.name, adapter.adapter_id, adapter.path)
+        self._interval, self._delta = args.stream_interval, params.output_kind == RequestOutputKind.DELTA
+        self._is_ranked = self.num_left > params.n
+        self._waits = self._is_ranked or params.output_kind == RequestOutputKind.FINAL_ONLY
 
-    def _detokenizer(self) -> IncrementalDetokenizer:
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        if not self.params.detokenize:
+            return None
         assert self.tokenizer is not None, "the input processor turns detokenize off where there is no tokenizer"
-        return IncrementalDetokenizer(self.tokenizer, self.prompt_token_ids, self.params)
-
-    @property
-    def finished(self) -> bool:
-        return None not in [s.finish_reason for s in self.sequences]
+        return IncrementalDetokenizer(self.tokenizer, self.shown.prompt_token_ids, self.params)
 
     def update(self, news: SequenceOutput, now: float) -> bool:
         """Take in one sequence's news; returns whether a stop string ended the sequence just now."""
-        sequence = self.sequences[news.sequence_index]
-        self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens - self.request.num_virtual)
+        sequence, shown, tokens = self.sequences[news.sequence_index], self.shown, news.new_token_ids
+        stop_string = None
+        if news.num_cached_tokens:
+            shown.num_cached_tokens = max(0, news.num_cached_tokens - self.request.num_virtual)
         if news.prompt_logprobs is not None:
             self._add_prompt_logprobs(news.prompt_logprobs)
-        if news.new_token_ids and self.metrics is not None and self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
-        tokens, stop_string = news.new_token_ids, None
-        if sequence.detokenizer is not None and tokens:
+        if tokens and shown.metrics is not None and shown.metrics.first_token_time is None:
+            shown.metrics.first_token_time = now
+        if tokens and sequence.detokenizer is not None:
             stop_string, num_used = sequence.detokenizer.update(tokens, news.finish_reason == "stop")
-            tokens = tokens[:num_used]
-        sequence.token_ids.extend(tokens)
-        for entry in news.logprobs[: len(tokens)] if news.logprobs else ():
-            sequence.cumulative_logprob += entry.logprobs[0]
-            if self.params.logprobs is not None:
-                sequence.logprobs.append(self._logprob_dict(entry))
+            if stop_string is not None:
+                tokens = tokens[:num_used]
+        sequence.token_ids += tokens
+        if news.logprobs is not None:
+            for entry in news.logprobs[: len(tokens)]:
+                sequence.cumulative_logprob += entry.logprobs[0]
+                if self.params.logprobs is not None:
+                    sequence.logprobs.append(self._logprob_dict(entry))
         if stop_string is not None:
-            sequence.finish_reason, sequence.stop_reason = "stop", stop_string
+            self._end(sequence, "stop", stop_string)
             # The scheduler has ended it already when it ran out of room on the very same token.
             return news.finish_reason is None
-        sequence.finish_reason, sequence.stop_reason, self.pooled = news.finish_reason, news.stop_reason, news.pooled
+        if news.finish_reason is not None:
+            shown.pooled = news.pooled
+            self._end(sequence, news.finish_reason, news.stop_reason if news.failure is None else news.failure.message)
         if news.failure is not None:
-            sequence.stop_reason = news.failure.message
             self._log_failure(news.failure)
         return False
+
+    def _end(self, sequence: _SequenceRecord, reason: str, stop_reason: int | str | None) -> None:
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        self.num_left -= 1
 
     def _log_failure(self, failure: Failure) -> None:
         """A line for the first of its sequences that fails; at debug level where it is the caller's own fault."""
         if not self.failed:
             wrong = failure.kind == FailureKind.BAD_REQUEST
-            self.error = InvalidRequestError(failure.message, failure.param) if wrong else None
+            self.shown.error = InvalidRequestError(failure.message, failure.param) if wrong else None
             level = logging.DEBUG if wrong else logging.WARNING
             logger.log(level, "request %s failed: %s", quoted(self.request.request_id), failure.message)
         self.failed = True
@@ -124,36 +134,24 @@ class _RequestRecord:
         """End every sequence with an error; returns those that the scheduler must still finish."""
         unfinished = [index for index, s in enumerate(self.sequences) if s.finish_reason is None]
         for index in unfinished:
-            self.sequences[index].finish_reason, self.sequences[index].stop_reason = "error", message
+            self._end(self.sequences[index], "error", message)
         return [(self.request.request_id, index) for index in unfinished]
 
     def output(self, now: float) -> RequestOutput | None:
         """The output to hand out after a step, or None when there is nothing to say yet."""
-        kind, params, finished = self.params.output_kind, self.params, self.finished
-        ranked = len(self.sequences) > params.n
-        if (kind == RequestOutputKind.FINAL_ONLY or ranked) and not finished:
+        finished, delta, chosen = not self.num_left, self._delta, self.sequences
+        if self._waits and not finished:
             return None
-        delta = kind == RequestOutputKind.DELTA
-        chosen = self.sequences
-        if ranked:
+        if self._is_ranked:
             # Stable: equal likelihoods keep the order of their draw.
-            chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: params.n]
-        if finished and self.metrics is not None:
-            self.metrics.finished_time = now
-        whole = not delta or finished
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
-            outputs=[s.completion(params, delta, i) for i, s in enumerate(chosen) if whole or self._is_due(s)],
-            finished=finished,
-            metrics=self.metrics,
-            num_cached_tokens=self.num_cached_tokens,
-            lora_request=self._lora_request,
-            error=self.error,
-            pooled=self.pooled,
-        )
+            chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: self.params.n]
+        if finished and self.shown.metrics is not None:
+            self.shown.metrics.finished_time = now
+        outputs: list[CompletionOutput] = []
+        for index, sequence in enumerate(chosen):
+            if finished or not delta or self._is_due(sequence):
+                outputs.append(sequence.completion(self.params, delta, index))
+        return structs.replace(self.shown, outputs=outputs, finished=finished)
 
     def _is_due(self, sequence: _SequenceRecord) -> bool:
         """Whether a stream's next piece of a sequence is large enough, or its first, or its last."""
@@ -164,10 +162,10 @@ class _RequestRecord:
 
     def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         # By position: a request that was preempted within its prompt computes, and reports, a part twice.
-        assert self.prompt_logprobs is not None
+        assert self.shown.prompt_logprobs is not None
         for place, entry in enumerate(part.entries, part.start - self.request.num_virtual):
             if place > 0:  # a prompt's first token has none, whatever stands before it
-                self.prompt_logprobs[place] = self._logprob_dict(entry)
+                self.shown.prompt_logprobs[place] = self._logprob_dict(entry)
 
     def _logprob_dict(self, entry: TokenLogprobs) -> LogprobDict:
         found: LogprobDict = {}
@@ -197,8 +195,9 @@ class OutputProcessor:
         """Note when requests were first part of a step; later times, after a preemption, do not count."""
         for request_id in request_ids:
             record = self.records.get(request_id)
-            if record is not None and record.metrics is not None and record.metrics.first_scheduled_time is None:
-                record.metrics.first_scheduled_time = now
+            metrics = record and record.shown.metrics
+            if metrics is not None and metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
 
     def discard(self, request_id: str) -> bool:
         """Close a record without an output; whether there was one."""
