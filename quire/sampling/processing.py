@@ -84,7 +84,8 @@ def _penalise(logits: Floats, params: SamplingParams, ids: Ids, counts: Floats) 
 def _run_processor(processor: Callable[..., Any], arguments: list[Any], logits: torch.Tensor) -> None:
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
-        result = processor(*arguments, logits)
+        with torch.inference_mode():
+            result = processor(*arguments, logits)
     except Exception as error:
         message = f"logits processor {name!r} raised {type(error).__name__}: {error}"
         # Code, not a parameter: whoever runs it must hear of it.

@@ -237,7 +237,8 @@ class Program:
 
     def _call_host(self, part: HostCall, memory: list[Tensor]) -> None:
         began, out = time.perf_counter(), memory[part.output]
-        with torch_threads(1):  # more would spin on after each operation, on the cores that the kernels' need
+        # More threads would spin on after each operation, on the cores that the kernels' need.
+        with torch_threads(1), torch.inference_mode():
             result = part.function(*(memory[number] for number in part.inputs))
             if result.shape != out.shape or result.dtype != out.dtype:
                 raise ValueError(

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 
 import torch
@@ -69,7 +69,8 @@ class CpuDevice(Device):
         self.backend = select_backend(f"native{int8}" if self.packs_weights else "reference", self.kernels)
         self.num_threads = default_num_threads()
         self.target = self._make_target()
-        self._no_gradients = torch.inference_mode()
+        # No weight asks for gradients; in torch it is faster to say so, and beside kernels it costs more than it gives.
+        self._no_gradients = nullcontext() if self.packs_weights else torch.inference_mode()
 
     def weight_formats(
         self, quantization: str | None, store: WeightStore, blocks: TypesByLayer | None = None
