@@ -7,7 +7,7 @@ sequences to finish. It keeps one record per request, and knows nothing of sched
 import logging
 from typing import NamedTuple
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.input_processor import ProcessedInput
@@ -33,17 +33,16 @@ class ProcessedOutputs(NamedTuple):
     stopped: list[tuple[str, int]]  # sequences that a stop string ended: (request_id, sequence_index)
 
 
-class _SequenceRecord:
+class _SequenceRecord(Struct):
     """One sequence's output so far."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer | None) -> None:
-        self.detokenizer = detokenizer
-        self.token_ids: list[int] = []
-        self.logprobs: list[LogprobDict] = []
-        self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.num_sent = 0  # tokens already handed out, for DELTA
+    detokenizer: IncrementalDetokenizer | None
+    token_ids: list[int] = []
+    logprobs: list[LogprobDict] = []
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_sent: int = 0  # tokens already handed out, for DELTA
 
     def completion(self, params: SamplingParams, delta: bool, index: int) -> CompletionOutput:
         """What to hand out: everything so far, or what is new since the last call."""

@@ -22,6 +22,11 @@ class IncrementalDetokenizer:
         num_tokens: output tokens taken in so far.
     """
 
+    __slots__ = (
+        "_include_stop", "_min_tokens", "_num_held", "_num_sent", "_overlap", "_settled", "_stable", "_stop", "_stream",
+        "num_tokens", "output_text",
+    )  # fmt: skip
+
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         skips = params.skip_special_tokens
         self._stream = tokenizer.new_stream(prompt_token_ids, skips, skips or params.spaces_between_special_tokens)

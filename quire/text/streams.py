@@ -90,6 +90,7 @@ def _bytes_of(text: str | bytes) -> bytes:
 class ByteLevelStream:
     """Byte-level BPE: tokens are bytes, and text is their UTF-8, with U+FFFD where it is broken."""
 
+    __slots__ = ("_open", "_owed", "_table")
     num_unstable = 0
 
     def __init__(self, table: _Table[str | bytes], prompt_token_ids: Sequence[int]) -> None:
