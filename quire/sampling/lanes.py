@@ -3,16 +3,17 @@
 The model runner makes lanes, and the sampler fills them in. They know rows of logits, and no plan.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
+
+from msgspec import Struct
 
 from quire.config.draft_tree import DraftTree
 from quire.protocol.step import Failure, TokenLogprobs
 from quire.sampling.state import Mask, SamplingState
 
 
-@dataclass(slots=True, eq=False)
-class Draw:
+class Draw(Struct, eq=False):
     """What is to be drawn for one sequence.
 
     Attributes:
@@ -29,14 +30,14 @@ class Draw:
     ahead: int = 0
 
 
-class Lane(Draw):
+class Lane(Draw, eq=False):
     """One sequence of a step: what it draws at its first position, and at the others as it goes on, and what it drew.
 
     Several samples there are only without drafts; the first of them is appended.
 
     Attributes:
-        first_row: row of the logits of its first position; those of its drafts follow.
         num_drafts: how many of the drafts in its row were computed.
+        place: among the computed of what is drawn next; its row of the logits is as far from the first.
         masks: a grammar's bitmask by sampled position, where there is one.
         tree: the shape of the drafts, where they are no chain: `masks` are then by place among the computed, as is
         path: the place of what each token was drawn from, 0 and then 1 + its node.
@@ -49,22 +50,22 @@ class Lane(Draw):
         failure: why there is no token.
     """
 
-    __slots__ = (
-        "draft_ids", "drafted", "failure", "first_row", "logprobs", "masks", "num_drafts", "path", "probs",
-        "token_ids", "tree",
-    )  # fmt: skip
+    num_drafts: int = 0
+    place: int = 0
+    masks: dict[int, Mask] | None = None
+    tree: DraftTree | None = None
+    path: Sequence[int] = ()
+    draft_ids: Sequence[int] = ()
+    drafted: Any = None
+    probs: list[Any] = []
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    failure: Failure | None = None
 
-    def __init__(self, state: SamplingState, first_row: int, num_drafts: int = 0, num_samples: int = 1) -> None:
-        # Not by the base's: a call a row of every step.
-        self.state, self.num_samples, self.num_drafts = state, num_samples, num_drafts
-        self.row, self.first_row, self.mask, self.ahead = first_row, first_row, None, 0
-        self.masks: dict[int, Mask] | None = None
-        self.tree: DraftTree | None = None
-        self.drafted: Any = None
-        self.probs: list[Any] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None
-        self.failure: Failure | None = None
+    @property
+    def first_row(self) -> int:
+        """Row of the logits of its first position; those of its drafts follow."""
+        return self.row - self.place
 
     @property
     def num_refused(self) -> int:
@@ -78,14 +79,14 @@ class Lane(Draw):
 
     def go_to(self, place: int) -> None:
         """Draw at this position, or place in the tree, next."""
-        self.row = self.first_row + place
+        self.row, self.place = self.first_row + place, place
         self.mask = self.masks.get(place) if self.masks else None
 
     def use_tree(self, tree: DraftTree) -> None:
         """Its drafts are the first nodes of a tree."""
         tokens = self.state.tokens
         self.tree, self.path = tree, [0]
-        self.draft_ids: list[int] = tokens.ids[tokens.num : tokens.num + self.num_drafts].tolist()
+        self.draft_ids = tokens.ids[tokens.num : tokens.num + self.num_drafts].tolist()
 
     def drawn_rows(self) -> list[int]:
         """The row of the logits that each token was drawn from."""
@@ -98,6 +99,6 @@ class Lane(Draw):
         assert self.tree is not None
         for node in self.tree.children[self.path[-1]]:
             if node < self.num_drafts and self.draft_ids[node] == token_id:
-                self.path.append(1 + node)
+                self.path = [*self.path, 1 + node]
                 return True
         return False

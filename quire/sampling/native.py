@@ -8,6 +8,7 @@ can't do (a user's logits processors) it leaves to the twin.
 import ctypes
 import math
 import struct
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -63,8 +64,8 @@ class _Call:
             logits = logits.contiguous()
         self.logits = logits  # to outlive the call
         self._num_rows = num_rows
-        self.numbers = (ctypes.c_int64 * (4 * num_rows + 1 + num_samples))(*rows, *positions, *first)
-        at = ctypes.addressof(self.numbers)
+        self.numbers = array("q", [*rows, *positions, *first, *[0] * (num_rows + num_samples)])
+        at, _ = self.numbers.buffer_info()
         self.args = c_struct("SampleArgs")(
             logits=logits.data_ptr(), type=_TYPES[logits.dtype], vocab_size=logits.shape[1], stride=logits.stride(0),
             num_rows=num_rows, rows=records, logits_rows=at, positions=at + 8 * num_rows,
@@ -82,11 +83,11 @@ class _Call:
     @property
     def token_ids(self) -> list[int]:
         """Of each sample, once it has run."""
-        return self.numbers[4 * self._num_rows + 1 :]
+        return self.numbers[4 * self._num_rows + 1 :].tolist()
 
     def give(self, token_ids: Sequence[int]) -> None:
         """Name the samples' tokens, for rows of the mode `given`."""
-        self.numbers[4 * self._num_rows + 1 :] = token_ids
+        self.numbers[4 * self._num_rows + 1 :] = array("q", token_ids)
 
     def mask(self, masks: Sequence[Mask | None]) -> None:
         """Let rows draw what their bitmasks allow."""
@@ -113,29 +114,29 @@ class _Call:
 
 def sample_rows(
     target: Target, logits: Tensor, draws: Sequence[Draw]
-) -> tuple[list[list[int]], dict[int, int], dict[int, list[TokenLogprobs]]]:
+) -> tuple[list[list[int]], dict[int, int], list[list[TokenLogprobs] | None]]:
     """Sample rows of [R, V] logits for sequences of which none has a logits processor.
 
-    Returns, by index in `draws`: tokens, errors, and the logprobs of those that ask for at most MAX_LOGPROBS.
+    Returns the tokens of each; errors, by index in `draws`; and of each the logprobs, if it asks for at most
+    MAX_LOGPROBS.
     """
     states, num_samples = [draw.state for draw in draws], [draw.num_samples for draw in draws]
     asked = {i: k + 1 for i, s in enumerate(states) if (k := s.num_logprobs) is not None and 0 <= k <= MAX_LOGPROBS}
     width = min(max(asked.values()), 1 + logits.shape[1]) if asked else 0
     records = b"".join([draw.state.record or _current(draw.state, draw.mask) for draw in draws])
     first = list(accumulate(num_samples, initial=0))
-    positions = [draw.state.position + draw.ahead for draw in draws]
+    positions = [(own := draw.state.tokens).num - own.num_prompt + draw.ahead for draw in draws]
     call = _Call(logits, records, [draw.row for draw in draws], positions, first, width)
     if [draw for draw in draws if draw.mask is not None]:
         call.mask([draw.mask for draw in draws])
-    errors = call.run(target)
-    flat = call.token_ids
-    if max(num_samples) == min(num_samples) == 1:
+    errors, flat = call.run(target), call.token_ids
+    if num_samples.count(1) == len(draws):
         token_ids = [[token_id] for token_id in flat]
     else:
         token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
     for i in errors:
         token_ids[i] = []
-    listed: dict[int, list[TokenLogprobs]] = {}
+    listed: list[list[TokenLogprobs] | None] = [None] * len(draws)
     if width:
         entries = call.entries()
         for i, n in asked.items():

@@ -116,12 +116,14 @@ def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> Sam
     output = SamplerOutput([[]] * len(draws), [None] * len(draws))
     in_numpy = native.library() is None  # all of them, or those that the compiled sampler can't do
     special = [i for i, draw in enumerate(draws) if in_numpy or draw.state.logits_processors]
-    if others := [i for i in range(len(draws)) if i not in special] if special else range(len(draws)):
-        plain = [draws[i] for i in others] if special else draws
-        drawn, errors, listed = native.sample_rows(target or default_target(), logits, plain)
+    if not special:
+        output.token_ids, errors, output.logprobs = native.sample_rows(target or default_target(), logits, draws)
+        output.failures = {i: unusable(native.MAXIMA[error]).failure for i, error in errors.items()}
+    elif others := [i for i in range(len(draws)) if i not in special]:
+        plain = _sample(logits, [draws[i] for i in others], target)
         for place, i in enumerate(others):
-            output.token_ids[i], output.logprobs[i] = drawn[place], listed.get(place)
-        output.failures.update((others[place], unusable(native.MAXIMA[errors[place]]).failure) for place in errors)
+            output.token_ids[i], output.logprobs[i] = plain.token_ids[place], plain.logprobs[place]
+        output.failures = {others[place]: failure for place, failure in plain.failures.items()}
     for i in special:
         try:
             output.token_ids[i] = _sample_in_numpy(logits, draws[i])

@@ -35,13 +35,13 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
         output = sample(logits, lanes, target)
         agreeing: list[Lane] = []
         for lane, drawn, logprobs in zip(lanes, output.token_ids, output.logprobs, strict=True):
-            tokens = lane.state.tokens
+            tokens, agrees = lane.state.tokens, False
             if not drawn:
                 continue
             if lane.tree is not None:
                 agrees = lane.follow(drawn[0])
-            else:
-                agrees = lane.num_drafts > wave and tokens.ids[tokens.num] == drawn[0]
+            elif lane.num_drafts > wave:
+                agrees = tokens.ids[tokens.num] == drawn[0]
             tokens.append(drawn[0])
             if agrees:
                 agreeing.append(lane)

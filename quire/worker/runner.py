@@ -276,21 +276,22 @@ class ModelRunner:
         token_rows: list[int] = []
         lanes: dict[int, Lane] = {}
         for place in sampled:
-            row, num_drafts = begun.rows[place], scheduled[place].num_drafts
+            row, one = begun.rows[place], scheduled[place]
             if row.failure is not None:
                 results[place] = SequenceResult(failure=row.failure)
                 continue
+            end = begun.ends[place]
             if row.state is None:  # of a PoolingTask
-                pooled = begun.hidden[begun.ends[place] - 1].tolist()
-                results[place] = SequenceResult([0], pooled=pooled)
+                results[place] = SequenceResult([0], pooled=begun.hidden[end - 1].tolist())
                 continue
-            lanes[place] = Lane(row.state, len(token_rows), num_drafts, scheduled[place].num_samples)
-            if num_drafts and self.table.tree is not None:
-                lanes[place].use_tree(self.table.tree.tree)
-            if num_drafts:
-                token_rows.extend(range(begun.ends[place] - 1 - num_drafts, begun.ends[place]))
+            lane = lanes[place] = Lane(row.state, len(token_rows), one.num_samples)
+            if one.num_drafts:
+                lane.num_drafts = one.num_drafts
+                if self.table.tree is not None:
+                    lane.use_tree(self.table.tree.tree)
+                token_rows.extend(range(end - 1 - one.num_drafts, end))
             else:
-                token_rows.append(begun.ends[place] - 1)
+                token_rows.append(end - 1)
         if not lanes:
             return
         start = self.device.clock() if self.pace is not None else 0.0

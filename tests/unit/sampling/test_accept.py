@@ -36,7 +36,7 @@ def lane_of(
     tokens = SequenceTokens.of([1, 2], [5, 5, 7], room=12)
     tokens.set_drafts(list(drafts))
     state = SamplingState(params, tokens, seed=seed, sequence_index=0, vocab_size=V)
-    return Lane(state, first_row, len(drafts) if computed < 0 else computed)
+    return Lane(state, first_row, num_drafts=len(drafts) if computed < 0 else computed)
 
 
 def drafting(lane: Lane, q_logits: Tensor) -> None:
@@ -172,7 +172,7 @@ def test_how_many_drafts_are_computed_at_once_changes_nothing(kind: dict[str, An
         found: list[int] = []
         while len(found) < len(whole.token_ids):
             left = parts.state.tokens.num_drafts
-            lane = Lane(parts.state, len(found), min(computed, left))
+            lane = Lane(parts.state, len(found), num_drafts=min(computed, left))
             lane.probs = probs[len(probs) - left :]
             judge_lanes(logits, [lane], rule)
             found += lane.token_ids

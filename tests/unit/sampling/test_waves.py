@@ -57,7 +57,7 @@ def test_the_path_that_is_drawn_is_followed(kind: dict[str, Any], path: list[int
     state = state_of(kind)
     state.tokens.set_drafts(drafts)
     other = state_of(KINDS[0])
-    lane, plain = Lane(state, 2, num_drafts), Lane(other, 0)
+    lane, plain = Lane(state, 2, num_drafts=num_drafts), Lane(other, 0)
     lane.use_tree(TREE)
     draw_lanes(logits, [plain, lane])
     # Where the path's end is no leaf of what was computed, its children may be drawn by chance: they are not here.
@@ -76,7 +76,7 @@ def test_masks_are_by_computed_place() -> None:
     logits = torch.zeros(7, VOCAB)
     state = state_of({"temperature": 0})
     state.tokens.set_drafts([10, 11, 12, 13, 14, 15])
-    lane = Lane(state, 0, 6)
+    lane = Lane(state, 0, num_drafts=6)
     lane.use_tree(TREE)
 
     def only(token_id: int) -> Mask:
@@ -108,7 +108,7 @@ def test_chains_are_drawn_as_far_as_their_drafts_are_right(kind: dict[str, Any],
     drafts = [*expected[:num_right], *((token_id + 1) % VOCAB for token_id in expected[num_right:4])]
     state.tokens.set_drafts(drafts)
     alone = state_of(kind)
-    lane, single = Lane(state, 3, 4), Lane(alone, 9)
+    lane, single = Lane(state, 3, num_drafts=4), Lane(alone, 9)
     lane.masks = masks
     sample(logits, [Draw(state, 0), Draw(alone, 0)])  # their records are made with the first draw
     draw_lanes(logits, [lane, single])
@@ -128,7 +128,7 @@ def test_a_row_that_fails_among_drafts_fails_alone() -> None:
     sample(logits, [Draw(state, 0) for state in states])
     for state in states:
         state.tokens.set_drafts([7, 7])
-    lanes = [Lane(states[0], 0, 2), Lane(states[1], 3, 2)]
+    lanes = [Lane(states[0], 0, num_drafts=2), Lane(states[1], 3, num_drafts=2)]
     draw_lanes(logits, lanes)
     assert lanes[0].failure is not None
     assert (lanes[1].failure, lanes[1].token_ids) == (None, [7, 7, 7])
@@ -147,7 +147,7 @@ def test_what_breaks_with_drafts_is_drawn_without_them(monkeypatch: pytest.Monke
     sample(logits, [Draw(state, 0) for state in states])
     for state in states:
         state.tokens.set_drafts([0, 2])
-    lanes = [Lane(states[0], 0, 2), Lane(states[1], 3, 2)]
+    lanes = [Lane(states[0], 0, num_drafts=2), Lane(states[1], 3, num_drafts=2)]
     draw_lanes(logits, lanes)
     assert [lane.token_ids for lane in lanes] == [[0, 1], [3]]
     monkeypatch.setattr(native, "sample_rows", breaks)
