@@ -37,7 +37,7 @@ class RequestMetrics:
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
-class CompletionOutput(Struct):
+class CompletionOutput(Struct, gc=False):
     """One sequence's output."""
 
     index: int  # among the request's outputs

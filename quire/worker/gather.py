@@ -6,6 +6,7 @@ is never written again. It knows the rows and the plan, and nothing of models, d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,8 @@ class StepBatch:
 
 def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
     """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
-    rows = [table[s.sequence_id] for s in scheduled]
+    held = table.rows
+    rows = [held[s.sequence_id] for s in scheduled]
     first = [row.num_computed for row in rows]
     if table.tree is not None and any(s.num_drafts for s in scheduled):
         counts = [s.num_new_tokens - s.num_drafts for s in scheduled]
@@ -97,7 +99,7 @@ def gather_tokens(rows: list[Row], first: Sequence[int], counts: Sequence[int], 
         seq_lens = starts + np.array(counts, INT)
     block_size = table.block_size
     block, offset = np.divmod(positions, block_size)
-    num_blocks = -(-int(seq_lens.max()) // block_size)
+    num_blocks = -(-max(map(add, first, counts)) // block_size)
     block_tables: list[Ints] = []
     slot_mappings: list[Ints] = []
     for tables in table.block_tables:

@@ -89,6 +89,7 @@ class RowTable:
     Attributes:
         token_ids: int32 [num_rows, max_model_len + 1 + max_drafts]; see `SequenceTokens`.
         block_tables: int32 [num_groups, num_rows, max_blocks].
+        rows: by the sequence's id.
         requests: what sequences refer to, by request id.
         tree: the shape of drafts, where they are no chain.
         num_with_prompt_logprobs: rows whose request asks for prompt logprobs.
@@ -113,7 +114,7 @@ class RowTable:
         self.clear()
 
     def __getitem__(self, sequence_id: int) -> Row:
-        return self._rows[sequence_id]
+        return self.rows[sequence_id]
 
     def add(self, sequence: NewSequence) -> Row:
         """Take a free row for a sequence that is not held yet, without a sampling state."""
@@ -128,7 +129,7 @@ class RowTable:
 
     def fork(self, fork: Fork) -> Row:
         """Copy a row's first tokens and their blocks to a free one, which goes on with a token of its own."""
-        parent = self._rows[fork.parent_id]
+        parent = self.rows[fork.parent_id]
         num = fork.num_tokens
         row = self._take(fork.sequence_id, parent.request, fork.sequence_index, num)
         row.tokens.ids[:num] = parent.tokens.ids[:num]
@@ -140,7 +141,7 @@ class RowTable:
 
     def remove(self, sequence_id: int) -> None:
         """Wipe and free the row of a sequence that ended or was preempted; one that has none is left alone."""
-        row = self._rows.pop(sequence_id, None)
+        row = self.rows.pop(sequence_id, None)
         if row is None:
             return
         row.tokens.ids[: row.tokens.num + row.tokens.num_drafts] = 0
@@ -152,7 +153,7 @@ class RowTable:
 
     def get(self, sequence_id: int) -> Row | None:
         """The row of a sequence, where it has one."""
-        return self._rows.get(sequence_id)
+        return self.rows.get(sequence_id)
 
     def clear(self) -> None:
         """Wipe all rows and forget all requests; relies on nothing that an interrupt may have left half done."""
@@ -160,12 +161,12 @@ class RowTable:
         self.block_tables = np.zeros(self._blocks_shape, np.int32)
         self.requests: dict[str, NewRequest] = {}
         self.num_with_prompt_logprobs = 0
-        self._rows: dict[int, Row] = {}
+        self.rows: dict[int, Row] = {}
         self._free = list(range(len(self.token_ids) - 1, -1, -1))
 
     def advance(self, scheduled: ScheduledSequence) -> None:
         """Carry out what a plan says of a row before it is computed: blocks, edits of them, tokens from above."""
-        row = self._rows[scheduled.sequence_id]
+        row = self.rows[scheduled.sequence_id]
         if scheduled.new_block_ids:
             self._append_blocks(row, scheduled.new_block_ids)
         for group, place, block in scheduled.edits:
@@ -177,7 +178,7 @@ class RowTable:
 
     def num_slots(self, sequence_id: int) -> int:
         """Positions of a sequence that have a place in the KV cache."""
-        return min(self._rows[sequence_id].num_blocks) * self.block_size
+        return min(self.rows[sequence_id].num_blocks) * self.block_size
 
     def slots(self, rows: npt.NDArray[Any], positions: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """Cache slots of positions of rows, by KV group."""
@@ -189,26 +190,26 @@ class RowTable:
 
         `live_sequence_ids`: the sequences that should have a row, where the caller knows them.
         """
-        used = {row.index for row in self._rows.values()}
-        assert len(used) == len(self._rows), "two sequences share a row"
+        used = {row.index for row in self.rows.values()}
+        assert len(used) == len(self.rows), "two sequences share a row"
         assert used.isdisjoint(self._free), "a used row is on the free list"
         assert len(used) + len(self._free) == len(self.token_ids), "a row is lost"
-        for row in self._rows.values():
+        for row in self.rows.values():
             end = row.tokens.num + row.tokens.num_drafts
             assert not self.token_ids[row.index, end:].any(), f"row {row.index} has tokens beyond its end"
         for index in self._free:
             assert not self.token_ids[index].any(), f"free row {index} keeps tokens"
             assert not self.block_tables[:, index].any(), f"free row {index} keeps blocks"
         if live_sequence_ids is not None:
-            held, live = set(self._rows), set(live_sequence_ids)
+            held, live = set(self.rows), set(live_sequence_ids)
             assert held == live, f"rows without a sequence: {sorted(held - live)}; without a row: {sorted(live - held)}"
 
     def _take(self, sequence_id: int, request: NewRequest, sequence_index: int, num_tokens: int) -> Row:
-        assert sequence_id not in self._rows, "a live sequence was announced as new"
+        assert sequence_id not in self.rows, "a live sequence was announced as new"
         index = self._free.pop()
         tokens = SequenceTokens(self.token_ids[index], len(request.prompt_token_ids), num_tokens, request.num_virtual)
         num_blocks = [0] * len(self.block_tables)
-        row = self._rows[sequence_id] = Row(index, sequence_id, request, sequence_index, tokens, num_blocks)
+        row = self.rows[sequence_id] = Row(index, sequence_id, request, sequence_index, tokens, num_blocks)
         if row.prompt_logprobs is not None:
             self.num_with_prompt_logprobs += 1
         return row
