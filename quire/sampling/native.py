@@ -51,11 +51,11 @@ class _Call:
         first: list[int],
         width: int,
     ) -> None:
-        num_rows, num_samples = len(rows), first[-1]
-        if logits.dim() != 2 or not logits.numel() or logits.device.type != "cpu":
-            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(logits.shape)}, {logits.device}")
-        if not (num_rows and min(rows) >= 0 and max(rows) < logits.shape[0]):
-            raise ValueError(f"rows {list(rows)} of {logits.shape[0]} rows of logits")
+        num_rows, num_samples, shape = len(rows), first[-1], logits.shape
+        if len(shape) != 2 or 0 in shape or not logits.is_cpu:
+            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(shape)}, {logits.device}")
+        if not (num_rows and min(rows) >= 0 and max(rows) < shape[0]):
+            raise ValueError(f"rows {list(rows)} of {shape[0]} rows of logits")
         if not (len(records) == num_rows * _ROW.size and len(positions) == num_rows == len(first) - 1):
             raise ValueError(f"{len(records)} bytes, {len(positions)} positions, {len(first)} samples: {num_rows} rows")
         if logits.dtype not in _TYPES:
@@ -67,7 +67,7 @@ class _Call:
         self.numbers = array("q", [*rows, *positions, *first, *[0] * (num_rows + num_samples)])
         at, _ = self.numbers.buffer_info()
         self.args = c_struct("SampleArgs")(
-            logits=logits.data_ptr(), type=_TYPES[logits.dtype], vocab_size=logits.shape[1], stride=logits.stride(0),
+            logits=logits.data_ptr(), type=_TYPES[logits.dtype], vocab_size=shape[1], stride=logits.stride(0),
             num_rows=num_rows, rows=records, logits_rows=at, positions=at + 8 * num_rows,
             first_sample=at + 16 * num_rows, errors=at + 24 * num_rows + 8, token_ids=at + 32 * num_rows + 8,
             width=width,
