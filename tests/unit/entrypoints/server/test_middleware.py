@@ -12,7 +12,7 @@ from fastapi.routing import iter_route_contexts
 from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.app import build_app
-from quire.entrypoints.server.middleware import PUBLIC_PATHS
+from quire.entrypoints.server.middleware import OUTLET, PUBLIC_PATHS, Frame, outlet_of
 
 Maker = Callable[..., TestClient]
 
@@ -182,6 +182,22 @@ def test_request_ids(make_client: Maker, client: TestClient) -> None:
     new = [client.get("/nowhere", headers={"X-Request-Id": given}).headers["x-request-id"] for given in ("", "x" * 999)]
     assert [len(text) for text in new] == [32, 32]
     assert len(set(new)) == 2
+
+
+@pytest.mark.parametrize("middleware", [[], ["a.users.own"]])
+def test_nothing_goes_past_a_middleware_of_the_users(make_state: Callable[..., Any], middleware: list[str]) -> None:
+    """It may want to see all that is sent, so streams lose their shortcut."""
+    found: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append(outlet_of(scope))
+
+    async def nothing(*_: Any) -> Any: ...
+
+    outlet = object()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], OUTLET: outlet}
+    asyncio.run(Frame(app, make_state(middleware=middleware))(scope, nothing, nothing))
+    assert found == [None if middleware else outlet]
 
 
 def break_a_route(app: FastAPI) -> None:
