@@ -3,7 +3,7 @@
 Made by the output processor, read by users. Names and fields are vLLM's. Knows nothing of the engine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -54,6 +54,10 @@ class CompletionOutput(Struct, gc=False):
 
     def __repr__(self) -> str:
         return _short_repr(self)
+
+
+# vLLM's is a dataclass: scripts call `dataclasses.asdict` and `replace`.
+CompletionOutput.__dataclass_fields__ = make_dataclass("_", CompletionOutput.__struct_fields__).__dataclass_fields__  # type: ignore[attr-defined]
 
 
 class RequestOutput(Struct):

@@ -1,5 +1,7 @@
 """Outputs: fields, times, and a repr a person can read."""
 
+import copy
+import dataclasses
 import pickle
 
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -45,3 +47,14 @@ def test_repr_says_what_matters_and_cuts_what_is_long() -> None:
     assert "lora_request" not in shown
     assert len(shown) < 600
     assert "token_ids=[0, 1, 2]" in repr(make_output(3))
+
+
+def test_a_completion_is_a_dataclass_as_vllm_s_is() -> None:
+    output = CompletionOutput(0, "so", [1], -1.0, [{1: Logprob(-1.0)}])
+    told = dataclasses.asdict(output)
+    assert (
+        told.keys() == {field.name for field in dataclasses.fields(output)} == set(CompletionOutput.__struct_fields__)
+    )
+    assert told["logprobs"] == [{1: {"logprob": -1.0, "rank": None, "decoded_token": None}}]
+    assert dataclasses.replace(output, text="it goes").text == "it goes"
+    assert pickle.loads(pickle.dumps(output)) == copy.copy(output) == output
