@@ -95,8 +95,9 @@ class Lane(Draw, eq=False):
         return list(range(self.first_row, self.first_row + len(self.token_ids)))
 
     def follow(self, token_id: int) -> bool:
-        """Go on to the node of a token that was drawn, if there is one, in the tree."""
-        assert self.tree is not None
+        """Whether a token that was drawn is the draft after those before it; of a tree, go on to its node."""
+        if self.tree is None:
+            return bool(self.state.tokens.ids[self.state.tokens.num] == token_id)
         for node in self.tree.children[self.path[-1]]:
             if node < self.num_drafts and self.draft_ids[node] == token_id:
                 self.path = [*self.path, 1 + node]

@@ -129,9 +129,8 @@ def _sample(logits: Tensor, draws: Sequence[Draw], target: Target | None) -> Sam
             output.token_ids[i] = _sample_in_numpy(logits, draws[i])
         except RowError as error:
             output.failures[i] = error.failure
-    for i, draw in enumerate(draws):
-        k = draw.state.num_logprobs
-        if k is not None and output.logprobs[i] is None and output.token_ids[i]:  # not answered by the compiled sampler
+    for i, draw in enumerate(draws):  # what the compiled sampler has not answered
+        if (k := draw.state.num_logprobs) is not None and output.logprobs[i] is None and output.token_ids[i]:
             output.logprobs[i] = row_logprobs(float32_array(logits[draw.row]), output.token_ids[i], k)
     return output
 

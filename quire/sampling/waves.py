@@ -35,13 +35,10 @@ def draw_lanes(logits: Tensor, lanes: Sequence[Lane], target: Target | None = No
         output = sample(logits, lanes, target)
         agreeing: list[Lane] = []
         for lane, drawn, logprobs in zip(lanes, output.token_ids, output.logprobs, strict=True):
-            tokens, agrees = lane.state.tokens, False
+            tokens = lane.state.tokens
             if not drawn:
                 continue
-            if lane.tree is not None:
-                agrees = lane.follow(drawn[0])
-            elif lane.num_drafts > wave:
-                agrees = tokens.ids[tokens.num] == drawn[0]
+            agrees = lane.num_drafts > wave and lane.follow(drawn[0])
             tokens.append(drawn[0])
             if agrees:
                 agreeing.append(lane)

@@ -85,7 +85,7 @@ class Ahead:
             drawn = drawing.wait()
             for i, (row, place) in enumerate(zip(rows, places, strict=True)):
                 results[place] = SequenceResult(drawn.token_ids[i], drawn.logprobs[i], failure=drawn.failures.get(i))
-                if self._table.get(row.sequence_id) is row:
+                if self._table.rows.get(row.sequence_id) is row:
                     row.num_unheard -= 1
                     row.append(drawn.token_ids[i])
         return StepResult(step_id=plan.step_id, results=results)

@@ -68,8 +68,7 @@ class StepBatch:
 
 def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch:
     """Gather the inputs of a step, of one sequence at least, whose rows are up to date with the plan."""
-    held = table.rows
-    rows = [held[s.sequence_id] for s in scheduled]
+    rows = [table.rows[s.sequence_id] for s in scheduled]
     first = [row.num_computed for row in rows]
     if table.tree is not None and any(s.num_drafts for s in scheduled):
         counts = [s.num_new_tokens - s.num_drafts for s in scheduled]

@@ -151,10 +151,6 @@ class RowTable:
             self.num_with_prompt_logprobs -= 1
         self._free.append(row.index)
 
-    def get(self, sequence_id: int) -> Row | None:
-        """The row of a sequence, where it has one."""
-        return self.rows.get(sequence_id)
-
     def clear(self) -> None:
         """Wipe all rows and forget all requests; relies on nothing that an interrupt may have left half done."""
         self.token_ids = np.zeros(self._tokens_shape, np.int32)

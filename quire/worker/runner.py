@@ -165,7 +165,7 @@ class ModelRunner:
         plan = self._passed.popleft()
         assert plan.step_id == result.step_id, "another step's result"
         for one, found in zip(plan.scheduled, result.results, strict=True):
-            row = self.table.get(one.sequence_id)
+            row = self.table.rows.get(one.sequence_id)
             if row is None or one.sampling != Sampling.DRAW or found.failure is not None:
                 continue
             if one.num_drafts:
@@ -219,7 +219,7 @@ class ModelRunner:
         for fork in plan.forks:
             self._give_state(table.fork(fork))
         for sequence_id in plan.removed_sequence_ids:
-            row = table.get(sequence_id)
+            row = table.rows.get(sequence_id)
             if row is not None and row.drafted is not None and self.proposer is not None:
                 self.proposer.forget(row.drafted)
             table.remove(sequence_id)

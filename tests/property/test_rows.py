@@ -160,7 +160,7 @@ class RowsMachine(RuleBasedStateMachine):
     def remove(self, chosen: int) -> None:
         self.twin.pop(chosen, None)
         self.table.remove(chosen)
-        assert self.table.get(chosen) is None
+        assert self.table.rows.get(chosen) is None
 
     @invariant()
     def agrees(self) -> None:
