@@ -11,11 +11,11 @@
 
 namespace quire::QUIRE_NS {
 
-constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while few rows are multiplied
-constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way
-constexpr int kPanelTileRows = 6;      // rows whose sums of a block stay in registers
+constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are expanded
+constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way,
+constexpr int kTurnedRows = 4;         // or multiplied in one go where they lie turned
+constexpr int kPairRows = 12;          // rows whose sums with half of a block's features stay in registers
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
-constexpr int64_t kPieceTiles = 8;     // of k that some rows meet at a time: a superblock
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -79,11 +79,17 @@ QUIRE_INLINE void for_pairs(const uint8_t* tile, const Scales& scales, const Bod
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
 inline __m512i eight_of_x(const bf16* x) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
 
-// sums[g] has features 4i + g in lanes 4i..4i+3 -> the 16 features.
-inline void store_features(const __m512 (&sums)[4], float* out) {
-    auto halves = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
-    const __m512 a = halves(sums[0], sums[1]), b = halves(sums[2], sums[3]);
-    _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee)));
+// Sums of features 4i + g and 4i + g + 1, four lanes each -> two lanes each.
+inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+// Those of g = 0 and g = 2 -> the 16 features.
+inline void store_features(__m512 first, __m512 second, float* out) {
+    _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xee)));
+}
+
+// Of a turned tile features 4i + 2 * pair and those after them, eight columns.
+QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even, __m512i& odd) {
+    even = _mm512_loadu_si512(tile + c * 256 + pair * 128);
+    odd = _mm512_loadu_si512(tile + c * 256 + pair * 128 + 64);
 }
 
 // A block of weights on its way from memory times kRows rows of x -> sums[row][16].
@@ -93,22 +99,29 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     for (auto& row : acc)
         for (__m512& sum : row) sum = _mm512_setzero_ps();
     constexpr bool kTurned = kType == Type::bf16_turned;
-    constexpr int kStep = kTurned && kRows == 1 ? 256 : 64;  // where there is so little to do, the CPU fetches the lines between by itself
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
         scales.read(tile, t);
-        for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         if constexpr (kTurned) {
+            // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
+            for (int64_t i = 0; i < tile_bytes; i += 256) _mm_prefetch(reinterpret_cast<const char*>(tile + 6144 + i), _MM_HINT_T1);
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 __m512i eights[kRows];
                 for (int m = 0; m < kRows; m++) eights[m] = eight_of_x(x + m * x_stride + c * 8);
-                for (int g = 0; g < 4; g++) {
-                    const __m512i weights = _mm512_loadu_si512(tile + c * 256 + g * 64);
-                    for (int m = 0; m < kRows; m++) acc[m][g] = add_dot(acc[m][g], weights, eights[m]);
+                for (int pair = 0; pair < 2; pair++) {
+                    __m512i even, odd;
+                    load_pair(tile, c, pair, even, odd);
+                    for (int m = 0; m < kRows; m++) {
+                        acc[m][2 * pair] = add_dot(acc[m][2 * pair], even, eights[m]);
+                        acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd, eights[m]);
+                    }
                 }
             }
-        } else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+            continue;
+        }
+        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+        if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
                     const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
@@ -117,7 +130,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
                 }
         });
     }
-    for (int m = 0; m < kRows; m++) store_features(acc[m], sums + m * 16);
+    for (int m = 0; m < kRows; m++) store_features(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
 // Tiles of a block of weights, the first of them a superblock's first, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
@@ -127,8 +140,7 @@ inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_byte
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         scales.read(tile, t);
-        if constexpr (kType == Type::bf16_turned) std::memcpy(out, tile, 1024);
-        else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
@@ -143,38 +155,55 @@ using TurnBlock = void (*)(const uint8_t* tile, int64_t num_tiles, int64_t tile_
 struct Fetch {
     const uint8_t* from;
     int64_t step;
-    int64_t near = 0;  // of the block itself, into L1: bytes with every tile, a piece ahead
 };
 
-// Where sums wait between the pieces of k that they are of, [row][4][16]; a piece may be the first one, the last one or both.
-struct Carry {
-    float* sums;
-    bool first, last;
-};
-
-// Tiles of a turned block times kRows rows of x -> sums[row][16].
+// Rows of x, of which every one is some registers' distance away: as many addresses as there are rows would not fit.
 template <int kRows>
-inline void multiply_block(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, Carry carry, float* sums) {
-    __m512 acc[kRows][4];
-    for (int m = 0; m < kRows; m++)
-        for (int g = 0; g < 4; g++) acc[m][g] = carry.first ? _mm512_setzero_ps() : _mm512_load_ps(carry.sums + (m * 4 + g) * 16);
-    for (int64_t t = 0; t < num_tiles; t++) {
-        for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
-        fetch.from += fetch.step;
-        for (int64_t i = 0; i < fetch.near; i += 64) _mm_prefetch(reinterpret_cast<const char*>(block + kPieceTiles * 1024 + i), _MM_HINT_T0);
+struct NearRows {
+    const char *first, *fifth, *ninth;
+    int64_t one, three;  // bytes to other rows
+
+    NearRows(const bf16* x, int64_t stride)
+        : first(reinterpret_cast<const char*>(x)), fifth(first + (kRows > 4 ? 8 * stride : 0)), ninth(first + (kRows > 8 ? 16 * stride : 0)),
+          one(2 * stride), three(6 * stride) {
+        asm("" : "+r"(fifth), "+r"(ninth), "+r"(one), "+r"(three));  // or the compiler makes more of them
+    }
+    QUIRE_ALWAYS __m512i eight(int row, int c) const {
+        const char* base = row < 4 ? first : row < 8 ? fifth : ninth;
+        const char* at = row % 4 == 0 ? base : row % 4 == 1 ? base + one : row % 4 == 2 ? base + 2 * one : base + three;
+        return eight_of_x(reinterpret_cast<const bf16*>(at + c * 16));
+    }
+    QUIRE_ALWAYS void next_tile() { first += 64, fifth += 64, ninth += 64; }
+};
+
+// A turned block times kRows rows of x, half of the features after the other -> sums[row][16].
+template <int kRows>
+inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, float* sums) {
+    for (int pair = 0; pair < 2; pair++) {
+        __m512 acc[kRows][2];
+        for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
+        NearRows<kRows> rows(x, x_stride);
+        const uint8_t* tile = block;
+        for (int64_t t = 0; t < num_tiles; t++, tile += 1024, rows.next_tile()) {
+            for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
+            fetch.from += fetch.step;
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++, block += 256, x += 8) {
-            __m512i weights[4];
-            for (int g = 0; g < 4; g++) weights[g] = _mm512_load_si512(block + g * 64);
-            for (int m = 0; m < kRows; m++) {
-                const __m512i eight = eight_of_x(x + m * x_stride);
-                for (int g = 0; g < 4; g++) acc[m][g] = add_dot(acc[m][g], weights[g], eight);
+            for (int c = 0; c < 4; c++) {
+                __m512i even, odd;
+                load_pair(tile, c, pair, even, odd);
+#pragma GCC unroll 12
+                for (int m = 0; m < kRows; m++) {
+                    const __m512i eight = rows.eight(m, c);
+                    acc[m][0] = add_dot(acc[m][0], even, eight);
+                    acc[m][1] = add_dot(acc[m][1], odd, eight);
+                }
             }
         }
-    }
-    for (int m = 0; m < kRows; m++) {
-        if (carry.last) store_features(acc[m], sums + m * 16);
-        for (int g = 0; g < 4 && !carry.last; g++) _mm512_store_ps(carry.sums + (m * 4 + g) * 16, acc[m][g]);
+        for (int m = 0; m < kRows; m++) {
+            const __m512 half = halves(acc[m][0], acc[m][1]);
+            if (pair == 0) _mm512_storeu_ps(sums + m * 16, half);
+            else store_features(_mm512_loadu_ps(sums + m * 16), half, sums + m * 16);
+        }
     }
 }
 
@@ -235,90 +264,57 @@ struct BlockRange {
     int64_t begin, end, next;
 };
 
-// Calls body(first row, their number, a constant) for groups of at most kPanelTileRows of so many rows, all about as
-// large: the sums of one or two rows wait for each other.
+// Calls body(first row, their number, a constant) for groups of at most kPairRows of so many rows, all about as large: the
+// sums of one or two rows wait for each other.
 template <class Body>
 QUIRE_INLINE void for_row_groups(int64_t num_rows, const Body& body) {
-    int64_t groups = divide_up(num_rows, kPanelTileRows);
+    int64_t groups = divide_up(num_rows, kPairRows);
     for (int64_t row = 0; groups; groups--) {
         const int64_t count = divide_up(num_rows - row, groups);
-        with_rows<kPanelTileRows>(count, [&](auto n) { body(row, n); });
+        with_rows<kPairRows>(count, [&](auto n) { body(row, n); });
         row += count;
     }
 }
 
-// Where tile `t` of the item-th block of weights of a range lies, in the order in which they are multiplied; beyond the end of
-// a block comes the next one, and beyond the last one of the range the first of what comes next.
-inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, int64_t item, int64_t t) {
-    const int64_t tiles = blocks.a.weight.num_tiles(), items = (range.end - range.begin) * blocks.parts;
-    item += t / tiles;
-    const int64_t block = item < items ? range.begin + item / blocks.parts : range.next + (item - items) / blocks.parts;
+// The item-th block of weights of a range, in the order in which they are multiplied; beyond the last one the first of what comes next.
+inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, int64_t item) {
+    const int64_t items = (range.end - range.begin) * blocks.parts;
+    const int64_t block = item < items ? range.begin + item / blocks.parts : range.next;
     const bool there = block < blocks.count;  // or it is fetched again
-    return blocks.weights(there ? block : range.begin, there ? int(item % blocks.parts) : 0) + t % tiles * blocks.a.weight.tile_bytes();
+    return blocks.weights(there ? block : range.begin, there ? int(item % blocks.parts) : 0);
 }
 
-// Some rows, block by block, a few tiles at a time, so that what is turned stays in L1 (null: nothing is to be). The weights that
-// come next are fetched meanwhile, half a piece further than they are needed: what is asked for last has time to come.
-inline void multiply_few(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, Scratch& scratch) {
-    const LinearArgs& a = blocks.a;
-    const int64_t tiles = a.weight.num_tiles(), bytes = a.weight.tile_bytes(), groups = divide_up(a.num_rows, kPanelTileRows);
-    const int64_t half = kPieceTiles / 2, first_groups = groups / 2;
-    uint8_t* turned = scratch.get<uint8_t>(kPieceTiles * 1024 + a.num_rows * 256);
-    float* carried = reinterpret_cast<float*>(turned + kPieceTiles * 1024);
-    alignas(64) float sums[2][kMostRows * 16];
-    for (int64_t block = range.begin; block < range.end; block++) {
-        for (int part = 0; part < blocks.parts; part++)
-            for (int64_t t = 0; t < tiles; t += kPieceTiles) {
-                const int64_t count = tiles - t < kPieceTiles ? tiles - t : kPieceTiles;
-                const uint8_t* piece = blocks.weights(block, part) + t * bytes;
-                if (turn_block) turn_block(piece, count, bytes, turned), piece = turned;
-                const int64_t item = (block - range.begin) * blocks.parts + part, ahead = t + count + half;
-                auto fetch_of = [&](int64_t at, int64_t in, int64_t num_tiles) {
-                    return Fetch{weights_ahead(blocks, range, item, at), round_up(divide_up(num_tiles * bytes, in * count), 64)};
-                };
-                // Each half from where it lies.
-                Fetch fetch = first_groups ? fetch_of(ahead, first_groups, half) : fetch_of(ahead, 1, kPieceTiles);
-                if (!turn_block) fetch.near = bytes;  // else turning fetches
-                int64_t group = 0;
-                for_row_groups(a.num_rows, [&](int64_t row, auto n) {
-                    if (first_groups && group++ == first_groups) fetch = fetch_of(ahead + half, groups - first_groups, half);
-                    const Carry carry{carried + row * 64, t == 0, t + count == tiles};
-                    multiply_block<n>(piece, count, rows.x + row * rows.stride + t * 32, rows.stride, fetch, carry, sums[part] + row * 16);
-                    fetch.from += count * fetch.step, fetch.near = 0;
-                });
-            }
-        blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], 0, a.num_rows);
-    }
-}
-
+// Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
+// range or, where all rows are there at once, one for all; null: they lie so. The weights that come next are fetched meanwhile.
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned, int64_t cache) {
     const LinearArgs& a = blocks.a;
-    const int64_t tiles = a.weight.num_tiles(), turned_bytes = tiles * 1024;
-    auto place = [&](int64_t block, int part) { return turned + ((block - range.begin) * blocks.parts + part) * turned_bytes; };
-    for (int64_t block = range.begin; block < range.end; block++)
-        for (int part = 0; part < blocks.parts; part++)
-            turn_block(blocks.weights(block, part), tiles, a.weight.tile_bytes(), place(block, part));
-    // As many rows as stay in L2 with the blocks: these have half of it, x a quarter.
-    int64_t panel = cache / 4 / (rows.stride * 2) / kPanelTileRows * kPanelTileRows;
-    panel = panel < kPanelTileRows ? kPanelTileRows : panel > kMostRows ? kMostRows : panel;
-    const int64_t passes = divide_up(a.num_rows < panel ? a.num_rows : panel, kPanelTileRows);
+    const int64_t tiles = a.weight.num_tiles();
+    int64_t panel = cache / 4 / (rows.stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
+    panel = panel < kPairRows ? kPairRows : panel;
+    if (a.num_rows <= kMostRows || panel > kMostRows) panel = kMostRows;
+    const int64_t passes = 2 * divide_up(a.num_rows < panel ? a.num_rows : panel, kPairRows);
     const int64_t step = round_up(divide_up(a.weight.tile_bytes(), passes), 64);
     alignas(64) float sums[2][kMostRows * 16];
     for (int64_t first = 0; first < a.num_rows; first += panel) {
         const int64_t count = a.num_rows - first < panel ? a.num_rows - first : panel;
         for (int64_t block = range.begin; block < range.end; block++) {
-            const int64_t next = range.next + block - range.begin;
             for (int part = 0; part < blocks.parts; part++) {
-                int64_t fetched = first == 0 && next < blocks.count ? 0 : blocks.bytes;
+                const int64_t item = (block - range.begin) * blocks.parts + part;
+                const uint8_t* weights = blocks.weights(block, part);
+                if (turn_block) {
+                    uint8_t* place = turned + (a.num_rows > panel ? item : 0) * tiles * 1024;
+                    if (first == 0) turn_block(weights, tiles, a.weight.tile_bytes(), place);
+                    weights = place;
+                }
+                const uint8_t* ahead = weights_ahead(blocks, range, item + 1);
+                int64_t fetched = first == 0 ? 0 : blocks.bytes;
                 for_row_groups(count, [&](int64_t row, auto n) {
-                    const Fetch fetch{blocks.weights(block, part), 0};
-                    Fetch ahead = fetched < blocks.bytes ? Fetch{blocks.weights(next, part) + fetched, step} : fetch;
-                    fetched += tiles * step;
-                    multiply_block<n>(place(block, part), tiles, rows.x + (first + row) * rows.stride, rows.stride, ahead, {nullptr, true, true},
-                                      sums[part] + row * 16);
+                    const Fetch fetch{ahead + fetched, fetched < blocks.bytes ? step : 0};
+                    fetched += 2 * tiles * fetch.step;
+                    multiply_turned<n>(weights, tiles, rows.x + (first + row) * rows.stride, rows.stride, fetch, sums[part] + row * 16);
                 });
             }
-            blocks.finish(block, 1, sums[0], sums[1], first, count);
+            blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], first, count);
         }
     }
 }
@@ -327,26 +323,25 @@ template <Type kType>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
+    constexpr bool kTurned = kType == Type::bf16_turned;
     // Of most blocks just one: six copies of what expands each of their types take minutes to build.
-    constexpr int kMost = kType == Type::u4_32 || kType == Type::u4_128 ? 4 : is_blocks(kType) ? 1 : kStreamRows;
+    constexpr int kMost = kTurned ? kTurnedRows : kType == Type::u4_32 || kType == Type::u4_128 ? 4 : is_blocks(kType) ? 1 : kStreamRows;
     if (a.num_rows <= kMost) return stream_rows<kType, kMost>(blocks, rows, context);
-    if (a.num_rows <= kMostRows) {
-        const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);
-        context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
-            const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
-            multiply_few(blocks, rows, {begin, end, begin + context.pool.size() * group}, kType == Type::bf16_turned ? nullptr : turn_block<kType>,
-                         context.thread_scratch[thread]);
-        });
-        return;
+    const int64_t turned_bytes = a.weight.num_tiles() * 1024, threads = context.pool.size();
+    int64_t group = divide_up(131072, blocks.bytes * blocks.parts), places = 1;
+    if (a.num_rows > kMostRows) {
+        const int64_t fair = blocks.count / (4 * threads);  // no thread waits long for another
+        group = context.cache / 2 / (turned_bytes * blocks.parts);
+        group = group < fair ? group : fair;
+        group = group < 1 ? 1 : group > kMostBlocks ? kMostBlocks : group;
+        places = group * blocks.parts;
     }
-    const int64_t turned_bytes = a.weight.num_tiles() * 1024 * blocks.parts, threads = context.pool.size();
-    int64_t group = context.cache / 2 / turned_bytes, fair = blocks.count / (4 * threads);  // no thread waits long for another
-    group = group < fair ? group : fair;
-    group = group < 1 ? 1 : group > kMostBlocks ? kMostBlocks : group;
+    TurnBlock turn = nullptr;
+    if constexpr (!kTurned) turn = turn_block<kType>;
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
         const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
-        uint8_t* turned = context.thread_scratch[thread].get<uint8_t>(group * turned_bytes);
-        multiply_blocks(blocks, rows, {begin, end, begin + threads * group}, turn_block<kType>, turned, context.cache);
+        uint8_t* turned = turn ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
+        multiply_blocks(blocks, rows, {begin, end, begin + threads * group}, turn, turned, context.cache);
     });
 }
 
