@@ -37,18 +37,41 @@ struct SixBits {
 };
 constexpr SixBits kSixBits;
 
-// 64 codes of a tile -> the two rows of 32 that they are.
-QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
-#if defined(__AVX512VBMI__)
-    const __m512i low0 = _mm512_load_si512(kI8Tables.low), low1 = _mm512_load_si512(kI8Tables.low + 64);
-    const __m512i high0 = _mm512_load_si512(kI8Tables.high), high1 = _mm512_load_si512(kI8Tables.high + 64);
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
-    const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
-    __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
-    high = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
-    even = _mm512_unpacklo_epi8(low, high);
-    odd = _mm512_unpackhi_epi8(low, high);
+// Whether bytes can be looked up by a level that is made for CPUs that can't, too (Cooper Lake).
+inline bool looks_up_bytes() {
+#if defined(__clang__)  // whose assembler wants it said for a whole function
+    return false;
 #else
+    static const bool has = __builtin_cpu_supports("avx512vbmi");
+    return has;
+#endif
+}
+// Each byte's lowest seven bits -> a byte of `low` or `high`, 64 bytes each.
+QUIRE_INLINE __m512i bytes_of(__m512i indices, const uint8_t* table) {
+    const __m512i low = _mm512_load_si512(table), high = _mm512_load_si512(table + 64);
+#if defined(__AVX512VBMI__)
+    return _mm512_permutex2var_epi8(low, indices, high);
+#else
+    asm("vpermi2b %2, %1, %0" : "+v"(indices) : "v"(low), "v"(high));
+    return indices;
+#endif
+}
+
+// 64 codes of a tile -> the two rows of 32 that they are, the odd ones the second half of each 16 bytes. `kBytes`: bytes can be looked up.
+#if defined(__AVX512VBMI__)
+template <bool kBytes = true>
+#else
+template <bool kBytes = false>
+#endif
+QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
+    if constexpr (kBytes) {
+        const __m512i sign = _mm512_set1_epi8(char(0x80));
+        const __m512i low = bytes_of(codes, kI8Tables.low);
+        const __m512i high = _mm512_ternarylogic_epi32(bytes_of(codes, kI8Tables.high), codes, sign, 0xf8);  // high | (codes & sign)
+        even = _mm512_unpacklo_epi8(low, high);
+        odd = _mm512_unpackhi_epi8(low, high);
+        return;
+    }
     auto expanded = [](__m512i words) {
         const uint16_t* table = kI8Tables.words;
         // A look-up reads six bits of its index; the seventh says which of two it is.
@@ -60,7 +83,6 @@ QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
     };
     even = expanded(_mm512_unpacklo_epi8(codes, _mm512_setzero_si512()));
     odd = expanded(_mm512_unpackhi_epi8(codes, _mm512_setzero_si512()));
-#endif
 }
 
 // i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches.

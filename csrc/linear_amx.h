@@ -54,6 +54,14 @@ public:
         if constexpr (kType == Type::bf16_turned)
             for (int row = 0; row < 16; row++)
                 for_pieces(kType, row, [&](int64_t at, int64_t c) { std::memcpy(out + row * 32 + c, reinterpret_cast<const bf16*>(tile) + at, 16); });
+        if constexpr (kType == Type::i8_turned)
+            for (int i = 0; i < 8; i++) {
+                alignas(64) bf16 pair[2][32];
+                __m512i even, odd;
+                expand_i8(_mm512_loadu_si512(tile + i * 64), even, odd);
+                _mm512_store_si512(pair[0], even), _mm512_store_si512(pair[1], odd);
+                for (int row = 0; row < 8; row++) std::memcpy(out + (row / 2 * 4 + i % 2 * 2 + row % 2) * 32 + i / 2 * 8, pair[row % 2] + row / 2 * 8, 16);
+            }
         if constexpr (is_blocks(kType)) {
             scales_.read(tile, t);
             for (int row = 0; row < 16; row++) _mm512_store_si512(out + row * 32, expand_blocks<kType>(tile, scales_, row));
@@ -69,6 +77,7 @@ template <class Body>
 inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());
     if (type == Type::i4) return body(Expander<Type::i4>());
+    if (type == Type::i8_turned) return body(Expander<Type::i8_turned>());
     if (type == Type::bf16_turned) return body(Expander<Type::bf16_turned>());
     with_blocks(type, [&](auto blocks) { body(Expander<blocks>()); });
 }

@@ -86,32 +86,37 @@ inline void store_features(__m512 first, __m512 second, float* out) {
     _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xee)));
 }
 
-// Of a turned tile features 4i + 2 * pair and those after them, eight columns.
+// Of a turned tile features 4i + 2 * pair and those after them, eight columns. `kBytes`: bytes can be looked up.
+template <Type kType, bool kBytes>
 QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even, __m512i& odd) {
+    if constexpr (kType == Type::i8_turned) return expand_i8<kBytes>(_mm512_loadu_si512(tile + c * 128 + pair * 64), even, odd);
     even = _mm512_loadu_si512(tile + c * 256 + pair * 128);
     odd = _mm512_loadu_si512(tile + c * 256 + pair * 128 + 64);
 }
+constexpr bool is_turned(Type type) { return type == Type::bf16_turned || type == Type::i8_turned; }
 
 // A block of weights on its way from memory times kRows rows of x -> sums[row][16].
-template <Type kType, int kRows>
+template <Type kType, bool kBytes, int kRows>
 inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, int64_t x_stride, float* sums) {
     __m512 acc[kRows][4];
     for (auto& row : acc)
         for (__m512& sum : row) sum = _mm512_setzero_ps();
-    constexpr bool kTurned = kType == Type::bf16_turned;
+    // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
+    // Where more is done with a line, it lags behind.
+    constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
+    constexpr bool kTurned = is_turned(kType);
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
         scales.read(tile, t);
         if constexpr (kTurned) {
-            // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
-            for (int64_t i = 0; i < tile_bytes; i += 256) _mm_prefetch(reinterpret_cast<const char*>(tile + 6144 + i), _MM_HINT_T1);
+            for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 __m512i eights[kRows];
                 for (int m = 0; m < kRows; m++) eights[m] = eight_of_x(x + m * x_stride + c * 8);
                 for (int pair = 0; pair < 2; pair++) {
                     __m512i even, odd;
-                    load_pair(tile, c, pair, even, odd);
+                    load_pair<kType, kBytes>(tile, c, pair, even, odd);
                     for (int m = 0; m < kRows; m++) {
                         acc[m][2 * pair] = add_dot(acc[m][2 * pair], even, eights[m]);
                         acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd, eights[m]);
@@ -134,13 +139,20 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
 }
 
 // Tiles of a block of weights, the first of them a superblock's first, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
-template <Type kType>
+template <Type kType, bool kBytes>
 inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         scales.read(tile, t);
-        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        if constexpr (kType == Type::i8_turned)
+            for (int i = 0; i < 8; i++) {
+                __m512i even, odd;
+                load_pair<kType, kBytes>(tile, i / 2, i % 2, even, odd);
+                _mm512_store_si512(out + i * 128, even);
+                _mm512_store_si512(out + i * 128 + 64, odd);
+            }
+        else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
@@ -177,20 +189,20 @@ struct NearRows {
 };
 
 // A turned block times kRows rows of x, half of the features after the other -> sums[row][16].
-template <int kRows>
+template <Type kType, bool kBytes, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, float* sums) {
     for (int pair = 0; pair < 2; pair++) {
         __m512 acc[kRows][2];
         for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
         NearRows<kRows> rows(x, x_stride);
         const uint8_t* tile = block;
-        for (int64_t t = 0; t < num_tiles; t++, tile += 1024, rows.next_tile()) {
+        for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.next_tile()) {
             for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
             fetch.from += fetch.step;
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 __m512i even, odd;
-                load_pair(tile, c, pair, even, odd);
+                load_pair<kType, kBytes>(tile, c, pair, even, odd);
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) {
                     const __m512i eight = rows.eight(m, c);
@@ -242,7 +254,7 @@ struct DotBlocks {
     }
 };
 
-template <Type kType, int kMost>
+template <Type kType, bool kBytes, int kMost>
 inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& context) {
     const LinearArgs& a = blocks.a;
     const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
@@ -251,7 +263,7 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
         for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
             for (int part = 0; part < blocks.parts; part++)
                 with_rows<kMost>(a.num_rows, [&](auto count) {
-                    stream_block<kType, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x,
+                    stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x,
                                                rows.stride, sums[part]);
                 });
             blocks.finish(block, 1, sums[0], sums[1], 0, a.num_rows);
@@ -285,7 +297,8 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, i
 }
 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
-// range or, where all rows are there at once, one for all; null: they lie so. The weights that come next are fetched meanwhile.
+// range or, where all rows are there at once, one for all; null: they lie so, as kType. The weights that come next are fetched meanwhile.
+template <Type kType, bool kBytes>
 inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned, int64_t cache) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
@@ -311,7 +324,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                 for_row_groups(count, [&](int64_t row, auto n) {
                     const Fetch fetch{ahead + fetched, fetched < blocks.bytes ? step : 0};
                     fetched += 2 * tiles * fetch.step;
-                    multiply_turned<n>(weights, tiles, rows.x + (first + row) * rows.stride, rows.stride, fetch, sums[part] + row * 16);
+                    multiply_turned<kType, kBytes, n>(weights, tiles, rows.x + (first + row) * rows.stride, rows.stride, fetch, sums[part] + row * 16);
                 });
             }
             blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], first, count);
@@ -319,14 +332,14 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
     }
 }
 
-template <Type kType>
+template <Type kType, bool kBytes = false>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
-    constexpr bool kTurned = kType == Type::bf16_turned;
+    constexpr bool kTurned = is_turned(kType);
     // Of most blocks just one: six copies of what expands each of their types take minutes to build.
     constexpr int kMost = kTurned ? kTurnedRows : kType == Type::u4_32 || kType == Type::u4_128 ? 4 : is_blocks(kType) ? 1 : kStreamRows;
-    if (a.num_rows <= kMost) return stream_rows<kType, kMost>(blocks, rows, context);
+    if (a.num_rows <= kMost) return stream_rows<kType, kBytes, kMost>(blocks, rows, context);
     const int64_t turned_bytes = a.weight.num_tiles() * 1024, threads = context.pool.size();
     int64_t group = divide_up(131072, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
@@ -337,11 +350,14 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         places = group * blocks.parts;
     }
     TurnBlock turn = nullptr;
-    if constexpr (!kTurned) turn = turn_block<kType>;
+    if constexpr (kType != Type::bf16_turned) turn = turn_block<kType, kBytes>;
+    auto multiply = multiply_blocks<Type::bf16_turned, false>;
+    if constexpr (kType == Type::i8_turned)  // as many rows as meet a weight once don't need it kept
+        if (a.num_rows <= kPairRows) turn = nullptr, multiply = multiply_blocks<kType, kBytes>;
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
         const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
         uint8_t* turned = turn ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
-        multiply_blocks(blocks, rows, {begin, end, begin + threads * group}, turn, turned, context.cache);
+        multiply(blocks, rows, {begin, end, begin + threads * group}, turn, turned, context.cache);
     });
 }
 
@@ -353,6 +369,7 @@ inline void linear_dot(const LinearArgs& a, Context& context) {
         case Type::i8: return linear_dot_of<Type::i8>(a, context);
         case Type::i4: fill_i4_values(); return linear_dot_of<Type::i4>(a, context);
         case Type::bf16_turned: return linear_dot_of<Type::bf16_turned>(a, context);
+        case Type::i8_turned: return looks_up_bytes() ? linear_dot_of<Type::i8_turned, true>(a, context) : linear_dot_of<Type::i8_turned>(a, context);
         default: return linear_dot_of<Type::bf16>(a, context);
     }
 }

@@ -7,6 +7,7 @@
 //   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
+//   i8_turned  i8's bytes likewise: 64 of them hold, of eight columns, row 0's, 1's, 4's, 5's, 8's, ..., then row 2's, 3's, 6's, ...
 //   q4_0 ...   blocks (blocks.h).
 // Paired tiles of bf16, i8, w8a8, i4 and blocks have the order of pairs.h; bytes are a two's complement there.
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
@@ -50,13 +51,16 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             break;
         }
         case Type::i8:
+        case Type::i8_turned: {
+            auto offset = m.type == Type::i8 ? i8_offset : i8_turned_offset;
             for (int c = 0; c < 32; c += kLanes) {
                 uint8_t bytes[kLanes];
-                for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + i8_offset(row, c + i), kLanes < 8 ? kLanes : 8);
+                for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + offset(row, c + i), kLanes < 8 ? kLanes : 8);
                 const vi q = signed_bytes(bytes);
                 store(out + c, as_float(as_int(numbers_of(q & 127)) | (q & 128) << 24));
             }
             break;
+        }
         case Type::w8a8:
             for (int c = 0; c < 32; c++) out[c] = float(tile[w8a8_offset(row, c)]) - 128.0f;
             break;
@@ -121,7 +125,7 @@ inline void pack_i8_row(const Matrix& m, uint8_t* first_tile, int64_t row, const
             vi coded = m.paired ? v & 255 : m.type == Type::w8a8 ? v + 128 : magnitude | (v < 0 ? splat_int(128) : splat_int(0));
             std::memcpy(q + c, &coded, sizeof coded);
         }
-        auto offset = m.paired ? paired_index : m.type == Type::w8a8 ? w8a8_offset : i8_offset;
+        auto offset = m.paired ? paired_index : m.type == Type::w8a8 ? w8a8_offset : m.type == Type::i8_turned ? i8_turned_offset : i8_offset;
         for (int c = 0; c < 32; c++) first_tile[t * 512 + offset(row % 16, c)] = uint8_t(q[c]);
     }
 }

@@ -43,7 +43,7 @@ class Packed(QuantizationMethod):
         kept: Type | None = None,
         level: str = "",
     ) -> None:
-        self.type = kept or (_MADE[made] if made else OWN_TYPES.get((level, dtype), TYPE_OF[dtype]))
+        self.type = kept or OWN_TYPES.get(level, {}).get((dtype, made)) or (_MADE[made] if made else TYPE_OF[dtype])
         self.paired = is_paired(level, dtype, self.type)
         self._kept = kept is not None
         self._allocate = allocate

@@ -137,7 +137,7 @@ private:
         p.data.resize(p.matrix.num_blocks() * p.matrix.num_tiles() * p.matrix.tile_bytes() + 64);
         p.scales.resize(p.matrix.num_blocks() * 16);
         p.matrix.data = p.data.data() + (64 - reinterpret_cast<uintptr_t>(p.data.data()) % 64);
-        if (type == Type::i8 || type == Type::w8a8) p.matrix.scales = p.scales.data();
+        if (type == Type::i8 || type == Type::i8_turned || type == Type::w8a8) p.matrix.scales = p.scales.data();
         PackArgs args{p.matrix, nullptr, cols, 0, num_rows, Type::f32};
         if (!is_blocks(type)) {
             p.source = Array(numbers(num_rows * cols, 7), Type::f32).bytes;

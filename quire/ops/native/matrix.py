@@ -17,12 +17,12 @@ from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
 TILE_COLS = 32
-_TILE_BYTES = {Type.F32: 2048, Type.BF16: 1024, Type.I8: 512, Type.I4: 288, Type.W8A8: 512, Type.BF16_TURNED: 1024}
-SCALED = (Type.I8, Type.W8A8)
-# What levels like best to have numbers as, where that is an order of their own. Every level can multiply every type.
-OWN_TYPES = {("avx512_bf16", torch.bfloat16): Type.BF16_TURNED}
+_TILE_BYTES = {Type.F32: 2048, Type.I4: 288, Type.BF16: 1024, Type.BF16_TURNED: 1024}  # else 512
+SCALED = (Type.I8, Type.W8A8, Type.I8_TURNED)
+# What levels like best to have numbers (or "int8") as, where that is an order of their own. All can multiply all types.
+OWN_TYPES = {"avx512_bf16": {(torch.bfloat16, None): Type.BF16_TURNED, (torch.bfloat16, "int8"): Type.I8_TURNED}}
 PAIRED_LEVELS = {("avx2", torch.bfloat16)}  # with activations of this type, that multiply pairs of integers
-_UNPAIRED = (Type.F32, Type.BF16_TURNED, Type.F8_128, Type.C4_32)
+_UNPAIRED = (Type.F32, Type.BF16_TURNED, Type.I8_TURNED, Type.F8_128, Type.C4_32)
 
 
 def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
@@ -32,7 +32,7 @@ def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
 
 def orders_of(level: str) -> list[str]:
     """What tells files of a level's packed weights from those of others."""
-    own = [type.name for (owner, _), type in OWN_TYPES.items() if owner == level]
+    own = [type.name for type in OWN_TYPES.get(level, {}).values()]
     return own + ["pairs" for owner, _ in PAIRED_LEVELS if owner == level]
 
 
@@ -81,7 +81,7 @@ class PackedMatrix:
 
     Attributes:
         data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], zeros where nothing was packed.
-        scales: float32 [rows], of Type.I8 and W8A8 only.
+        scales: float32 [rows], of Type.I8, I8_TURNED and W8A8 only.
         paired: the order within tiles is that of csrc/pairs.h.
     """
 
@@ -96,7 +96,7 @@ class PackedMatrix:
     def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
         """Shape of `data`."""
         blocks = block_format(type)
-        tile_bytes, span = (_TILE_BYTES[type], 1) if blocks is None else (blocks.tile_bytes, blocks.span)
+        tile_bytes, span = (_TILE_BYTES.get(type, 512), 1) if blocks is None else (blocks.tile_bytes, blocks.span)
         return -(-rows // BLOCK_ROWS), -(-cols // (span * TILE_COLS)) * span, tile_bytes
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class PackedMatrix:
             got = f"{self.data.dtype} {tuple(self.data.shape)}"
             raise ValueError(f"data must be contiguous uint8 {expected}, got {got}")
         if (self.scales is None) == (self.type in SCALED):
-            raise ValueError("scales belong to Type.I8 and Type.W8A8, and to them only")
+            raise ValueError("scales belong to Type.I8, I8_TURNED and W8A8, and to them only")
         if self.scales is not None and (self.scales.dtype != torch.float32 or self.scales.numel() != self.rows):
             raise ValueError(f"scales must be float32 [{self.rows}]")
 

@@ -22,7 +22,8 @@ from quire.ops.native.structs import Epilogue, Type
 from quire.quantization.weight_only import quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
-DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8, Type.BF16_TURNED]  # what a dense matrix is packed as
+# What a dense matrix is packed as.
+DENSE = [Type.F32, Type.BF16, Type.I8, Type.I4, Type.W8A8, Type.BF16_TURNED, Type.I8_TURNED]
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of one rounding
 MAX_ROWS = 300
 ROWS = [*range(1, 71), 129, 255, 256, 257, MAX_ROWS]

@@ -147,12 +147,13 @@ def test_int4_weights_are_the_bfloat16_ones_that_unpack_tells(level: str, rows: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(33, 31), (199, 100), (40, 1000)], ids=str)
 def test_the_order_in_memory_changes_no_bit(level: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Numbers in the order in which a level multiplies them: the same results, however many rows there are."""
+    """Numbers, or codes, in the order in which a level multiplies them: the same results for any number of rows."""
     dense = draw(*shape)
-    turned, plain = (Product(packed(dense, type), dtype) for type in (Type.BF16_TURNED, Type.BF16))
-    for rows in (1, 4, 6, 7, 12, 17, 40, 97, 130):
-        x = draw(rows, shape[1], dtype=dtype, seed=1)
-        assert torch.equal(turned(x), plain(x)), rows
+    for types in ((Type.BF16_TURNED, Type.BF16), (Type.I8_TURNED, Type.I8)):
+        turned, plain = (Product(packed(dense, type), dtype) for type in types)
+        for rows in (1, 2, 4, 5, 6, 7, 12, 13, 17, 40, 97, 130):
+            x = draw(rows, shape[1], dtype=dtype, seed=1)
+            assert torch.equal(turned(x), plain(x)), (types, rows)
 
 
 def test_magnitudes_far_apart(level: str) -> None:

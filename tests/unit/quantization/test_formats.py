@@ -73,13 +73,17 @@ def test_registry() -> None:
 
 
 def test_a_level_may_have_an_order_of_its_own() -> None:
-    """Of bfloat16, at one level; what no level is told for is good for all."""
-    for dtype, level, type in (
-        (BF16, "avx512_bf16", Type.BF16_TURNED),
-        (BF16, "amx", Type.BF16),
-        (F32, "avx512_bf16", Type.F32),
+    """Of bfloat16 and int8, at one level; what no level is told for is good for all."""
+    for made, dtype, level, type in (
+        (None, BF16, "avx512_bf16", Type.BF16_TURNED),
+        (None, BF16, "amx", Type.BF16),
+        (None, F32, "avx512_bf16", Type.F32),
+        ("int8", BF16, "avx512_bf16", Type.I8_TURNED),
+        ("int8", BF16, "amx", Type.I8),
+        ("int8", F32, "avx512_bf16", Type.I8),
+        ("int4", BF16, "avx512_bf16", Type.I4),
     ):
-        linear = select_formats(None, dtype, zeros, level=level).linear
+        linear = select_formats(made, dtype, zeros, level=level).linear
         assert isinstance(linear, Packed)
         assert linear.type is type
 
