@@ -85,18 +85,42 @@ inline void prefetch_codes(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
 }
 
-// Tiles [begin, end) of a block as bf16, expanded into `scratch` where they are not.
-inline const bf16* bf16_tiles(const Matrix& w, int64_t block, int64_t begin, int64_t end, bf16* scratch) {
-    if (w.type == Type::bf16) return reinterpret_cast<const bf16*>(w.tile(block, begin));
-    with_expander(w.type, [&](auto expand) {
-        for (int64_t t = begin; t < end; t++) {
-            const uint8_t* tile = w.tile(block, t);
-            prefetch_codes(tile + kCodesAhead, w.tile_bytes());
-            expand(tile, t, scratch + (t - begin) * 512);
-        }
-    });
-    return scratch;
-}
+// bf16 weights in the order of tiles: there is nothing to expand.
+struct AsTheyLie {
+    void operator()(const uint8_t*, int64_t, bf16*) {}
+};
+
+// The tiles of a chunk of k of a pair of blocks, [2][num_tiles], expanded one by one while other ones are multiplied: vector work
+// that the tiles' own takes as long as.
+template <class Expand>
+class Expansion {
+public:
+    explicit Expansion(const Matrix& w) : w_(w) {}
+
+    void begin(BlockPair pair, int64_t first, int64_t num_tiles, bf16* out) {
+        pair_ = pair, first_ = first, num_tiles_ = num_tiles, out_ = out, done_ = 0;
+    }
+    void step() {
+        if (done_ < 2 * num_tiles_) expand();
+    }
+    void rest() {
+        while (done_ < 2 * num_tiles_) expand();
+    }
+
+private:
+    QUIRE_ONE_COPY void expand() {
+        const int64_t second = done_ % 2, i = done_++ / 2;
+        const uint8_t* tile = w_.tile(second ? pair_.second : pair_.first, first_ + i);
+        prefetch_codes(tile + kCodesAhead, w_.tile_bytes());
+        expand_[second](tile, first_ + i, out_ + (second * num_tiles_ + i) * 512);
+    }
+
+    const Matrix& w_;
+    Expand expand_[2];
+    BlockPair pair_{};
+    int64_t first_ = 0, num_tiles_ = 0, done_ = 0;
+    bf16* out_ = nullptr;
+};
 
 // What to fetch from memory while tiles are multiplied: `step` bytes of each block with each tile.
 struct Ahead {
@@ -253,45 +277,61 @@ inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, int64_t widt
 
 // Rows [begin, end) of x, 32 at a time, against a group of pairs of blocks, a chunk of k at a time: a pair's chunk of weights
 // stays in L1, x's chunk in L2 for the whole group, and the sums wait in memory, which is exact: they are floats in the tile, too.
+// Weights that have to be expanded are so once, while the pair before them is multiplied; `scratch` has room for both.
+template <class Expand>
 inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, const BlockPair* pairs, int64_t num_pairs, int64_t begin,
                              int64_t end, bf16* scratch, float* sums) {
+    constexpr bool kExpands = !std::is_same_v<Expand, AsTheyLie>;
     const Matrix& w = a.weight;
-    const int64_t tiles = w.num_tiles(), panels = divide_up(end - begin, 32), chunk_bytes = kChunkTiles * w.tile_bytes();
-    const int64_t out_bytes = type_bytes(a.out_type);
-    for (int64_t t = 0; t < tiles; t += kChunkTiles) {
-        const int64_t stop = t + kChunkTiles < tiles ? t + kChunkTiles : tiles;
-        for (int64_t p = 0; p < num_pairs; p++) {
-            const BlockPair pair = pairs[p];
-            const bf16* w0 = bf16_tiles(w, pair.first, t, stop, scratch);
-            const bf16* w1 = bf16_tiles(w, pair.second, t, stop, scratch + kChunkTiles * 512);
-            // The weights that come next are fetched meanwhile, a slice of both blocks with every tile of every 32 rows.
-            const bool last_pair = p + 1 == num_pairs;
-            const BlockPair& next = pairs[last_pair ? 0 : p + 1];
-            const int64_t skip = last_pair ? chunk_bytes : 0;  // beyond the matrix, a prefetch does nothing
-            Ahead ahead{w.tile(next.first, t) + skip, w.tile(next.second, t) + skip, round_up(divide_up(w.tile_bytes(), panels), 64)};
-            Finisher finisher(a, pair);
-            for (int64_t row = begin; row < end; row += 32) {
-                const bool two = row + 16 < end;
-                float* c = sums + (p * panels + (row - begin) / 32) * 1024;
-                const uint32_t* x0 = x + (row / 16 * tiles + t) * 256;
-                const uint32_t* x1 = two ? x0 + tiles * 256 : x0;
-                t ? load_sums(c) : zero_sums();
-                // One behind: the sums of the 32 rows before are finished while these are multiplied. And where these will
-                // go is fetched, as the stores would wait for it.
-                if (stop == tiles)
-                    for (int64_t r = row; r < row + 32 && r < end; r++)
-                        _mm_prefetch(static_cast<const char*>(a.out) + (r * a.out_stride + pair.first * 16) * out_bytes, _MM_HINT_T0);
-                auto finish_step = [&](int64_t) { finisher.step(); };
-                two ? multiply<true>(w0, w1, x0, x1, 16, stop - t, ahead, finish_step)
-                    : multiply<false>(w0, w1, x0, x1, 16, stop - t, ahead, finish_step);
-                ahead.first += (stop - t) * ahead.step;
-                ahead.second += (stop - t) * ahead.step;
-                store_sums(c, true);
-                finisher.rest();
-                if (stop == tiles) finisher.begin(c, row, end - row < 32 ? end - row : 32);
-            }
+    const int64_t tiles = w.num_tiles(), panels = divide_up(end - begin, 32), out_bytes = type_bytes(a.out_type);
+    const int64_t items = divide_up(tiles, kChunkTiles) * num_pairs;  // of work: pairs, for a chunk of k after the other
+    const int64_t pace = panels < 4 ? 1 : panels / 2;  // steps of the products for each tile of the next item that is expanded
+    auto first_of = [&](int64_t item) { return item / num_pairs * kChunkTiles; };
+    auto count_of = [&](int64_t item) { return tiles - first_of(item) < kChunkTiles ? tiles - first_of(item) : kChunkTiles; };
+    auto place_of = [&](int64_t item) { return scratch + item % 2 * 2 * kChunkTiles * 512; };
+    Expansion<Expand> expansion(w);
+    auto expand_next = [&](int64_t item) {
+        if (kExpands && item < items) expansion.begin(pairs[item % num_pairs], first_of(item), count_of(item), place_of(item));
+    };
+    expand_next(0);
+    for (int64_t item = 0; item < items; item++) {
+        const BlockPair pair = pairs[item % num_pairs];
+        const int64_t t = first_of(item), count = count_of(item);
+        expansion.rest();
+        const bf16* w0 = kExpands ? place_of(item) : reinterpret_cast<const bf16*>(w.tile(pair.first, t));
+        const bf16* w1 = kExpands ? w0 + count * 512 : reinterpret_cast<const bf16*>(w.tile(pair.second, t));
+        expand_next(item + 1);
+        // The weights that come next are fetched meanwhile, a slice of both blocks with every tile of every 32 rows. (Beyond
+        // the matrix, a prefetch does nothing.)
+        const int64_t fetched = item + (kExpands ? 2 : 1);
+        const BlockPair& next = pairs[fetched % num_pairs];
+        Ahead ahead{w.tile(next.first, first_of(fetched)), w.tile(next.second, first_of(fetched)), round_up(divide_up(w.tile_bytes(), panels), 64)};
+        const bool last = t + count == tiles;
+        Finisher finisher(a, pair);
+        int64_t turn = 0;
+        auto between = [&](int64_t) {
+            finisher.step();
+            if (kExpands && ++turn == pace) expansion.step(), turn = 0;
+        };
+        for (int64_t row = begin; row < end; row += 32) {
+            const bool two = row + 16 < end;
+            float* c = sums + (item % num_pairs * panels + (row - begin) / 32) * 1024;
+            const uint32_t* x0 = x + (row / 16 * tiles + t) * 256;
+            const uint32_t* x1 = two ? x0 + tiles * 256 : x0;
+            t ? load_sums(c) : zero_sums();
+            // One behind: the sums of the 32 rows before are finished while these are multiplied. And where these will
+            // go is fetched, as the stores would wait for it.
+            if (last)
+                for (int64_t r = row; r < row + 32 && r < end; r++)
+                    _mm_prefetch(static_cast<const char*>(a.out) + (r * a.out_stride + pair.first * 16) * out_bytes, _MM_HINT_T0);
+            two ? multiply<true>(w0, w1, x0, x1, 16, count, ahead, between) : multiply<false>(w0, w1, x0, x1, 16, count, ahead, between);
+            ahead.first += count * ahead.step;
+            ahead.second += count * ahead.step;
+            store_sums(c, true);
             finisher.rest();
+            if (last) finisher.begin(c, row, end - row < 32 ? end - row : 32);
         }
+        finisher.rest();
     }
 }
 
@@ -327,7 +367,7 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
     const int64_t groups = divide_up(num_pairs, group);
     context.pool.run(groups * panels, [&](int64_t task, int thread) {
         Tiles configured(width);
-        bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * kChunkTiles * 512);
+        bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * kChunkTiles * 512);
         int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
         const int64_t last = first + group < num_pairs ? first + group : num_pairs;
         if (few) {
@@ -343,7 +383,10 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
         for (int64_t i = first; i < last; i++) pairs[i - first] = pair(i);
         const int64_t begin = panel * panel_rows, end = begin + panel_rows < a.num_rows ? begin + panel_rows : a.num_rows;
         float* sums = context.thread_scratch2[thread].get<float>(kGroupPairs * panel_rows / 32 * 1024);
-        linear_many_rows(a, x, pairs, last - first, begin, end, scratch, sums);
+        auto multiply_with = [&](auto expand) {
+            linear_many_rows<decltype(expand)>(a, x, pairs, last - first, begin, end, scratch, sums);
+        };
+        w.type == Type::bf16 ? multiply_with(AsTheyLie()) : with_expander(w.type, multiply_with);
     });
 }
 
