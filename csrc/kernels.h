@@ -163,6 +163,9 @@ struct Kernels {
     void (*sample)(const SampleArgs&, Context&);
     void (*move_slots)(const MoveArgs&);
     double (*bare_loop)(const uint8_t* memory, int64_t size, Context&);
+    int32_t num_ways;  // to cut up large products (tuning.h)
+    void (*choose_way)(int32_t);
+    int32_t (*tune)(Context&);
 };
 
 extern const Kernels kPortableKernels;

@@ -4,10 +4,11 @@
 #include "limits.h"
 #include "ops.h"
 #include "sampler.h"
+#include "tuning.h"
 
 namespace quire {
 
-#define QUIRE_KERNELS(name, ns) {name, ns::kOperations.data(), int32_t(ns::kOperations.size()), ns::pack, ns::unpack_row, ns::sample, ns::move_slots, ns::bare_loop}
+#define QUIRE_KERNELS(name, ns) {name, ns::kOperations.data(), int32_t(ns::kOperations.size()), ns::pack, ns::unpack_row, ns::sample, ns::move_slots, ns::bare_loop, ns::kNumWays, ns::choose_way, ns::tune}
 
 #if defined(__AMX_BF16__)
 const Kernels kAmxKernels = QUIRE_KERNELS("amx", amx);

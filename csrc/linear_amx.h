@@ -3,6 +3,9 @@
 // to read the weights. i8 and i4 weights are expanded to bf16 tiles just ahead, by table look-up; so are blocks.
 #pragma once
 
+#include <atomic>
+#include <iterator>
+
 #include "amx.h"
 #include "expand.h"
 #include "linear.h"
@@ -30,9 +33,26 @@ inline void expand_i4_tile(const uint8_t* tile, bf16* out) {
 constexpr int64_t kAhead = 2048;       // bytes of bf16 weights to prefetch ahead, into L2
 constexpr int64_t kCodesAhead = 2048;  // of codes, into L1: they are read by vectors, at once
 constexpr int64_t kFewRows = 32;       // up to here the weights are read once, straight through
-constexpr int64_t kChunkTiles = 8;     // k in tiles that a pair of blocks keeps in L1 when there are many rows: a superblock
 constexpr int64_t kMostPanelRows = 512;  // rows of x that a task multiplies, a chunk of k at a time out of L2
-constexpr int64_t kGroupPairs = 4;     // pairs of blocks that share them
+
+// How a product of many rows is cut up. What is fastest depends on how large L1 and L2 are and on how fast they and memory are
+// beside the tiles, so each machine finds it out (tuning.h). The bits are the same.
+struct Blocking {
+    int64_t chunk_tiles;  // of k, whole superblocks, that a pair of blocks is multiplied with before its sums go to memory
+    int64_t group_pairs;  // pairs of blocks that a task multiplies with a chunk of x
+    int64_t quarters;     // of L2, for that chunk and the sums
+    bool fetches_x;       // the next chunk of x, while this one is multiplied
+};
+constexpr Blocking kBlockings[] = {
+    {8, 4, 1, false},   // what was fastest on the first machine: a chunk of weights, and of 32 rows, stays in L1 of 48 KB
+    {8, 4, 1, true},
+    {8, 8, 2, false},   // x is read from L3 half as often
+    {8, 8, 2, true},
+    {16, 8, 2, true},   // half as many sums go to memory
+    {64, 4, 2, true},   // none, up to 2,048 features: weights and x both come from L2
+};
+constexpr int64_t kMostGroupPairs = 8;
+inline std::atomic<int32_t> chosen_blocking{0};
 
 inline void prefetch(const uint8_t* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
@@ -126,6 +146,8 @@ private:
 struct Ahead {
     const uint8_t *first, *second;
     int64_t step;
+    const uint32_t *x0 = nullptr, *x1 = nullptr;  // and of two groups of 16 rows of x, `x_step` bytes of each tile
+    int64_t x_step = 0;
 };
 
 // Adds the products of tiles of k to four C tiles (features 0..15 and 16..31 of up to two groups of `width` rows of x).
@@ -136,6 +158,10 @@ inline void multiply(const bf16* w0, const bf16* w1, const uint32_t* x0, const u
     for (int64_t t = 0; t < num_tiles; t++) {
         prefetch(ahead.first + t * ahead.step, ahead.step);
         prefetch(ahead.second + t * ahead.step, ahead.step);
+        if (ahead.x_step > 0) {
+            prefetch(reinterpret_cast<const uint8_t*>(ahead.x0 + t * 256), ahead.x_step);
+            prefetch(reinterpret_cast<const uint8_t*>(ahead.x1 + t * 256), ahead.x_step);
+        }
         _tile_loadd(4, w0 + t * 512, 64);
         _tile_loadd(6, x0 + t * 16 * width, 4 * width);
         _tile_dpbf16ps(0, 4, 6);
@@ -279,16 +305,16 @@ inline void linear_few_rows(const LinearArgs& a, const uint32_t* x, int64_t widt
 // stays in L1, x's chunk in L2 for the whole group, and the sums wait in memory, which is exact: they are floats in the tile, too.
 // Weights that have to be expanded are so once, while the pair before them is multiplied; `scratch` has room for both.
 template <class Expand>
-inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, const BlockPair* pairs, int64_t num_pairs, int64_t begin,
-                             int64_t end, bf16* scratch, float* sums) {
+inline void linear_many_rows(const LinearArgs& a, int64_t chunk, bool fetches_x, const uint32_t* x, const BlockPair* pairs,
+                             int64_t num_pairs, int64_t begin, int64_t end, bf16* scratch, float* sums) {
     constexpr bool kExpands = !std::is_same_v<Expand, AsTheyLie>;
     const Matrix& w = a.weight;
     const int64_t tiles = w.num_tiles(), panels = divide_up(end - begin, 32), out_bytes = type_bytes(a.out_type);
-    const int64_t items = divide_up(tiles, kChunkTiles) * num_pairs;  // of work: pairs, for a chunk of k after the other
+    const int64_t items = divide_up(tiles, chunk) * num_pairs;  // of work: pairs, for a chunk of k after the other
     const int64_t pace = panels < 4 ? 1 : panels / 2;  // steps of the products for each tile of the next item that is expanded
-    auto first_of = [&](int64_t item) { return item / num_pairs * kChunkTiles; };
-    auto count_of = [&](int64_t item) { return tiles - first_of(item) < kChunkTiles ? tiles - first_of(item) : kChunkTiles; };
-    auto place_of = [&](int64_t item) { return scratch + item % 2 * 2 * kChunkTiles * 512; };
+    auto first_of = [&](int64_t item) { return item / num_pairs * chunk; };
+    auto count_of = [&](int64_t item) { return tiles - first_of(item) < chunk ? tiles - first_of(item) : chunk; };
+    auto place_of = [&](int64_t item) { return scratch + item % 2 * 2 * chunk * 512; };
     Expansion<Expand> expansion(w);
     auto expand_next = [&](int64_t item) {
         if (kExpands && item < items) expansion.begin(pairs[item % num_pairs], first_of(item), count_of(item), place_of(item));
@@ -301,12 +327,16 @@ inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, const Block
         const bf16* w0 = kExpands ? place_of(item) : reinterpret_cast<const bf16*>(w.tile(pair.first, t));
         const bf16* w1 = kExpands ? w0 + count * 512 : reinterpret_cast<const bf16*>(w.tile(pair.second, t));
         expand_next(item + 1);
+        const bool last = t + count == tiles;
         // The weights that come next are fetched meanwhile, a slice of both blocks with every tile of every 32 rows. (Beyond
         // the matrix, a prefetch does nothing.)
         const int64_t fetched = item + (kExpands ? 2 : 1);
         const BlockPair& next = pairs[fetched % num_pairs];
-        Ahead ahead{w.tile(next.first, first_of(fetched)), w.tile(next.second, first_of(fetched)), round_up(divide_up(w.tile_bytes(), panels), 64)};
-        const bool last = t + count == tiles;
+        // So is a slice of the chunk of x that comes next; after the last one that is the first, for the next task.
+        const int64_t lines = fetches_x ? divide_up(16, num_pairs) : 0, line = item % num_pairs * lines;
+        const int64_t x_step = 64 * (lines < 16 - line ? lines : 16 - line), x_ahead = (last ? 0 : t + count) * 256 + line * 16;
+        Ahead ahead{w.tile(next.first, first_of(fetched)), w.tile(next.second, first_of(fetched)),
+                    round_up(divide_up(w.tile_bytes(), panels), 64), nullptr, nullptr, x_step};
         Finisher finisher(a, pair);
         int64_t turn = 0;
         auto between = [&](int64_t) {
@@ -318,6 +348,7 @@ inline void linear_many_rows(const LinearArgs& a, const uint32_t* x, const Block
             float* c = sums + (item % num_pairs * panels + (row - begin) / 32) * 1024;
             const uint32_t* x0 = x + (row / 16 * tiles + t) * 256;
             const uint32_t* x1 = two ? x0 + tiles * 256 : x0;
+            ahead.x0 = x + row / 16 * tiles * 256 + x_ahead, ahead.x1 = ahead.x0 + (two ? tiles * 256 : 0);
             t ? load_sums(c) : zero_sums();
             // One behind: the sums of the 32 rows before are finished while these are multiplied. And where these will
             // go is fetched, as the stores would wait for it.
@@ -358,16 +389,20 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
         return BlockPair{2 * i, second ? 2 * i + 1 : 2 * i, second};
     };
     const bool few = a.num_rows <= kFewRows;
-    // A row takes 512 bytes of x and as many of sums: together a quarter of L2.
-    const int64_t fitting = context.cache / 4096 / 32 * 32, panel_rows = fitting < kMostPanelRows ? fitting : kMostPanelRows;
+    const Blocking& blocking = kBlockings[chosen_blocking.load(std::memory_order_relaxed)];
+    const int64_t chunk = blocking.chunk_tiles < tiles ? blocking.chunk_tiles : tiles;
+    // A row takes a chunk of x, and a sum for each feature of the group.
+    const int64_t fitting = context.cache * blocking.quarters / 4 / (chunk * 64 + blocking.group_pairs * 128) / 32 * 32;
+    const int64_t panel_rows = fitting < 32 ? 32 : fitting < kMostPanelRows ? fitting : kMostPanelRows;
     const int64_t panels = few ? 1 : divide_up(a.num_rows, panel_rows);
     // About 128 KB of weights a task: enough to stream, few enough to share out evenly.
     const int64_t pair_bytes = 2 * tiles * w.tile_bytes();
-    const int64_t group = few ? divide_up(131072, pair_bytes) : kGroupPairs;
+    int64_t group = few ? divide_up(131072, pair_bytes) : blocking.group_pairs;
+    while (!few && group > 4 && num_pairs * panels < 2 * group * context.pool.size()) group /= 2;  // no thread waits long for another
     const int64_t groups = divide_up(num_pairs, group);
     context.pool.run(groups * panels, [&](int64_t task, int thread) {
         Tiles configured(width);
-        bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * kChunkTiles * 512);
+        bf16* scratch = context.thread_scratch[thread].get<bf16>(2 * 2 * chunk * 512);
         int64_t first = task % groups * group, panel = task / groups;  // a panel of x is done with before the next
         const int64_t last = first + group < num_pairs ? first + group : num_pairs;
         if (few) {
@@ -379,12 +414,12 @@ inline void linear_amx(const LinearArgs& a, Context& context) {
             }
             return;
         }
-        BlockPair pairs[kGroupPairs];
+        BlockPair pairs[kMostGroupPairs];
         for (int64_t i = first; i < last; i++) pairs[i - first] = pair(i);
         const int64_t begin = panel * panel_rows, end = begin + panel_rows < a.num_rows ? begin + panel_rows : a.num_rows;
-        float* sums = context.thread_scratch2[thread].get<float>(kGroupPairs * panel_rows / 32 * 1024);
+        float* sums = context.thread_scratch2[thread].get<float>(group * panel_rows / 32 * 1024);
         auto multiply_with = [&](auto expand) {
-            linear_many_rows<decltype(expand)>(a, x, pairs, last - first, begin, end, scratch, sums);
+            linear_many_rows<decltype(expand)>(a, chunk, blocking.fetches_x, x, pairs, last - first, begin, end, scratch, sums);
         };
         w.type == Type::bf16 ? multiply_with(AsTheyLie()) : with_expander(w.type, multiply_with);
     });

@@ -81,6 +81,18 @@ QUIRE_API double quire_bare_loop(const Kernels* level, int32_t num_threads, cons
     return level->bare_loop(memory, size, call.context);
 }
 
+// The way in which the level cuts up large products from now on, of those that it has, or below 0 the fastest one, which takes a moment
+// to find. Returns which it is; -1: there is no such, or no choice.
+QUIRE_API int32_t quire_tune(const Kernels* level, int32_t num_threads, int32_t way) {
+    if (level->num_ways < 2 || way >= level->num_ways) return -1;
+    if (way < 0) {
+        const Call call(num_threads);
+        return level->tune(call.context);
+    }
+    level->choose_way(way);
+    return way;
+}
+
 QUIRE_API const double* quire_program_times(Program* program) { return program->times(); }
 
 QUIRE_API void quire_pack(const Kernels* level, int32_t num_threads, const PackArgs* args) {

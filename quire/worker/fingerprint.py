@@ -60,14 +60,14 @@ def _facts(model: ModelConfig, has_weights: bool) -> list[str]:
 def _computer(kernels: str) -> str:
     """What the bits of a sum may depend on."""
     if kernels == TORCH:
-        return f"torch {torch.__version__} on {platform.machine()} {_processor()}"
+        return f"torch {torch.__version__} on {platform.machine()} {processor()}"
     return hashlib.sha256(library_path().read_bytes()).hexdigest()
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name, as far as the system tells it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:  # the first core says it
+            return next((line.strip() for line in lines if line.startswith("model name")), "")
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), "")

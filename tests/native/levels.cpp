@@ -2,6 +2,7 @@
 //
 // - A row of a product has the same bits alone, among others, and on one thread and three: on every level.
 // - Where a result is rounded but once it has the same bits on every level.
+// - A way to multiply large matrices is taken for the fastest only where it clearly is.
 // - On 64-bit Arm all else has the portable level's bits, too, but for products of bf16, whose instructions round as they
 //   like; those, and sums on levels with wider vectors, are near the portable level's.
 //
@@ -21,6 +22,7 @@
 #include "sample_args.h"
 #include "scale.h"
 #include "softcap.h"
+#include "tuning.h"
 
 using namespace quire;
 using namespace quire::driver;
@@ -274,6 +276,19 @@ private:
     Context one_{1}, three_{3};
 };
 
+// Which way is taken for the fastest.
+void tuning() {
+    auto expect = [](int32_t found, int32_t expected, const char* what) {
+        if (found != expected) fail(std::string("fastest: ") + what);
+    };
+    expect(fastest({{}, {}}), 0, "nothing was measured");
+    expect(fastest({{3, 3}, {1, 1}}), 0, "too little was measured");
+    expect(fastest({{4, 4, 9}, {3, 5, 3}, {2, 1, 2}, {4, 4, 1}}), 2, "the least of several");
+    expect(fastest({{100, 101, 102}, {98, 99, 100}}), 0, "hardly faster");
+    expect(fastest({{3, 3, 3}, {1, 4, 4}}), 0, "faster but once");
+    expect(fastest({{1, 4, 4}, {2, 2, 2}}), 0, "the first one has been faster");
+}
+
 void compare(const Level& level, const Level& portable, const std::string& name) {
 #if defined(__aarch64__)
     const bool arm = true;
@@ -307,6 +322,7 @@ int main(int argc, char** argv) {
     if (!library) return std::printf("%s\n", argc == 2 ? dlerror() : "usage: levels LIBRARY"), 2;
     auto name_of = reinterpret_cast<const char* (*)(int32_t)>(dlsym(library, "quire_level"));
     auto kernels_of = reinterpret_cast<const Kernels* (*)(const char*)>(dlsym(library, "quire_kernels"));
+    tuning();
     Level portable(kernels_of("portable"));
     portable.run_all();
     for (int32_t i = 0; const char* name = name_of(i); i++) {

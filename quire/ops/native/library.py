@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_program_reserve": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "quire_program_run": (None, [ctypes.c_void_p, ctypes.c_void_p]),
     "quire_program_times": (ctypes.POINTER(ctypes.c_double), [ctypes.c_void_p]),
+    "quire_tune": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]),
     "quire_bare_loop": (ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),
     "quire_meet": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]),
     "quire_arrive": (None, [ctypes.c_void_p, ctypes.c_int32]),

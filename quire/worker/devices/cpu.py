@@ -30,6 +30,7 @@ from quire.utils.host_memory import available_memory_bytes
 from quire.worker.devices.base import Device
 from quire.worker.gather import Ints
 from quire.worker.pages import huge_pages, keep_freed_memory
+from quire.worker.tuning import tune
 from quire.worker.weights.store import WeightStore
 
 # A model below this many parameters runs on one thread: its products take microseconds each, less than it takes to wake
@@ -98,7 +99,11 @@ class CpuDevice(Device):
         return available_memory_bytes()
 
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
-        return CompiledModel(model, self.target, tapped) if self.packs_weights else model
+        if self.target is None:
+            return model
+        if model.num_parameters >= SMALL_MODEL:
+            tune(self.target)
+        return CompiledModel(model, self.target, tapped)
 
     def compile_head(self, head: EagleHead, widths: Sequence[int]) -> RunnableHead:
         return CompiledEagle(head, widths, self.target) if self.packs_weights else super().compile_head(head, widths)

@@ -1,0 +1,40 @@
+"""Keeps how this machine multiplies large matrices fastest, beside its packed weights: a start measures it but once."""
+
+import hashlib
+import logging
+import os
+import time
+from contextlib import suppress
+from functools import partial
+
+from quire.ops.native.library import Target, library_path, loaded_library
+from quire.worker.fingerprint import processor
+from quire.worker.weights.cache import cache_folder, partial_name
+
+logger = logging.getLogger(__name__)
+
+
+def tune(target: Target) -> None:
+    """Let a level that knows several ways use the fastest one here; no bit of a result depends on it.
+
+    The first way is used where QUIRE_TUNING is 0, and where nothing can be kept: each start would measure anew.
+    """
+    choose, folder = partial(loaded_library().quire_tune, target.kernels, target.num_threads), cache_folder()
+    if choose(0) < 0 or folder is None or os.environ.get("QUIRE_TUNING") == "0":
+        return
+    built = library_path().stat()
+    key = f"{processor()} {target} {built.st_size} {built.st_mtime_ns}"
+    path = folder.with_name("tuning") / hashlib.sha256(key.encode()).hexdigest()[:32]
+    with suppress(OSError, ValueError):
+        if choose(max(0, int(path.read_text(encoding="ascii")))) >= 0:
+            return
+    unfinished, start = partial_name(path), time.perf_counter()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+        way = choose(-1)
+        logger.info("large products: way %d of %s, measured in %.2f s", way, target.level, time.perf_counter() - start)
+        unfinished.write_text(str(way), encoding="ascii")
+        unfinished.replace(path)
+    except OSError as error:
+        logger.info("the fastest way of large products is not kept on disk: %s", error.strerror)
