@@ -279,6 +279,8 @@ private:
     QUIRE_ALWAYS static void to_floats(const uint8_t* halves, float* out) {
 #if defined(__AVX512F__)
         _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
+#elif defined(__F16C__)
+        for (int r = 0; r < 16; r += 8) _mm256_store_ps(out + r, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + 2 * r))));
 #else
         for (int r = 0; r < 16; r += kLanes) store(out + r, halves_of(words_of(halves + 2 * r)));
 #endif

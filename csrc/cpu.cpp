@@ -13,6 +13,14 @@
 namespace quire {
 namespace {
 
+#if defined(__x86_64__)
+// Which older compilers' __builtin_cpu_supports does not know.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+#endif
+
 #if defined(QUIRE_EMULATE_AMX)
 bool amx_granted() { return true; }
 #elif defined(__x86_64__)
@@ -52,7 +60,7 @@ std::vector<const Kernels*> supported_levels() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && has_f16c();
     const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #if defined(QUIRE_HAVE_AMX)
     if (pairs && __builtin_cpu_supports("avx512vbmi") && amx_granted())
@@ -62,7 +70,7 @@ std::vector<const Kernels*> supported_levels() {
     if (pairs) found.push_back(&kAvx512Bf16Kernels);
 #endif
     if (avx512) found.push_back(&kAvx512Kernels);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&kAvx2Kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) found.push_back(&kAvx2Kernels);
 #elif defined(QUIRE_HAVE_NEON)
     if (has_dot() && has_bf16()) found.push_back(&kNeonBf16Kernels);
     if (has_dot()) found.push_back(&kNeonDotKernels);
