@@ -277,8 +277,9 @@ void write_rows(const AttentionArgs& a, RowRange range, Partial partial, float u
         const WithSink sum(a.sinks, sight.query_head(range.begin + r), unit, partial.highest[r], partial.total[r],
                            [&](float x) { return exp_of(splat(x))[0]; });
         const float factor = sum.keep / sum.total;
+        // + 0, as whether a sum is -0 depends on keys that weigh nothing.
         for_vectors(a.cache_shape.head_dim,
-                    [&](int64_t i, int n) { store_n(out + i, load_n(partial.weighted + r * dim + i, n) * factor, n); });
+                    [&](int64_t i, int n) { store_n(out + i, load_n(partial.weighted + r * dim + i, n) * factor + 0.0f, n); });
     }
 }
 

@@ -8,7 +8,7 @@
 
 namespace quire::QUIRE_NS {
 
-constexpr int kDotRows = 6;            // rows whose sums of 64 columns stay in registers
+constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
 constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 4;         // up to so many rows meet keys and values as they lie in memory
 constexpr int64_t kManyRows = 48;      // of products so long that the next chunk is fetched during them, and not while gathering
@@ -17,23 +17,25 @@ constexpr int64_t kManyRows = 48;      // of products so long that the next chun
 struct DotScratch {
     uint32_t *keys, *values;           // [D / 2][64] and [32][D]
     float *key_scales, *value_scales;  // [64], of an i8 cache
-    float* scores;                     // [row][64]
+    float* scores;                     // [2 * kDotRows][64]
     uint32_t* weights;                 // [row][32]
     uint32_t* queries;                 // [row][D / 2]
-    float *decays, *sums;              // [row], what the sums so far shrink by; of a chunk's weights
+    float *sums, *totals;              // [row][16], of a chunk's weights, and of all so far
+    float* decays;                     // [row], what the sums so far shrink by
     uint64_t* seen;                    // [row], a bit for each key of the chunk
 
     DotScratch(Scratch& scratch, int64_t dim, int64_t num_rows) {
-        keys = scratch.get<uint32_t>(2 * kChunk / 2 * dim + 2 * kChunk + num_rows * (kChunk + kChunk / 2 + dim / 2 + 4));
+        keys = scratch.get<uint32_t>(2 * kChunk / 2 * dim + 2 * kChunk + 2 * kDotRows * kChunk + num_rows * (kChunk / 2 + dim / 2 + 32 + 3));
         values = keys + kChunk / 2 * dim;
         key_scales = reinterpret_cast<float*>(values + kChunk / 2 * dim);
         value_scales = key_scales + kChunk;
         scores = value_scales + kChunk;
-        weights = reinterpret_cast<uint32_t*>(scores + num_rows * kChunk);
+        weights = reinterpret_cast<uint32_t*>(scores + 2 * kDotRows * kChunk);
         queries = weights + num_rows * kChunk / 2;
-        seen = reinterpret_cast<uint64_t*>(queries + num_rows * dim / 2);
+        sums = reinterpret_cast<float*>(queries + num_rows * dim / 2);
+        totals = sums + num_rows * 16;
+        seen = reinterpret_cast<uint64_t*>(totals + num_rows * 16);
         decays = reinterpret_cast<float*>(seen + num_rows);
-        sums = decays + num_rows;
     }
 };
 
@@ -129,64 +131,108 @@ QUIRE_INLINE void times(const Body& body) {
     each(body, std::make_integer_sequence<int, kCount>());
 }
 
-// out[row][16 * kVectors] = out * keep[row] + the products of pairs; not kKeep: the products alone.
-template <bool kKeep, int kRows, int kVectors>
-inline void dot_pairs(const uint32_t* x, int64_t x_stride, const uint32_t* y, int64_t y_stride, int64_t num_pairs, const float* keep,
-                      float* out, int64_t out_stride) {
-    __m512 acc[kRows][kVectors];
-    times<kRows>([&](auto r) {
-        times<kVectors>([&](auto j) {
-            acc[r][j] = kKeep ? _mm512_mul_ps(_mm512_loadu_ps(out + r * out_stride + j * 16), _mm512_set1_ps(keep[r])) : _mm512_setzero_ps();
-        });
-    });
-    for (int64_t p = 0; p < num_pairs; p++, y += y_stride) {
+// Adds the products of pairs [begin, end) to sums that stay in registers.
+template <int kRows, int kVectors>
+QUIRE_INLINE void add_pairs(const uint32_t* x, int64_t x_stride, const uint32_t* y, int64_t y_stride, int64_t begin, int64_t end,
+                            __m512 (&acc)[kRows][kVectors]) {
+    for (int64_t p = begin; p < end; p++) {
         __m512bh columns[kVectors];
-        times<kVectors>([&](auto j) { columns[j] = (__m512bh)_mm512_loadu_si512(y + j * 16); });
-        times<kRows>([&](auto r) {
+        times<kVectors>([&](auto j) QUIRE_ALWAYS { columns[j] = (__m512bh)_mm512_loadu_si512(y + p * y_stride + j * 16); });
+        times<kRows>([&](auto r) QUIRE_ALWAYS {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(x[r * x_stride + p]));
-            times<kVectors>([&](auto j) { acc[r][j] = _mm512_dpbf16_ps(acc[r][j], columns[j], pair); });
+            times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_dpbf16_ps(acc[r][j], columns[j], pair); });
         });
     }
-    times<kRows>([&](auto r) { times<kVectors>([&](auto j) { _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]); }); });
 }
 
-// The softmax of rows' scores of a chunk: updates their maxima and totals, leaves weights, and what the rows' sums shrink by.
-// Step by step for all rows: one row's steps wait for each other.
+// out[row][16 * kVectors] = the products of pairs, of which there are a multiple of kDotRows; after each of so many equal parts
+// calls between(part).
+template <int kRows, int kVectors, class Between>
+inline void dot_scores(const uint32_t* x, const uint32_t* y, int64_t num_pairs, float* out, const Between& between) {
+    __m512 acc[kRows][kVectors];
+    times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_setzero_ps(); }); });
+    const int64_t part = num_pairs / kDotRows;
+    for (int i = 0; i < kDotRows; i++) {
+        add_pairs<kRows, kVectors>(x, num_pairs, y, kChunk, i * part, (i + 1) * part, acc);
+        between(i);
+    }
+    times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { _mm512_storeu_ps(out + r * kChunk + j * 16, acc[r][j]); }); });
+}
+
+// out[row][16 * kVectors] = out * keep + the products of pairs.
+template <int kRows, int kVectors>
+inline void dot_values(const uint32_t* x, const uint32_t* y, int64_t y_stride, int64_t num_pairs, const float* keep, float* out, int64_t out_stride) {
+    __m512 acc[kRows][kVectors];
+    times<kRows>([&](auto r) QUIRE_ALWAYS {
+        times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_loadu_ps(out + r * out_stride + j * 16); });
+    });
+    bool shrink = false;
+    for (int r = 0; r < kRows; r++) shrink |= keep[r] != 1;
+    if (shrink)
+        times<kRows>([&](auto r) QUIRE_ALWAYS {
+            times<kVectors>([&](auto j) QUIRE_ALWAYS { acc[r][j] = _mm512_mul_ps(acc[r][j], _mm512_set1_ps(keep[r])); });
+        });
+    add_pairs<kRows, kVectors>(x, kChunk / 2, y, y_stride, 0, num_pairs, acc);
+    times<kRows>([&](auto r) QUIRE_ALWAYS { times<kVectors>([&](auto j) QUIRE_ALWAYS { _mm512_storeu_ps(out + r * out_stride + j * 16, acc[r][j]); }); });
+}
+
+// 2^x to 4e-7, for x <= 0 or so; 2^0 is exactly 1, and far below 0 it is 0; where it is not wanted it is 0 too. Of a sixteenth
+// by look-up, of what is left by a polynomial: next to products, only its four multiplications take time.
+alignas(64) constexpr float kRoots[16] = {1.0f, 1.04427378f, 1.09050773f, 1.13878863f, 1.18920712f, 1.24185781f, 1.29683955f, 1.35425555f,
+                                          1.41421356f, 1.47682615f, 1.54221083f, 1.61049033f, 1.68179283f, 1.75625216f, 1.83400809f, 1.91520656f};
+QUIRE_INLINE __m512 power_of_2(__m512 x, __mmask16 wanted) {
+    const __m512 magic = _mm512_set1_ps(786432.0f);  // the last bit of which is a sixteenth
+    x = _mm512_max_ps(_mm512_set1_ps(-300.0f), x);   // NaN stays NaN
+    const __m512 t = _mm512_add_ps(x, magic), n = _mm512_sub_ps(t, magic), r = _mm512_sub_ps(x, n);
+    const __m512 root = _mm512_permutexvar_ps(_mm512_castps_si512(t), _mm512_load_ps(kRoots));
+    const __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(2.4023590e-1f), r, _mm512_set1_ps(6.9318783e-1f));
+    return _mm512_maskz_scalef_ps(wanted, _mm512_fmadd_ps(_mm512_mul_ps(root, r), p, root), n);
+}
+
+// The softmax of a row's scores of a chunk. First its maximum:
 template <bool kScaled, bool kCapped>
-QUIRE_ONE_COPY void weigh_rows(const DotScratch& s, int64_t num_rows, ScoreFactors factors, float* highest, float* totals) {
-    const __m512 scale = _mm512_set1_ps(factors.outer);
-    for (int64_t r = 0; r < num_rows; r++) {
-        float* scores = s.scores + r * kChunk;
-        s.decays[r] = highest[r];
-        __m512 most = _mm512_set1_ps(highest[r]);
-        for (int j = 0; j < 4; j++) {
-            __m512 raw = _mm512_loadu_ps(scores + j * 16);
-            if (kScaled) raw = _mm512_mul_ps(raw, _mm512_loadu_ps(s.key_scales + j * 16));
-            if (kCapped) raw = tanh_of(raw, factors.inner);
-            if (kScaled || kCapped) _mm512_storeu_ps(scores + j * 16, raw);
-            most = _mm512_mask_max_ps(most, __mmask16(s.seen[r] >> 16 * j), most, _mm512_mul_ps(raw, scale));
-        }
-        highest[r] = _mm512_reduce_max_ps(most);
+QUIRE_INLINE void raise_highest(const DotScratch& s, float* scores, uint64_t seen, ScoreFactors factors, float& highest) {
+    __m512 most = _mm512_set1_ps(-__builtin_inff());
+    for (int j = 0; j < 4; j++) {
+        __m512 raw = _mm512_loadu_ps(scores + j * 16);
+        if (kScaled) raw = _mm512_mul_ps(raw, _mm512_loadu_ps(s.key_scales + j * 16));
+        if (kCapped) raw = tanh_of(raw, factors.inner);
+        if (kScaled || kCapped) _mm512_storeu_ps(scores + j * 16, raw);
+        most = _mm512_mask_max_ps(most, __mmask16(seen >> 16 * j), most, raw);
     }
-    for (int64_t r = 0; r < num_rows; r++) {
-        const __m512 base = _mm512_set1_ps(-highest[r]);
-        __m512 sum = _mm512_setzero_ps();
-        for (int j = 0; j < 4; j++) {
-            const __mmask16 there = __mmask16(s.seen[r] >> 16 * j);
-            __m512 weight = exp2_of(_mm512_fmadd_ps(_mm512_loadu_ps(s.scores + r * kChunk + j * 16), scale, base), there);
-            sum = _mm512_add_ps(sum, weight);
-            if (kScaled) weight = _mm512_maskz_mul_ps(there, weight, _mm512_loadu_ps(s.value_scales + j * 16));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(s.weights + r * kChunk / 2 + j * 8), (__m256i)_mm512_cvtneps_pbh(weight));
-        }
-        s.sums[r] = _mm512_reduce_add_ps(sum);
-    }
+    const float reached = _mm512_reduce_max_ps(most) * factors.outer;
+    highest = reached > highest ? reached : highest;
+}
+
+// Then its weights, and their sums.
+template <bool kScaled>
+QUIRE_INLINE void weigh_row(const DotScratch& s, int64_t row, const float* scores, float scale, float highest) {
+    const uint64_t seen = s.seen[row];
+    auto weigh = [&](int j) QUIRE_ALWAYS {
+        return power_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * 16), _mm512_set1_ps(scale), _mm512_set1_ps(highest)), __mmask16(seen >> 16 * j));
+    };
+    auto scaled = [&](__m512 weight, int j) QUIRE_ALWAYS {
+        return kScaled ? _mm512_maskz_mul_ps(__mmask16(seen >> 16 * j), weight, _mm512_loadu_ps(s.value_scales + j * 16)) : weight;
+    };
+    __m512 sum;
+    times<2>([&](auto i) QUIRE_ALWAYS {
+        const __m512 first = weigh(2 * i), second = weigh(2 * i + 1);
+        sum = i == 0 ? _mm512_add_ps(first, second) : _mm512_add_ps(_mm512_add_ps(sum, first), second);
+        const __m512bh pairs = _mm512_cvtne2ps_pbh(scaled(second, 2 * i + 1), scaled(first, 2 * i));
+        _mm512_storeu_si512(s.weights + row * kChunk / 2 + i * 16, (__m512i)pairs);
+    });
+    _mm512_storeu_ps(s.sums + row * 16, sum);
+}
+
+// Last what rows' sums shrink by, in place of their maxima before, and their totals.
+inline void add_totals(const DotScratch& s, int64_t num_rows, const float* highest, float* totals) {
     for (int64_t r = 0; r < num_rows; r += 16) {
         const __mmask16 there = first_lanes(num_rows - r);
         auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + r); };
-        const __m512 decay = exp2_of(_mm512_sub_ps(load(s.decays), load(highest)));
-        _mm512_mask_storeu_ps(s.decays + r, there, decay);
-        _mm512_mask_storeu_ps(totals + r, there, _mm512_add_ps(plain(_mm512_mul_ps(load(totals), decay)), load(s.sums)));
+        _mm512_mask_storeu_ps(s.decays + r, there, exp2_of(_mm512_sub_ps(load(s.decays), load(highest))));
     }
+    for (int64_t r = 0; r < num_rows; r++)
+        _mm512_storeu_ps(totals + r * 16, _mm512_fmadd_ps(_mm512_loadu_ps(totals + r * 16), _mm512_set1_ps(s.decays[r]), _mm512_loadu_ps(s.sums + r * 16)));
 }
 
 // The first `count` keys of a chunk of two blocks of 32, where they lie, in the order in which they are read: keys and keys,
@@ -328,8 +374,10 @@ struct DotKernel {
     const AttentionArgs& a;
     Context& context;
 
-    // What keys weigh for rows from `row` of the range on, whose scores are the first ones, and what the rows' sums shrink by.
-    void weigh(const Sight& sight, const DotScratch& s, int64_t row, int64_t num_rows, int64_t chunk, ScoreFactors factors, Partial partial) const {
+    static constexpr bool kScaled = sizeof(Cached) == 1;
+
+    // Which keys of a chunk rows from `row` of the range on see; false if that is all.
+    bool look(const Sight& sight, const DotScratch& s, int64_t row, int64_t num_rows, int64_t chunk) const {
         const int64_t begin = sight.range.begin + row;
         const bool all = !sight.is_several() && sight.position(begin) >= chunk + kChunk - 1 && sight.lowest_key(begin + num_rows - 1) <= chunk;
         for (int64_t r = 0; r < num_rows; r++) {
@@ -339,7 +387,7 @@ struct DotKernel {
             s.seen[r] = first >= kChunk || last < 0 ? 0 : s.seen[r] >> (last < kChunk ? kChunk - 1 - last : 0);
             if (first > 0 && s.seen[r]) s.seen[r] = s.seen[r] >> first << first;
         }
-        weigh_rows<sizeof(Cached) == 1, kCapped>(s, num_rows, factors, partial.highest + row, partial.total + row);
+        return !all;
     }
 
     // A few rows, from `row` of the range on, meet a chunk where it lies.
@@ -352,7 +400,14 @@ struct DotKernel {
             std::memcpy(s.key_scales + block * 32, c.keys[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.values[block] + 32 * c.dim, 32 * sizeof(float));
         }
-        weigh(sight, s, row, kRows, chunk, factors, partial);
+        look(sight, s, row, kRows, chunk);
+        float* highest = partial.highest + row;
+        for (int r = 0; r < kRows; r++) {
+            s.decays[r] = highest[r];
+            raise_highest<kScaled, kCapped>(s, s.scores + r * kChunk, s.seen[r], factors, highest[r]);
+        }
+        for (int r = 0; r < kRows; r++) weigh_row<kScaled>(s, r, s.scores + r * kChunk, factors.outer, highest[r]);
+        add_totals(s, kRows, highest, s.totals + row * 16);
         constexpr int kParts = kRows <= 2 ? 4 : 2;
         float* weighted = partial.weighted + row * c.dim;
         int64_t d = 0;
@@ -360,30 +415,54 @@ struct DotKernel {
         for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, s.decays, weighted);
     }
 
-    // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them.
-    void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, const NextChunk& next,
-                ScoreFactors factors, Partial partial) const {
+    // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them. The
+    // softmax of a few rows goes between products of the next ones, by execution units that products leave idle.
+    QUIRE_ONE_COPY void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, const NextChunk& next,
+                               ScoreFactors factors, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
         const uint32_t* queries = s.queries + first_row * dim / 2;
-        float* weighted = partial.weighted + first_row * dim;
+        float *weighted = partial.weighted + first_row * dim, *highest = partial.highest + first_row;
+        const bool masked = look(sight, s, first_row, num_rows, chunk);
+        std::memcpy(s.decays, highest, num_rows * sizeof(float));
         int64_t fetched = 0;
-        auto for_rows = [&](int64_t part, auto body) {  // up to kDotRows at a time; in either part, half of what is fetched
+        auto for_rows = [&](int64_t part, auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
             for (int64_t row = 0; row < num_rows; row += kDotRows) {
                 const int64_t due = 32 * part + 32 * std::min(row + kDotRows, num_rows) / num_rows;
                 for (; fetched < due; fetched++) next.fetch(fetched);
-                with_rows<kDotRows>(num_rows - row, [&](auto n) { body(row, n); });
+                const int64_t count = std::min<int64_t>(kDotRows, num_rows - row);
+                uint64_t seen = masked ? 0 : ~uint64_t(0);
+                for (int64_t r = 0; masked && r < count; r++) seen |= s.seen[row + r];
+                if (seen) body(row, count, __builtin_ctzll(seen), 64 - __builtin_clzll(seen));
             }
         };
-        for_rows(0, [&](int64_t row, auto n) {
-            dot_pairs<false, n, 4>(queries + row * dim / 2, dim / 2, s.keys, kChunk, dim / 2, nullptr, s.scores + row * kChunk, kChunk);
+        if (masked) std::memset(s.sums, 0, num_rows * 64);
+        int64_t before = -1, before_count = 0;  // rows whose scores are there, and the softmax is not
+        auto scores_of = [&](int64_t row) { return s.scores + row % (2 * kDotRows) * kChunk; };
+        auto weigh = [&](int64_t r) QUIRE_ALWAYS { weigh_row<kScaled>(s, before + r, scores_of(before + r), factors.outer, highest[before + r]); };
+        auto between = [&](int64_t r) QUIRE_ALWAYS {
+            if (before >= 0) weigh(r);
+        };
+        for_rows(0, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+            const int64_t vector = first / 16;
+            auto multiply = [&](auto rows, auto vectors) { dot_scores<rows, vectors>(queries + row * dim / 2, s.keys + vector * 16, dim / 2, scores_of(row) + vector * 16, between); };
+            if (count < kDotRows)
+                with_rows<kDotRows>(count, [&](auto rows) { dot_scores<rows, 4>(queries + row * dim / 2, s.keys, dim / 2, scores_of(row), between); });
+            else
+                with_rows<4>(divide_up(end, 16) - vector, [&](auto vectors) { multiply(std::integral_constant<int, kDotRows>(), vectors); });
+            before = row, before_count = count;
+            for (int64_t r = row; r < row + count; r++) raise_highest<kScaled, kCapped>(s, scores_of(r), s.seen[r], factors, highest[r]);
         });
-        weigh(sight, s, first_row, num_rows, chunk, factors, partial);
-        for_rows(1, [&](int64_t row, auto n) {
-            const uint32_t* weights = s.weights + row * kChunk / 2;
+        for (int64_t r = 0; r < before_count; r++) weigh(r);
+        add_totals(s, num_rows, highest, s.totals + first_row * 16);
+        for_rows(1, [&](int64_t row, int64_t count, int64_t first, int64_t end) {
+            const int64_t pair = first / 2, pairs = divide_up(end, 2) - pair;
+            const uint32_t *weights = s.weights + row * kChunk / 2 + pair, *values = s.values + pair * dim;
             float* out = weighted + row * dim;
-            int64_t d = 0;
-            for (; d + 64 <= dim; d += 64) dot_pairs<true, n, 4>(weights, kChunk / 2, s.values + d, dim, kChunk / 2, s.decays + row, out + d, dim);
-            if (d < dim) dot_pairs<true, n, 2>(weights, kChunk / 2, s.values + d, dim, kChunk / 2, s.decays + row, out + d, dim);
+            with_rows<kDotRows>(count, [&](auto rows) {
+                int64_t d = 0;
+                for (; d + 64 <= dim; d += 64) dot_values<rows, 4>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
+                if (d < dim) dot_values<rows, 2>(weights, values + d, dim, pairs, s.decays + row, out + d, dim);
+            });
         });
     }
 
@@ -399,7 +478,8 @@ struct DotKernel {
             std::memset(s.queries + (r + 1) * dim / 2 - 16, 0, 64);  // padding is less than 32 features
             std::memcpy(s.queries + r * dim / 2, query, a.cache_shape.head_dim * sizeof(bf16));
             std::memset(partial.weighted + r * dim, 0, dim * sizeof(float));
-            partial.highest[r] = kLowest, partial.total[r] = 0;
+            partial.highest[r] = kLowest;
+            _mm512_storeu_ps(s.totals + r * 16, _mm512_setzero_ps());
         }
         const ScoreFactors factors(a);
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
@@ -418,6 +498,7 @@ struct DotKernel {
                 while (first_row < end_row && !sees(end_row - 1)) end_row--;
                 if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? next : none, factors, partial);
             });
+        for (int64_t r = 0; r < num_rows; r++) partial.total[r] = _mm512_reduce_add_ps(_mm512_loadu_ps(s.totals + r * 16));
     }
 
     NextChunk next_of(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
@@ -447,7 +528,7 @@ struct DotKernel {
 };
 
 inline void attention_dot(const AttentionArgs& a, Context& context) {
-    if (a.type != Type::bf16) return attention(a, context);
+    if (a.type != Type::bf16 || a.scale < 0) return attention(a, context);  // the greatest product has to be the greatest score
     auto run = [&](auto kernel) { run_attention(a, context, kDotTaskRows, kernel); };
     const bool i8 = a.cache_shape.type == Type::i8;
     if (a.softcap > 0)
