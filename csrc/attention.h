@@ -138,40 +138,65 @@ void gather(const Sight& sight, int64_t chunk, int64_t low, int64_t high, float*
     });
 }
 
-// One row meets one chunk: `query` is scaled; updates its maximum, total and weighted sum of values.
-QUIRE_ONE_COPY inline void attend_chunk(const float* query, const float* keys, const float* values, int64_t dim, int64_t first_key,
-                         int64_t end_key, float softcap, float& highest, float& total, float* weighted) {
-    constexpr int kVectors = kChunk / kLanes;
-    vf scores[kVectors] = {};
-    for (int64_t d = 0; d < dim; d++)
-        for (int j = 0; j < kVectors; j++) scores[j] += query[d] * load(keys + d * kChunk + j * kLanes);
-    if (softcap > 0)
-        for (int j = 0; j < kVectors; j++) scores[j] = capped(scores[j], softcap);
-    alignas(64) float weights[kChunk];
-    for (int j = 0; j < kVectors; j++) store(weights + j * kLanes, scores[j]);
-    for (int64_t i = 0; i < first_key; i++) weights[i] = -__builtin_inff();
-    for (int64_t i = end_key; i < kChunk; i++) weights[i] = -__builtin_inff();
+constexpr int kRowsAtOnce = 4;                                            // of queries, that share what is read of a chunk
+constexpr int vectors_at_once(int rows) { return 8 / rows; }  // sums in registers then: enough to hide what adding takes
+
+// What some rows, `query` scaled, make of a chunk's keys: scores [row][key of the chunk].
+template <int kRows>
+QUIRE_ONE_COPY void score_keys(const float* query, const float* keys, int64_t dim, float* scores) {
+    constexpr int kVectors = kChunk / kLanes, kWide = std::min(vectors_at_once(kRows), kVectors);
+    for (int first = 0; first < kVectors; first += kWide) {
+        vf acc[kRows][kWide] = {};
+        for (int64_t d = 0; d < dim; d++) {
+            vf key[kWide];
+            for (int j = 0; j < kWide; j++) key[j] = load(keys + d * kChunk + (first + j) * kLanes);
+            for (int r = 0; r < kRows; r++)
+                for (int j = 0; j < kWide; j++) acc[r][j] += query[r * dim + d] * key[j];
+        }
+        for (int r = 0; r < kRows; r++)
+            for (int j = 0; j < kWide; j++) store(scores + r * kChunk + (first + j) * kLanes, acc[r][j]);
+    }
+}
+
+// A row's scores become weights, of the keys that it sees; updates its maximum, its total, and to them its sum of values.
+QUIRE_ONE_COPY inline void weigh_keys(float* scores, int64_t dim, int64_t first_key, int64_t end_key, float softcap, float& highest,
+                                      float& total, float* weighted) {
+    for (int64_t i = 0; i < kChunk && softcap > 0; i += kLanes) store(scores + i, capped(load(scores + i), softcap));
+    for (int64_t i = 0; i < first_key; i++) scores[i] = -__builtin_inff();
+    for (int64_t i = end_key; i < kChunk; i++) scores[i] = -__builtin_inff();
     vf most = splat(highest);
-    for (int j = 0; j < kVectors; j++) most = max(most, load(weights + j * kLanes));
+    for (int64_t i = 0; i < kChunk; i += kLanes) most = max(most, load(scores + i));
     const float new_highest = hmax(most);
     vf sum = vf{};
-    for (int j = 0; j < kVectors; j++) {
-        vf p = exp(load(weights + j * kLanes) - new_highest);
-        store(weights + j * kLanes, p);
+    for (int64_t i = 0; i < kChunk; i += kLanes) {
+        const vf p = exp(load(scores + i) - new_highest);
+        store(scores + i, p);
         sum += p;
     }
     const float decay = exp(splat(highest - new_highest))[0];
     highest = new_highest;
     total = total * decay + hsum(sum);
-    constexpr int kWide = 8;  // vectors of features at a time, to stay in registers
-    for (int64_t d = 0; d < dim; d += kWide * kLanes) {
-        const int n = dim - d < kWide * kLanes ? int((dim - d) / kLanes) : kWide;
-        vf acc[kWide];
-        for (int j = 0; j < n; j++) acc[j] = load(weighted + d + j * kLanes) * decay;
-        for (int64_t i = first_key; i < end_key; i++)
-            for (int j = 0; j < n; j++) acc[j] += weights[i] * load(values + i * dim + d + j * kLanes);
-        for (int j = 0; j < n; j++) store(weighted + d + j * kLanes, acc[j]);
-    }
+    for (int64_t d = 0; d < dim; d += kLanes) store(weighted + d, load(weighted + d) * decay);
+}
+
+// Adds the values of keys [begin, end) to the sums of some rows, all of which see them.
+template <int kRows>
+QUIRE_ONE_COPY void add_values(const float* weights, const float* values, int64_t dim, int64_t begin, int64_t end, float* weighted) {
+    constexpr int kWide = vectors_at_once(kRows);
+    for (int64_t d = 0; d < dim; d += kWide * kLanes)
+        with_rows<kWide>((dim - d) / kLanes, [&](auto n) {
+            vf acc[kRows][n];
+            for (int r = 0; r < kRows; r++)
+                for (int j = 0; j < n; j++) acc[r][j] = load(weighted + r * dim + d + j * kLanes);
+            for (int64_t i = begin; i < end; i++) {
+                vf value[n];
+                for (int j = 0; j < n; j++) value[j] = load(values + i * dim + d + j * kLanes);
+                for (int r = 0; r < kRows; r++)
+                    for (int j = 0; j < n; j++) acc[r][j] += weights[r * kChunk + i] * value[j];
+            }
+            for (int r = 0; r < kRows; r++)
+                for (int j = 0; j < n; j++) store(weighted + r * dim + d + j * kLanes, acc[r][j]);
+        });
 }
 
 // What a span of keys comes to, for `rows` rows: sums of values weighted by exp(score - highest), and of the weights.
@@ -303,13 +328,34 @@ struct RowKernel {
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t stop, int64_t first_row, int64_t end_row) {
                 gather<Cached>(sight, chunk, low > chunk ? low : chunk, stop, keys, values);
-                for (int64_t r = first_row; r < end_row; r++) {
-                    const int64_t first = sight.lowest_key(range.begin + r) - chunk, end = sight.position(range.begin + r) + 1 - chunk;
-                    if (first >= kChunk || end <= 0) continue;
-                    attend_chunk(query + r * dim, keys, values, dim, first > 0 ? first : 0, end < kChunk ? end : kChunk,
-                                 a.softcap, partial.highest[r], partial.total[r], partial.weighted + r * dim);
-                }
+                for (int64_t r = first_row; r < end_row; r += kRowsAtOnce)
+                    with_rows<kRowsAtOnce>(end_row - r, [&](auto rows) { attend_chunk<rows>(sight, chunk, r, query, keys, values, partial); });
             });
+    }
+
+    // Rows of the task from `first` on meet a chunk.
+    template <int kRows>
+    void attend_chunk(const Sight& sight, int64_t chunk, int64_t first, const float* query, const float* keys, const float* values, Partial partial) const {
+        const int64_t dim = a.cache_shape.padded_dim();
+        alignas(64) float scores[kRows * kChunk];
+        int64_t begin[kRows], end[kRows], common_begin = 0, common_end = kChunk;
+        for (int r = 0; r < kRows; r++) {
+            const int64_t row = sight.range.begin + first + r;
+            begin[r] = std::max<int64_t>(0, sight.lowest_key(row) - chunk), end[r] = std::min(kChunk, sight.position(row) + 1 - chunk);
+            common_begin = std::max(common_begin, begin[r]), common_end = std::min(common_end, end[r]);
+        }
+        score_keys<kRows>(query + first * dim, keys, dim, scores);
+        float* weighted = partial.weighted + first * dim;
+        // In the order of keys: what a row sees by itself, what all see, what it sees by itself.
+        if (common_begin >= common_end) common_begin = common_end = kChunk;
+        for (int r = 0; r < kRows; r++) {
+            if (begin[r] >= end[r]) continue;
+            weigh_keys(scores + r * kChunk, dim, begin[r], end[r], a.softcap, partial.highest[first + r], partial.total[first + r], weighted + r * dim);
+            add_values<1>(scores + r * kChunk, values, dim, begin[r], std::min(end[r], common_begin), weighted + r * dim);
+        }
+        if (common_begin < common_end) add_values<kRows>(scores, values, dim, common_begin, common_end, weighted);
+        for (int r = 0; r < kRows; r++)
+            if (begin[r] < end[r]) add_values<1>(scores + r * kChunk, values, dim, std::max(begin[r], common_end), end[r], weighted + r * dim);
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {
