@@ -405,6 +405,21 @@ def test_exactness_on_two_threads(
         check_variant(model_options, baseline, model, dtype, variant)
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", levels()[1:-1])
+@pytest.mark.parametrize("options", [{}, *COMPRESSED], ids=str)
+@pytest.mark.parametrize("variant", _FEWER_VARIANTS)
+def test_exactness_of_few_bits_on_further_levels(
+    model_options, baseline, variant: Variant, options: dict[str, str], kernels: str, two_threads
+) -> None:
+    """Alone on one thread, together on two."""
+    with two_threads(used=False):
+        baseline("llama", "bfloat16", kernels=kernels, **options)
+    with two_threads(used=True):
+        check_variant(model_options, baseline, "llama", "bfloat16", variant, kernels=kernels, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
