@@ -78,7 +78,7 @@ def plan_cache(request: CacheRequest, report: CacheReport) -> CacheLayout:
                 "raise gpu_memory_utilization, or lower max_num_batched_tokens (now "
                 f"{request.max_num_batched_tokens})."
             )
-    needed = sizes.of_one_context(sizes.largest)
+    needed = sizes.of_contexts(sizes.largest, Fraction(1))
     max_model_len = request.max_model_len
     if num_blocks < needed:
         fits = num_blocks * request.block_size
@@ -133,12 +133,9 @@ class _Sizes:
         self._whole = -(-max_model_len // request.block_size)  # one context, all of it
         self._pending = -(-request.max_num_batched_tokens * request.max_in_flight // request.block_size)
 
-    def of_one_context(self, group: CacheGroup) -> int:
-        """Blocks without which a context might never get to its end."""
-        return self._whole if group.window is None else min(self._whole, self._pending + self._steady(group.window))
-
     def of_contexts(self, group: CacheGroup, contexts: Fraction) -> int:
-        """Blocks that so many contexts use; one context's at least in a windowed group."""
+        """Blocks that so many contexts use, without which one might never get to its end; one context's at least in a
+        windowed group."""
         whole = -(-contexts * self._whole // 1)
         if group.window is None:
             return int(whole)

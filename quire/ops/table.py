@@ -51,12 +51,9 @@ class Operation(Generic[P, R]):
             if isinstance(argument, (Value, StepIndex)):
                 assert self.build is not None, f"{self.name} can't be recorded"
                 return self.build(*args, **kwargs)
-        if self.kernel is not None and self._is_on_device(args):
-            return self.kernel(*args, **kwargs)
+            if self.kernel and isinstance(argument, Tensor) and argument.device.type == self.kernel_device:
+                return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
-
-    def _is_on_device(self, args: tuple[object, ...]) -> bool:
-        return any(isinstance(argument, Tensor) and argument.device.type == self.kernel_device for argument in args)
 
 
 def op(reference: Callable[P, R]) -> Operation[P, R]:
