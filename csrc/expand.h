@@ -98,14 +98,19 @@ inline void fill_i4_values() {
     (void)filled;
 }
 
-// The words that hold four rows, shifted so that row `j` of them is lowest. Words are shifted right by a product's upper
-// half: all shifts would wait for one unit, which look-ups need too. `plain`, as GCC would make the factors anew for each use.
+// The words that hold four rows, shifted so that row `j` of them is lowest: by shifts, or by a product's upper half where all
+// shifts would wait for one unit, which look-ups need too. `plain`, as GCC would make the factors anew for each use.
+template <bool kByProducts = true>
 struct I4Shifts {
     __m512i by4 = plain(_mm512_set1_epi16(1 << 12)), by8 = plain(_mm512_set1_epi16(1 << 8)), by12 = plain(_mm512_set1_epi16(1 << 4));
 
     QUIRE_ALWAYS __m512i operator()(__m512i words, int j) const {
         return j == 0 ? words : _mm512_mulhi_epu16(words, j == 1 ? by4 : j == 2 ? by8 : by12);
     }
+};
+template <>
+struct I4Shifts<false> {
+    QUIRE_ALWAYS __m512i operator()(__m512i words, int j) const { return _mm512_srli_epi16(words, unsigned(4 * j)); }
 };
 
 // A row's 32 values by its scale and its codes, the lowest four bits of each word.

@@ -44,6 +44,9 @@ QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
     out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
+// Of four rows, whose values a look-up among those of all finds: two bits of the index.
+inline __m512i whose_values() { return _mm512_mullo_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_set1_epi64(0x10001000100010)); }
+
 // Calls body(pair, even, odd) for pair = 0 and 1, constants: rows 4i + 2 * pair of a tile and those after them, i = 0..3, turned.
 template <Type kType, class Scales, class Body>
 QUIRE_INLINE void for_pairs(const uint8_t* tile, const Scales& scales, const Body& body) {
@@ -52,8 +55,8 @@ QUIRE_INLINE void for_pairs(const uint8_t* tile, const Scales& scales, const Bod
         for (int i = 0; i < 4; i++) words[i] = _mm512_loadu_si512(tile + (kType == Type::i4 ? 32 : 0) + i * 64);
         turn(words, codes);
     }
-    const __m512i whose = _mm512_mullo_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_set1_epi64(0x10001000100010));
-    const I4Shifts shifted;
+    const __m512i whose = whose_values();
+    const I4Shifts<> shifted;
     auto with = [&](auto pair) QUIRE_ALWAYS {
         __m512i even[4], odd[4];
         if constexpr (has_nibbles(kType)) {
@@ -71,6 +74,28 @@ QUIRE_INLINE void for_pairs(const uint8_t* tile, const Scales& scales, const Bod
             turn(odd_rows, odd);
         }
         body(pair, even, odd);
+    };
+    with(std::integral_constant<int, 0>());
+    with(std::integral_constant<int, 1>());
+}
+
+// Of codes of four bits, calls body(pair, c, even, odd) likewise, pieces of eight columns one by one: registers are left for many sums.
+template <Type kType, class Scales, class Body>
+QUIRE_INLINE void for_pieces_of_pairs(const uint8_t* tile, const Scales& scales, const Body& body) {
+    __m512i words[4], codes[4];
+    for (int i = 0; i < 4; i++) words[i] = _mm512_loadu_si512(tile + (kType == Type::i4 ? 32 : 0) + i * 64);
+    turn(words, codes);
+    const __m512i whose = whose_values();
+    const I4Shifts<false> shifted;  // multipliers have enough to do
+    auto with = [&](auto pair) QUIRE_ALWAYS {
+        const __m512i even_low = values_of_two<kType>(tile, scales, 2 * pair), even_high = values_of_two<kType>(tile, scales, 2 * pair + 8);
+        const __m512i odd_low = values_of_two<kType>(tile, scales, 2 * pair + 1), odd_high = values_of_two<kType>(tile, scales, 2 * pair + 9);
+        auto look_up = [&](__m512i low, __m512i words, int j, __m512i high) QUIRE_ALWAYS {
+            return _mm512_permutex2var_epi16(low, _mm512_ternarylogic_epi32(shifted(words, j), _mm512_set1_epi16(15), whose, 0xea), high);
+        };
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++)
+            body(pair, c, look_up(even_low, codes[c], 2 * pair, even_high), look_up(odd_low, codes[c], 2 * pair + 1, odd_high));
     };
     with(std::integral_constant<int, 0>());
     with(std::integral_constant<int, 1>());
@@ -126,7 +151,14 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
             continue;
         }
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
-        if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        if constexpr (kType == Type::i4 || (has_nibbles(kType) && kRows > 3)) for_pieces_of_pairs<kType>(tile, scales, [&](auto pair, int c, __m512i even, __m512i odd) QUIRE_ALWAYS {
+            for (int m = 0; m < kRows; m++) {
+                const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
+                acc[m][2 * pair] = add_dot(acc[m][2 * pair], even, eight);
+                acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd, eight);
+            }
+        });
+        else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
                     const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
