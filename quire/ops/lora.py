@@ -139,17 +139,12 @@ def lora_rows(ids: Tensor, y: Tensor, layer: LoraLayer, adapted: AdaptedRows, po
     for slot, rows in adapted:
         for own in layer.at(slot).values():
             if isinstance(own, VirtualRows):
-                y = virtual_rows(y, own, rows, positions)
+                here = rows[positions[rows] < len(own.rows)]
+                y = y.index_copy(0, here, own.rows[positions[here].long()].to(y.dtype))
                 continue
             added = y[rows].float() + linear(own.a[ids[rows]].float() * own.scale, own.b.float())
             y = y.index_copy(0, rows, added.to(y.dtype))
     return y
-
-
-def virtual_rows(y: Tensor, own: VirtualRows, rows: Tensor, positions: Tensor) -> Tensor:
-    """`y` [T, width], with virtual tokens where these rows of it have them."""
-    here = rows[positions[rows] < len(own.rows)]
-    return y.index_copy(0, here, own.rows[positions[here].long()].to(y.dtype))
 
 
 @lora.native

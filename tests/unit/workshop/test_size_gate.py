@@ -158,8 +158,8 @@ def test_the_rooms_fit_in_the_house() -> None:
     budget = size_gate.Budget(**size_gate._read(ROOT, "size_budget.toml"))
     assert sum(budget.rooms.values()) <= budget.package
     assert sum(lines for room, lines in budget.rooms.items() if room not in budget.outside_engine) <= budget.engine
-    assert budget.engine <= 15_352, "until it is 15_000 again: a GPU's device came before what is to make room for it"
-    assert budget.package <= 33_800, "until it is 30_000 again"
+    assert budget.engine <= 15_000
+    assert budget.package <= 33_700, "until it is 30_000 again"
 
 
 def test_a_wrong_root_does_not_pass(tmp_path: Path) -> None:
