@@ -120,9 +120,9 @@ def test_nothing_before_the_start_is_seen() -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype", "options"),
     [
-        ("triton", torch.float32, {}),
+        pytest.param("triton", torch.float32, {}, marks=pytest.mark.slow),
         ("triton", torch.bfloat16, OPTIONS["both, and a window"]),
-        ("triton-int8", torch.bfloat16, {"window": 20}),
+        pytest.param("triton-int8", torch.bfloat16, {"window": 20}, marks=pytest.mark.slow),
     ],
 )
 def test_bits_do_not_depend_on_composition(

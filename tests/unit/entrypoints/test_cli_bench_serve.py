@@ -225,7 +225,14 @@ def test_flags_that_make_no_sense(
     assert server.bodies(COMPLETIONS) == []
 
 
-@pytest.mark.parametrize("flags", [[], ["--random-prefix-len", "40"], ["--random-range-ratio", "0.5"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--random-prefix-len", "40"], marks=pytest.mark.slow),
+        pytest.param(["--random-range-ratio", "0.5"], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("vocabulary", [True, False])
 def test_default_lengths_fit_a_short_context(
     server: Any, bench: Any, flags: list[str], vocabulary: bool, capsys: pytest.CaptureFixture[str]

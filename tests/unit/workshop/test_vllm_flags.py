@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ _spec.loader.exec_module(vllm_flags)
 
 VERSION, FLAGS = vllm_flags.vllm_flags()
 NAMES = [name for names in FLAGS for name in names]
+_serve_parser, _parser = cache(vllm_flags.serve_parser), cache(build_parser)
 
 
 def test_the_list_is_whole() -> None:
@@ -38,17 +40,17 @@ def test_the_page_is_up_to_date() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_flag_has_an_answer(name: str) -> None:
     """Parsed, taken without effect, or refused by a sentence; never unknown."""
-    parser = vllm_flags.serve_parser()
+    parser = _serve_parser()
     key = name[2:].replace("-", "_") if name.startswith("--") else name
     if name in parser._option_string_actions or name in vllm_flags._REWRITTEN:
         assert key not in answers() or key in ServerArgs.__dataclass_fields__, "what is there is not called missing"
         return
     line = ["serve", name, "nothing-that-anyone-takes"]
     if answers()[key][0] in ("so", "-", "*", "+"):
-        assert name not in build_parser().parse_known_args(line)[1]
+        assert name not in _parser().parse_known_args(line)[1]
         return
     with pytest.raises(NotYetSupportedError, match=f"^{name} (is|has) "):
-        build_parser().parse_known_args(line)
+        _parser().parse_known_args(line)
 
 
 def test_answers_say_why_and_what_to_do_instead() -> None:

@@ -185,6 +185,20 @@ def client(server: Server) -> Iterator[TestClient]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def shared_server(demo_tokenizer: Tokenizer) -> Iterator[Server]:
+    """For what a server refuses and has forgotten when the next request comes: making one takes longer than that."""
+    server = Server(demo_tokenizer, {}, {})
+    yield server
+    server.llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared_client(shared_server: Server) -> Iterator[TestClient]:
+    with TestClient(shared_server.app) as client:
+        yield client
+
+
 @pytest.fixture
 def parsed() -> Callable[[bytes | str], list[dict[str, Any]]]:
     """Takes a stream, which must end with [DONE], to its events."""

@@ -191,14 +191,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(client: TestClient, name: str) -> None:
+def test_refusals(shared_client: TestClient, name: str) -> None:
     body, shown = REFUSALS[name]
     given = {"messages": [USER], "max_tokens": 100} | body
     given = {key: value for key, value in given.items() if value is not None}
     for streams in (False, True):
-        answer = client.post(PATH, json={**given, "stream": streams})
+        answer = shared_client.post(PATH, json={**given, "stream": streams})
         assert answer.status_code == 400, answer.text
         error = answer.json()
         assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
         assert shown in error["error"]["message"]
-    assert post(client)["content"][0]["text"] == TEXT
+    assert post(shared_client)["content"][0]["text"] == TEXT

@@ -205,14 +205,14 @@ WRONG += [(COMPLETIONS, *case) for case in WRONG_IN_COMPLETIONS] + [(CHAT, *case
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=lambda value: json.dumps(value)[:60])
-def test_refused(client: TestClient, server: Any, path: str, body: dict[str, Any], param: str) -> None:
-    answer = client.post(path, json=PLAIN[path] | body)
+def test_refused(shared_client: TestClient, shared_server: Any, path: str, body: dict[str, Any], param: str) -> None:
+    answer = shared_client.post(path, json=PLAIN[path] | body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
     assert len(error["message"]) < 500
     assert "Value error" not in error["message"]
-    assert server.core.requests == []
-    assert server.llm.num_unfinished == 0
+    assert shared_server.core.requests == []
+    assert shared_server.llm.num_unfinished == 0
 
 
 def test_bounds_are_named(client: TestClient) -> None:

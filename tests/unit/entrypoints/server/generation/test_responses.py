@@ -396,11 +396,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, int]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(client: TestClient, openai_errors: Callable[..., list[str]], name: str) -> None:
+def test_refusals(shared_client: TestClient, openai_errors: Callable[..., list[str]], name: str) -> None:
     body, param, status = REFUSALS[name]
     for streams in (False, True):
-        answer = client.post(PATH, json={"input": "Hi", "stream": streams} | body)
+        answer = shared_client.post(PATH, json={"input": "Hi", "stream": streams} | body)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["param"] == param
         assert openai_errors("ErrorResponse", answer.json()) == []
-    assert text_of(post(client)) == TEXT
+    assert text_of(post(shared_client)) == TEXT
