@@ -113,7 +113,7 @@ public:
         for (int type = int(Type::f32); type < int(Type::q4_0) + kNumBlockTypes; type++)
             for (Type x : {Type::f32, Type::bf16}) {
                 product(Type(type), x, Epilogue::none, 24, 256, false);
-                if (Type(type) != Type::f32 && Type(type) != Type::bf16_turned && (!is_blocks(Type(type)) || block_format(Type(type)).has_integers()))
+                if (Type(type) != Type::f32 && Type(type) != Type::bf16_turned && Type(type) != Type::i8_turned && (!is_blocks(Type(type)) || block_format(Type(type)).has_integers()))
                     product(Type(type), x, Epilogue::none, 24, 256, false, true);
                 if (Type(type) == Type::bf16 || Type(type) == Type::w8a8) product(Type(type), x, Epilogue::silu_mul, 64, 128, true);
             }
