@@ -1,4 +1,4 @@
-// The formats of blocks as this library keeps them, those of GGUF files and its own: the one list of them.
+// What weights are kept as: the one list of types and of what each is. Of most the formats of blocks, of GGUF files and our own.
 //
 // A GGUF value is code * scale + shift, where the codes and scales are the file's own: nothing is quantized anew. Of a block of
 // 32 columns, scale and min are two f16. A superblock of 256 columns has two f16 for all, times a few bits for each group of
@@ -60,6 +60,28 @@ constexpr BlockFormat kBlockFormats[kNumBlockTypes] = {
     {"F8_128", 32, 40, 8, 1, false, 0, false, 4, true}, {"C4_32", 32, 40, 4, 1, false, 0, true, 1},
 };
 constexpr const BlockFormat& block_format(Type type) { return kBlockFormats[int(type) - int(Type::q4_0)]; }
+
+// Of any type: what all who hold a matrix of it have to know, Python's too (quire_weight_format).
+struct WeightFormat {
+    int tile_bytes;   // of 16 rows by 32 columns
+    int span;         // tiles of which a row has whole multiples
+    bool has_scales;  // one a row, beside the tiles
+    bool has_pairs;   // there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
+};
+constexpr WeightFormat weight_format(Type type) {
+    switch (type) {
+        case Type::f32: return {2048, 1, false, false};
+        case Type::bf16: return {1024, 1, false, true};
+        case Type::bf16_turned: return {1024, 1, false, false};
+        case Type::i8:
+        case Type::w8a8: return {512, 1, true, true};
+        case Type::i8_turned: return {512, 1, true, false};
+        case Type::i4: return {288, 1, false, true};  // 16 scales in bf16, then 512 nibbles
+        default: break;
+    }
+    const BlockFormat& blocks = block_format(type);
+    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers()};
+}
 
 constexpr float kCurve[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 

@@ -29,7 +29,7 @@ inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 // 16 x 32 one after the other, zeros beyond the last row and column. See pack.h for what is in a tile.
 struct Matrix {
     const uint8_t* data;
-    const float* scales;  // i8, i8_turned, w8a8: one a row; else null
+    const float* scales;  // one a row, or null where the format has none
     int64_t rows, cols;
     Type type;
     int32_t paired;  // 1: codes in the order in which AVX2 multiplies pairs of them (pairs.h), in tiles of as many bytes
@@ -37,20 +37,9 @@ struct Matrix {
     static constexpr int64_t kRows = 16, kCols = 32;
     int64_t num_blocks() const { return divide_up(rows, kRows); }
     int64_t num_tiles() const {  // of a block
-        return round_up(divide_up(cols, kCols), is_blocks(type) && block_format(type).span ? block_format(type).span : 1);
+        return round_up(divide_up(cols, kCols), weight_format(type).span);
     }
-    int64_t tile_bytes() const {
-        switch (type) {
-            case Type::f32: return 2048;
-            case Type::bf16:
-            case Type::bf16_turned: return 1024;
-            case Type::i8:
-            case Type::i8_turned:
-            case Type::w8a8: return 512;
-            case Type::i4: return 288;  // 16 scales in bf16, then 512 nibbles
-            default: return block_format(type).tile_bytes();
-        }
-    }
+    int64_t tile_bytes() const { return weight_format(type).tile_bytes; }
     const uint8_t* tile(int64_t block, int64_t tile) const { return data + (block * num_tiles() + tile) * tile_bytes(); }
 };
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.native.matrix import OWN_TYPES, SCALED, PackedMatrix, is_paired, row_bytes
+from quire.ops.native.matrix import OWN_TYPES, PackedMatrix, is_paired, row_bytes, weight_format
 from quire.ops.native.structs import TYPE_OF, Type
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
@@ -52,7 +52,7 @@ class Packed(QuantizationMethod):
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
         data_shape = PackedMatrix.data_shape(shape.out_features, shape.in_features, self.type)
         weights = {"packed": self._allocate(data_shape, torch.uint8, f"{name}.packed")}
-        if self.type in SCALED:
+        if weight_format(self.type).has_scales:
             weights["scales"] = self._allocate((shape.out_features,), torch.float32, f"{name}.scales")
         if shape.bias:
             weights["bias"] = torch.empty(shape.out_features, dtype=dtype)

@@ -113,8 +113,7 @@ public:
         for (int type = int(Type::f32); type < int(Type::q4_0) + kNumBlockTypes; type++)
             for (Type x : {Type::f32, Type::bf16}) {
                 product(Type(type), x, Epilogue::none, 24, 256, false);
-                if (Type(type) != Type::f32 && Type(type) != Type::bf16_turned && Type(type) != Type::i8_turned && (!is_blocks(Type(type)) || block_format(Type(type)).has_integers()))
-                    product(Type(type), x, Epilogue::none, 24, 256, false, true);
+                if (weight_format(Type(type)).has_pairs) product(Type(type), x, Epilogue::none, 24, 256, false, true);
                 if (Type(type) == Type::bf16 || Type(type) == Type::w8a8) product(Type(type), x, Epilogue::silu_mul, 64, 128, true);
             }
         product(Type::bf16, Type::bf16, Epilogue::gelu, 33, 299, true);
@@ -141,7 +140,7 @@ private:
         p.data.resize(p.matrix.num_blocks() * p.matrix.num_tiles() * p.matrix.tile_bytes() + 64);
         p.scales.resize(p.matrix.num_blocks() * 16);
         p.matrix.data = p.data.data() + (64 - reinterpret_cast<uintptr_t>(p.data.data()) % 64);
-        if (type == Type::i8 || type == Type::i8_turned || type == Type::w8a8) p.matrix.scales = p.scales.data();
+        if (weight_format(type).has_scales) p.matrix.scales = p.scales.data();
         PackArgs args{p.matrix, nullptr, cols, 0, num_rows, Type::f32};
         if (!is_blocks(type)) {
             p.source = Array(numbers(num_rows * cols, 7), Type::f32).bytes;

@@ -22,7 +22,7 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 21  # as quire_abi_version() in csrc/api.cpp
+ABI_VERSION = 22  # as quire_abi_version() in csrc/api.cpp
 # A checkout's library is its developer's to build: silently slower would fool every measurement.
 _IS_CHECKOUT = (Path(__file__).parents[3] / "csrc").is_dir()
 _REMEDY = "run `make native` in a checkout, else reinstall Quire"
@@ -48,7 +48,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_rounds": (None, [ctypes.c_void_p]),
     "quire_pack": (None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "quire_unpack": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]),
-    "quire_block_format": (ctypes.c_char_p, [ctypes.c_int32, ctypes.c_void_p]),
+    "quire_weight_format": (None, [ctypes.c_int32, ctypes.c_void_p]),
     "quire_move_slots": (None, [ctypes.c_void_p, ctypes.c_void_p]),
     "quire_sample": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "quire_prefault": (None, [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64]),

@@ -17,17 +17,14 @@ from quire.ops.native.structs import TYPE_OF, Type, c_struct
 
 BLOCK_ROWS = 16
 TILE_COLS = 32
-_TILE_BYTES = {Type.F32: 2048, Type.I4: 288, Type.BF16: 1024, Type.BF16_TURNED: 1024}  # else 512
-SCALED = (Type.I8, Type.W8A8, Type.I8_TURNED)
 # What levels like best to have numbers (or "int8") as, where that is an order of their own. All can multiply all types.
 OWN_TYPES = {"avx512_bf16": {(torch.bfloat16, None): Type.BF16_TURNED, (torch.bfloat16, "int8"): Type.I8_TURNED}}
 PAIRED_LEVELS = {("avx2", torch.bfloat16)}  # with activations of this type, that multiply pairs of integers
-_UNPAIRED = (Type.F32, Type.BF16_TURNED, Type.I8_TURNED, Type.F8_128, Type.C4_32)
 
 
 def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
     """Whether a level wants matrices of this type in the order of pairs (csrc/pairs.h)."""
-    return (level, dtype) in PAIRED_LEVELS and type not in _UNPAIRED
+    return (level, dtype) in PAIRED_LEVELS and weight_format(type).has_pairs
 
 
 def orders_of(level: str) -> list[str]:
@@ -36,31 +33,23 @@ def orders_of(level: str) -> list[str]:
     return own + ["pairs" for owner, _ in PAIRED_LEVELS if owner == level]
 
 
-class BlockFormat(NamedTuple):
-    """Of a type that weights have in blocks: values of a block in a file, its bytes, those of a tile, and of how many
-    tiles a row has whole multiples."""
+class WeightFormat(NamedTuple):
+    """What the library says of a type (csrc/block_format.h)."""
 
-    values: int
-    num_bytes: int
     tile_bytes: int
-    span: int
-
-    def row_bytes(self, cols: int) -> int:
-        """Bytes of a row of so many weights, as a file has it.
-
-        Raises:
-            ValueError: they are no whole number of blocks.
-        """
-        if cols % self.values:
-            raise ValueError(f"rows of {cols} weights aren't whole blocks of {self.values}")
-        return cols // self.values * self.num_bytes
+    span: int  # tiles of which a row has whole multiples
+    has_scales: bool  # one a row, beside the tiles
+    has_pairs: bool  # there is an order of pairs of it
+    block_values: int  # of a block in a file, 0 where the type is none of blocks
+    block_bytes: int
 
 
 @cache
-def block_format(type: Type) -> BlockFormat | None:
-    """None where the type is none of blocks."""
-    sizes = (ctypes.c_int64 * 4)()
-    return BlockFormat(*sizes) if loaded_library().quire_block_format(type, ctypes.addressof(sizes)) else None
+def weight_format(type: Type) -> WeightFormat:
+    """What a matrix of this type is made of."""
+    found = (ctypes.c_int32 * 6)()
+    loaded_library().quire_weight_format(type, ctypes.addressof(found))
+    return WeightFormat(*found)
 
 
 def row_bytes(type: Type, cols: int) -> int:
@@ -69,10 +58,14 @@ def row_bytes(type: Type, cols: int) -> int:
     Raises:
         ValueError: they are no whole number of blocks, or the type is always made of floats.
     """
-    blocks = block_format(type)
-    if blocks is None and type is not Type.W8A8:
+    if type is Type.W8A8:
+        return cols + 4
+    values, num_bytes = weight_format(type)[-2:]
+    if not values:
         raise ValueError(f"{type.name} can't be made from bytes")
-    return cols + 4 if blocks is None else blocks.row_bytes(cols)
+    if cols % values:
+        raise ValueError(f"rows of {cols} weights aren't whole blocks of {values}")
+    return cols // values * num_bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class PackedMatrix:
 
     Attributes:
         data: uint8 [blocks of 16 rows, tiles of 32 columns, bytes of a tile], zeros where nothing was packed.
-        scales: float32 [rows], of Type.I8, I8_TURNED and W8A8 only.
+        scales: float32 [rows], where the type's format has some.
         paired: the order within tiles is that of csrc/pairs.h.
     """
 
@@ -95,8 +88,7 @@ class PackedMatrix:
     @staticmethod
     def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
         """Shape of `data`."""
-        blocks = block_format(type)
-        tile_bytes, span = (_TILE_BYTES.get(type, 512), 1) if blocks is None else (blocks.tile_bytes, blocks.span)
+        tile_bytes, span = weight_format(type)[:2]
         return -(-rows // BLOCK_ROWS), -(-cols // (span * TILE_COLS)) * span, tile_bytes
 
     def __post_init__(self) -> None:
@@ -104,8 +96,8 @@ class PackedMatrix:
         if self.data.dtype != torch.uint8 or tuple(self.data.shape) != expected or not self.data.is_contiguous():
             got = f"{self.data.dtype} {tuple(self.data.shape)}"
             raise ValueError(f"data must be contiguous uint8 {expected}, got {got}")
-        if (self.scales is None) == (self.type in SCALED):
-            raise ValueError("scales belong to Type.I8, I8_TURNED and W8A8, and to them only")
+        if (self.scales is not None) != weight_format(self.type).has_scales:
+            raise ValueError(f"{self.type.name} {'needs' if self.scales is None else 'has no'} scales of its rows")
         if self.scales is not None and (self.scales.dtype != torch.float32 or self.scales.numel() != self.rows):
             raise ValueError(f"scales must be float32 [{self.rows}]")
 
@@ -123,7 +115,7 @@ class PackedMatrix:
         The bytes are the same whatever the `target` (default: `default_target`).
         """
         ready = source.dtype == torch.uint8
-        if not ready and block_format(self.type) is not None:
+        if not ready and weight_format(self.type).block_values:
             raise ValueError(f"{self.type.name} can't be made from {source.dtype}")
         width = row_bytes(self.type, self.cols) if ready else self.cols
         if source.dim() != 2 or source.shape[1] != width or start < 0 or start + source.shape[0] > self.rows:

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import ops
 from quire.ops import activation
 from quire.ops.native.builder import ProgramBuilder, Value, recorded
-from quire.ops.native.matrix import SCALED, PackedMatrix
+from quire.ops.native.matrix import PackedMatrix, weight_format
 from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
 from quire.quantization.weight_only import quantize_int8
@@ -57,7 +57,7 @@ def packed(dense: Tensor, type: Type, paired: bool = False) -> PackedMatrix:
     """`dense` as a matrix for the kernels; it and its scales end where memory does."""
     rows, cols = dense.shape
     data = at_page_end(torch.zeros(PackedMatrix.data_shape(rows, cols, type), dtype=torch.uint8))
-    scales = at_page_end(torch.zeros(rows)) if type in SCALED else None
+    scales = at_page_end(torch.zeros(rows)) if weight_format(type).has_scales else None
     matrix = PackedMatrix(data, scales, rows, cols, type, paired)
     matrix.pack(dense, 0)
     return matrix

@@ -10,7 +10,7 @@ from torch import Tensor
 from unpacking import unpacked
 
 from quire.ops.native.library import Target
-from quire.ops.native.matrix import PackedMatrix, block_format
+from quire.ops.native.matrix import PackedMatrix, row_bytes, weight_format
 from quire.ops.native.structs import Type
 
 gguf = pytest.importorskip("gguf")
@@ -63,10 +63,9 @@ def blocks_of(type: Type, rows: int, cols: int, seed: int = 0) -> Tensor:
     """Any bits for codes and scales, but numbers for the f16 that they are counted in. uint8 [rows, bytes of a row]."""
     if type in OWN:
         return own_blocks(type, rows, cols)[0]
-    shape = block_format(type)
-    assert shape is not None
+    shape = weight_format(type)
     generator = np.random.default_rng(seed)
-    found = generator.integers(0, 256, (rows, cols // shape.values, shape.num_bytes), dtype=np.uint8)
+    found = generator.integers(0, 256, (rows, cols // shape.block_values, shape.block_bytes), dtype=np.uint8)
     places = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q6_K: (208,)}.get(type, (0,))
     if type in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K):
         places = (0, 2)
@@ -94,11 +93,10 @@ def matrix_of(source: Tensor, type: Type, cols: int, paired: bool = False) -> Pa
 @pytest.mark.parametrize("type", BLOCKS)
 def test_values_are_those_of_the_package(level: str, type: Type, shape: tuple[int, int]) -> None:
     """Bit for bit in float32; of the formats of 32 values also rows that are no superblocks."""
-    sizes = block_format(type)
-    assert sizes is not None
-    assert (sizes.values, sizes.num_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type.name]]
+    sizes = weight_format(type)
+    assert sizes[-2:] == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type.name]]
     rows, cols = shape
-    cols -= 96 if sizes.values == 32 else 0
+    cols -= 96 if sizes.block_values == 32 else 0
     source = blocks_of(type, rows, cols)
     assert torch.equal(unpacked(matrix_of(source, type, cols)), reference(source, type))
 
@@ -178,7 +176,7 @@ def test_misfits_are_refused(level: str) -> None:
         matrix.pack(torch.zeros(1, 143, dtype=torch.uint8), 0)
     with pytest.raises(ValueError, match=r"Q4_K can't be made from torch.float32"):
         matrix.pack(torch.zeros(1, 144), 0)
-    sizes = block_format(Type.Q4_K)
-    assert sizes is not None
     with pytest.raises(ValueError, match="rows of 320 weights aren't whole blocks of 256"):
-        sizes.row_bytes(320)
+        row_bytes(Type.Q4_K, 320)
+    with pytest.raises(ValueError, match="BF16 can't be made from bytes"):
+        row_bytes(Type.BF16, 320)

@@ -7,7 +7,7 @@ from torch import Tensor
 from unpacking import unpacked
 
 from quire.ops.native.library import Target
-from quire.ops.native.matrix import SCALED, PackedMatrix
+from quire.ops.native.matrix import PackedMatrix, weight_format
 from quire.ops.native.structs import Type
 from quire.quantization.weight_only import quantize_int4, quantize_int8
 
@@ -16,7 +16,7 @@ SOURCES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 def empty(rows: int, cols: int, type: Type) -> PackedMatrix:
     data = torch.zeros(PackedMatrix.data_shape(rows, cols, type), dtype=torch.uint8)
-    return PackedMatrix(data, torch.zeros(rows) if type in SCALED else None, rows, cols, type)
+    return PackedMatrix(data, torch.zeros(rows) if weight_format(type).has_scales else None, rows, cols, type)
 
 
 def expanded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ DATA = torch.zeros(1, 2, 512, dtype=torch.uint8)  # of an int8 matrix [5, 40]
         (DATA[:, :1], torch.zeros(5), r"data must be contiguous uint8 \(1, 2, 512\), got torch.uint8 \(1, 1, 512\)"),
         (DATA.view(torch.int8), torch.zeros(5), r"data must be contiguous uint8 .* got torch.int8"),
         (DATA.repeat(1, 1, 2)[:, :, ::2], torch.zeros(5), "data must be contiguous"),
-        (DATA, None, "scales belong to Type.I8"),
+        (DATA, None, "I8 needs scales"),
         (DATA, torch.zeros(4), r"scales must be float32 \[5\]"),
         (DATA, torch.zeros(5, dtype=torch.bfloat16), r"scales must be float32 \[5\]"),
     ],
@@ -138,7 +138,7 @@ DATA = torch.zeros(1, 2, 512, dtype=torch.uint8)  # of an int8 matrix [5, 40]
 def test_a_matrix_is_checked(level: str, data: Tensor, scales: Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackedMatrix(data, scales, 5, 40, Type.I8)
-    with pytest.raises(ValueError, match="scales belong to Type.I8"):
+    with pytest.raises(ValueError, match="BF16 has no scales"):
         PackedMatrix(torch.zeros(1, 2, 1024, dtype=torch.uint8), torch.zeros(5), 5, 40, Type.BF16)
 
 

@@ -10,7 +10,7 @@ import torch
 from native_cases import Product, Threads, draw, packed
 
 from quire.ops.native.library import Target, library, loaded_library
-from quire.ops.native.matrix import PackedMatrix, block_format
+from quire.ops.native.matrix import PackedMatrix, row_bytes, weight_format
 from quire.ops.native.structs import Epilogue, Type
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels")
@@ -36,13 +36,12 @@ def ways_of(choose: Callable[[int], int]) -> list[int]:
 
 
 def matrix_of(type: Type, features: int, cols: int) -> PackedMatrix:
-    blocks = block_format(type)
-    if blocks is None:
+    if not weight_format(type).block_values:
         return packed(draw(features, cols), type)
     matrix = PackedMatrix(
         torch.zeros(PackedMatrix.data_shape(features, cols, type), dtype=torch.uint8), None, features, cols, type
     )
-    codes = torch.randint(0, 0x30, (features, blocks.row_bytes(cols)), generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(0, 0x30, (features, row_bytes(type, cols)), generator=torch.Generator().manual_seed(1))
     matrix.pack(codes.to(torch.uint8), 0)  # whose f16 are numbers
     return matrix
 
