@@ -9,7 +9,7 @@ from functools import partial
 
 from quire.ops.native.library import Target, library_path, loaded_library
 from quire.worker.fingerprint import processor
-from quire.worker.weights.cache import cache_folder, partial_name
+from quire.worker.weights.cache import cache_folder, partial_name, remove
 
 logger = logging.getLogger(__name__)
 
@@ -37,4 +37,5 @@ def tune(target: Target) -> None:
         unfinished.write_text(str(way), encoding="ascii")
         unfinished.replace(path)
     except OSError as error:
+        remove(unfinished)
         logger.info("the fastest way of large products is not kept on disk: %s", error.strerror)
