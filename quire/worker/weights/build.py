@@ -43,6 +43,6 @@ def build_packed(
     store = WeightStore(place, zero_pages if config.load_format == "none" else huge_pages)
     try:
         formats = device.weight_formats(quantization, store, blocks)
-        return device.place(lambda: build_model(model, device.backend, formats, sharding, stage)), store
+        return device.place(lambda: build_model(model, device.backend, formats, sharding, stage)), store.verified()
     except StaleStoreError:  # removed, or where that is not allowed done without
         return build_packed(config, model, quantization, device, shared, place is not None and not place.path.exists())

@@ -2,7 +2,7 @@
 
 The first start packs into memory and then writes the file in a thread; it gets its name when it is whole, so that
 processes that start together don't meet, and no half file is ever read. Each tensor's checksum is verified before it is
-used. Called by the worker; knows no model.
+used, by threads that sum while the model is built. Called by the worker; knows no model.
 """
 
 import contextlib
@@ -13,11 +13,10 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,6 @@ _ALIGNMENT = 4096
 # Pages are to be huge where they are read from the disk; then all are mapped in one call, without copying them.
 _MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
 _WRITE_BYTES = 8 * 2**20
-_NUM_SUMMERS = 2  # threads: one does not read as fast as memory
 _SUMMED = 512  # words of 8 bytes whose sum is one number of a checksum
 
 
@@ -56,8 +54,9 @@ class WeightStore:
         self._pages = pages
         self._entries: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []  # flat bytes, in the entries' order
-        self._size = 0
-        self._content_bytes = 0
+        self._sums: list[Future[int]] = []  # of those that are mapped
+        self._summers = ThreadPoolExecutor(2)  # one does not read as fast as memory
+        self._size = self._content_bytes = 0
         self._writer: threading.Thread | None = None
         self.filled = place is not None and self._open(place)
 
@@ -84,6 +83,17 @@ class WeightStore:
         self._size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return flat.view(dtype).view(shape)
 
+    def verified(self) -> "WeightStore":
+        """The store, all of which is allocated, once what is mapped has been read (StaleStoreError: it is damaged)."""
+        for kept, found in zip(self._entries, self._sums, strict=False):
+            if self.place is not None and found.result() != kept.get("checksum"):
+                path, name = self.place.path, kept["name"]
+                logger.warning("the packed weights in %s are damaged (tensor %s): packing anew", path, name)
+                cache.remove(path)
+                raise StaleStoreError
+        self._summers.shutdown()
+        return self
+
     def finish(self) -> None:
         """The weights are complete: keep them. Returns at once; a thread writes, and a script's exit waits for it."""
         if self.place is not None and not self.filled:
@@ -97,15 +107,12 @@ class WeightStore:
 
     def _mapped_tensor(self, entry: dict[str, Any], num_bytes: int) -> Tensor:
         assert self.place is not None
-        index = len(self._tensors)
-        kept = self._entries[index] if index < len(self._entries) else {}
-        same = isinstance(kept, dict) and {**kept, "checksum": 0} == {**entry, "checksum": 0}
-        if kept is not None and same and self._size + num_bytes <= self._content_bytes:
+        kept = self._entries[len(self._tensors) : len(self._tensors) + 1]
+        same = [isinstance(each, dict) and each | {"checksum": 0} for each in kept] == [entry | {"checksum": 0}]
+        if same and self._size + num_bytes <= self._content_bytes:
             flat = torch.frombuffer(self._mapped, dtype=torch.uint8, count=num_bytes, offset=self._size)
-            if checksum(flat) == kept.get("checksum"):
-                return flat
-            where = f"tensor {entry['name'] or index}"
-            logger.warning("the packed weights in %s are damaged (%s): packing anew", self.place.path, where)
+            self._sums.append(self._summers.submit(checksum, flat))
+            return flat
         cache.remove(self.place.path)
         raise StaleStoreError
 
@@ -169,14 +176,12 @@ class WeightStore:
 
 
 def checksum(flat: Tensor) -> int:
-    """Of uint8 [N]: of the sums of its pages, which are as fast as memory, and of the rest.
+    """Of uint8 [N]: of the sums of its pages, which are nearly as fast as memory, and of the rest.
 
-    numpy sums them, on threads that sleep once they are done; torch has its own meet for each, and spin on busy cores.
+    numpy sums them, on the thread that asks; torch has its own meet for each, and spin on busy cores.
     """
     whole = flat.numel() // (8 * _SUMMED) * (8 * _SUMMED)
-    pages = np.array_split(flat[:whole].view(torch.int64).view(-1, _SUMMED).numpy(), _NUM_SUMMERS)
-    with ThreadPoolExecutor(_NUM_SUMMERS) as threads:
-        sums = np.concatenate([*threads.map(lambda part: part.sum(1), pages)])
+    sums = flat[:whole].view(torch.int64).view(-1, _SUMMED).numpy().sum(1)
     rest = zlib.crc32(memoryview(cast(Any, flat[whole:].numpy())))
     return zlib.crc32(memoryview(cast(Any, sums)), rest)
 

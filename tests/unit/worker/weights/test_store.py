@@ -42,7 +42,9 @@ def store_path(files: list[Path], layout: str) -> Path | None:
 
 
 def allocate(store: WeightStore) -> list[Tensor]:
-    return [store.allocate(shape, dtype) for shape, dtype in SHAPES]
+    tensors = [store.allocate(shape, dtype) for shape, dtype in SHAPES]
+    store.verified()
+    return tensors
 
 
 def keep(path: Path, value: int = 1) -> list[Tensor]:
