@@ -48,6 +48,12 @@ class CompiledModel:
         """Memory that steps of that many tokens make it keep."""
         return self._body.num_bytes(num_tokens)
 
+    def new_bytes(self, num_tokens: int, num_rows: int) -> int | None:
+        """Memory that such a step takes besides, with so many rows sampled; None where functions in torch take some."""
+        if self._head is None or not (self._body.is_whole and self._head.is_whole) or self._num_incoming:
+            return None
+        return num_tokens * self._width * self._dtype.itemsize + num_rows * self.vocab_size * 4
+
     def reserve(self, num_tokens: int) -> None:
         """Make room for steps of that many tokens."""
         self._body.reserve(num_tokens)

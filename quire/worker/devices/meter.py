@@ -13,14 +13,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, autograd
 from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import (  # pyright: ignore[reportPrivateImportUsage]
-    ProfilerConfig,  # pyright: ignore[reportPrivateImportUsage]
-    ProfilerState,  # pyright: ignore[reportPrivateImportUsage]
-    _disable_profiler_legacy,  # pyright: ignore[reportPrivateImportUsage]
-    _enable_profiler_legacy,  # pyright: ignore[reportPrivateImportUsage]
-)
 
 from quire.attention.step import Step
 from quire.models.causal_lm import RunnableModel
@@ -39,12 +33,13 @@ def peak_bytes(function: Callable[[], Result]) -> tuple[Result, int]:
 
     torch's allocator tells its old profiler, which starts in no time; the newer ones take a second and write to stderr.
     """
-    memory_only = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    _enable_profiler_legacy(memory_only)
+    old: Any = autograd  # whose profiler is not public any more
+    memory_only = [old.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()]
+    old._enable_profiler_legacy(old.ProfilerConfig(*memory_only))
     try:
         result = function()
     finally:
-        records = _disable_profiler_legacy()
+        records = old._disable_profiler_legacy()
     alive = peak = 0
     for thread in records:
         for record in thread:
@@ -73,8 +68,10 @@ class Meter:
     def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
         """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled."""
         model = self.model
-        bodies: list[int] = []
-        heads: list[int] = []
+        bodies, heads = list[int](), list[int]()
+        kept = model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0
+        if isinstance(model, CompiledModel) and (new := model.new_bytes(max_tokens, max_rows)):
+            return kept + new
         with self.computing():
             for count in (_FEW, _MORE):
                 ids, step = self.upload(self._sequences([count], count))
@@ -82,7 +79,6 @@ class Meter:
                 logits, head = peak_bytes(partial(model.compute_logits, hidden))
                 bodies.append(body)
                 heads.append(max(head, logits.nbytes))
-        kept = model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0
         return _at(bodies, max_tokens) + _at(heads, max_rows) + kept
 
     def step_seconds(self, sizes: Sequence[int], limit: float) -> dict[int, float]:
