@@ -80,7 +80,8 @@ public:
                 __m512i even, odd;
                 expand_i8(_mm512_loadu_si512(tile + i * 64), even, odd);
                 _mm512_store_si512(pair[0], even), _mm512_store_si512(pair[1], odd);
-                for (int row = 0; row < 8; row++) std::memcpy(out + (row / 2 * 4 + i % 2 * 2 + row % 2) * 32 + i / 2 * 8, pair[row % 2] + row / 2 * 8, 16);
+                for (int row = 0; row < 16; row++)
+                    for (int j = 0; j < 2; j++) std::memcpy(out + row * 32 + i / 2 * 8 + i % 2 * 2 + j * 4, pair[j] + row * 2, 4);
             }
         if constexpr (is_blocks(kType)) {
             scales_.read(tile, t);

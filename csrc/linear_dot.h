@@ -4,6 +4,10 @@
 // feature i, one after the other, and a feature's four lanes are added at the end. That happens to each row of x however
 // many there are, so its bits are its own. Few rows meet weights as they come from memory, turned in registers; for
 // many rows a block is turned once and kept in L2.
+//
+// On Zen 4 products fill two of four units, and the other two expand weights beside them for nothing, unless x keeps them busy: eight of
+// its columns in all lanes take a shuffle, two are a load. So i8_turned has four vectors of 16 features in place of a lane for each sum:
+// the same sums, added at the end in the same order.
 #pragma once
 
 #include "expand.h"
@@ -103,6 +107,11 @@ QUIRE_INLINE void for_pieces_of_pairs(const uint8_t* tile, const Scales& scales,
 
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
 inline __m512i eight_of_x(const bf16* x) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
+inline __m512i two_of_x(const bf16* x) {
+    int32_t two;
+    std::memcpy(&two, x, 4);
+    return _mm512_set1_epi32(two);
+}
 
 // Sums of features 4i + g and 4i + g + 1, four lanes each -> two lanes each.
 inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
@@ -111,7 +120,8 @@ inline void store_features(__m512 first, __m512 second, float* out) {
     _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xee)));
 }
 
-// Of a turned tile features 4i + 2 * pair and those after them, eight columns. `kBytes`: bytes can be looked up.
+// Of a turned tile and eight columns: in bf16 features 4i + 2 * pair and those after them; in i8, of all features, columns
+// 2 * pair and the one after it, and those four further on. `kBytes`: bytes can be looked up.
 template <Type kType, bool kBytes>
 QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even, __m512i& odd) {
     if constexpr (kType == Type::i8_turned) return expand_i8<kBytes>(_mm512_loadu_si512(tile + c * 128 + pair * 64), even, odd);
@@ -120,9 +130,30 @@ QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even,
 }
 constexpr bool is_turned(Type type) { return type == Type::bf16_turned || type == Type::i8_turned; }
 
+// What load_pair gave times eight columns of a row of x.
+template <Type kType>
+QUIRE_INLINE void add_pair(__m512& first, __m512& second, __m512i even, __m512i odd, const bf16* x, int pair) {
+    if constexpr (kType == Type::i8_turned) {
+        first = add_dot(first, even, two_of_x(x + 2 * pair));
+        second = add_dot(second, odd, two_of_x(x + 2 * pair + 4));
+    } else {
+        const __m512i eight = eight_of_x(x);
+        first = add_dot(first, even, eight);
+        second = add_dot(second, odd, eight);
+    }
+}
+// A pair's sums at the end, and those of both pairs -> the 16 features: in either order of weights the same additions.
+template <Type kType>
+QUIRE_INLINE __m512 half_of(__m512 first, __m512 second) { return kType == Type::i8_turned ? _mm512_add_ps(first, second) : halves(first, second); }
+template <Type kType>
+QUIRE_INLINE void store_sums(__m512 first, __m512 second, float* out) {
+    if constexpr (kType == Type::i8_turned) _mm512_storeu_ps(out, _mm512_add_ps(first, second));
+    else store_features(first, second, out);
+}
+
 // A block of weights on its way from memory times kRows rows of x -> sums[row][16].
 template <Type kType, bool kBytes, int kRows>
-inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, int64_t x_stride, float* sums) {
+inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, float* sums) {
     __m512 acc[kRows][4];
     for (auto& row : acc)
         for (__m512& sum : row) sum = _mm512_setzero_ps();
@@ -131,29 +162,23 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
     constexpr bool kTurned = is_turned(kType);
     typename ScalesOf<kType>::type scales;
-    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += 32) {
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += kRows * 32) {
         scales.read(tile, t);
         if constexpr (kTurned) {
             for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) {
-                __m512i eights[kRows];
-                for (int m = 0; m < kRows; m++) eights[m] = eight_of_x(x + m * x_stride + c * 8);
+            for (int c = 0; c < 4; c++)
                 for (int pair = 0; pair < 2; pair++) {
                     __m512i even, odd;
                     load_pair<kType, kBytes>(tile, c, pair, even, odd);
-                    for (int m = 0; m < kRows; m++) {
-                        acc[m][2 * pair] = add_dot(acc[m][2 * pair], even, eights[m]);
-                        acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd, eights[m]);
-                    }
+                    for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][2 * pair], acc[m][2 * pair + 1], even, odd, x + m * 32 + c * 8, pair);
                 }
-            }
             continue;
         }
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         if constexpr (kType == Type::i4 || (has_nibbles(kType) && kRows > 3)) for_pieces_of_pairs<kType>(tile, scales, [&](auto pair, int c, __m512i even, __m512i odd) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++) {
-                const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
+                const __m512i eight = eight_of_x(x + m * 32 + c * 8);
                 acc[m][2 * pair] = add_dot(acc[m][2 * pair], even, eight);
                 acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd, eight);
             }
@@ -161,30 +186,23 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
         else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
-                    const __m512i eight = eight_of_x(x + m * x_stride + c * 8);
+                    const __m512i eight = eight_of_x(x + m * 32 + c * 8);
                     acc[m][2 * pair] = add_dot(acc[m][2 * pair], even[c], eight);
                     acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd[c], eight);
                 }
         });
     }
-    for (int m = 0; m < kRows; m++) store_features(halves(acc[m][0], acc[m][1]), halves(acc[m][2], acc[m][3]), sums + m * 16);
+    for (int m = 0; m < kRows; m++) store_sums<kType>(half_of<kType>(acc[m][0], acc[m][1]), half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
 // Tiles of a block of weights, the first of them a superblock's first, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
-template <Type kType, bool kBytes>
+template <Type kType>
 inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
         for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
         scales.read(tile, t);
-        if constexpr (kType == Type::i8_turned)
-            for (int i = 0; i < 8; i++) {
-                __m512i even, odd;
-                load_pair<kType, kBytes>(tile, i / 2, i % 2, even, odd);
-                _mm512_store_si512(out + i * 128, even);
-                _mm512_store_si512(out + i * 128 + 64, odd);
-            }
-        else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
@@ -201,34 +219,40 @@ struct Fetch {
     int64_t step;
 };
 
-// Rows of x, of which every one is some registers' distance away: as many addresses as there are rows would not fit.
-template <int kRows>
+// Rows of x: elements from row to row, and from tile to tile.
+struct RowsOfX {
+    const bf16* x;
+    int64_t stride, step;
+};
+
+// Of which every one is some registers' distance away: as many addresses as there are rows would not fit. `kGrouped`: none is far.
+template <int kRows, bool kGrouped>
 struct NearRows {
     const char *first, *fifth, *ninth;
     int64_t one, three;  // bytes to other rows
 
-    NearRows(const bf16* x, int64_t stride)
-        : first(reinterpret_cast<const char*>(x)), fifth(first + (kRows > 4 ? 8 * stride : 0)), ninth(first + (kRows > 8 ? 16 * stride : 0)),
-          one(2 * stride), three(6 * stride) {
+    explicit NearRows(const RowsOfX& rows)
+        : first(reinterpret_cast<const char*>(rows.x)), fifth(first + (kRows > 4 ? 8 * rows.stride : 0)),
+          ninth(first + (kRows > 8 ? 16 * rows.stride : 0)), one(2 * rows.stride), three(6 * rows.stride) {
         asm("" : "+r"(fifth), "+r"(ninth), "+r"(one), "+r"(three));  // or the compiler makes more of them
     }
-    QUIRE_ALWAYS __m512i eight(int row, int c) const {
+    QUIRE_ALWAYS const bf16* at(int row, int c) const {
         const char* base = row < 4 ? first : row < 8 ? fifth : ninth;
-        const char* at = row % 4 == 0 ? base : row % 4 == 1 ? base + one : row % 4 == 2 ? base + 2 * one : base + three;
-        return eight_of_x(reinterpret_cast<const bf16*>(at + c * 16));
+        const char* from = row % 4 == 0 ? base : row % 4 == 1 ? base + one : row % 4 == 2 ? base + 2 * one : base + three;
+        return reinterpret_cast<const bf16*>((kGrouped ? first + row * 64 : from) + c * 16);
     }
-    QUIRE_ALWAYS void next_tile() { first += 64, fifth += 64, ninth += 64; }
+    QUIRE_ALWAYS void skip(int64_t bytes) { first += bytes, fifth += bytes, ninth += bytes; }
 };
 
 // A turned block times kRows rows of x, half of the features after the other -> sums[row][16].
 template <Type kType, bool kBytes, int kRows>
-inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const bf16* x, int64_t x_stride, Fetch fetch, float* sums) {
+inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
     for (int pair = 0; pair < 2; pair++) {
         __m512 acc[kRows][2];
         for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
-        NearRows<kRows> rows(x, x_stride);
         const uint8_t* tile = block;
-        for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.next_tile()) {
+        NearRows<kRows, kType == Type::i8_turned> rows(x);
+        for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.skip(2 * x.step)) {
             for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
             fetch.from += fetch.step;
 #pragma GCC unroll 4
@@ -236,37 +260,63 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const bf16*
                 __m512i even, odd;
                 load_pair<kType, kBytes>(tile, c, pair, even, odd);
 #pragma GCC unroll 12
-                for (int m = 0; m < kRows; m++) {
-                    const __m512i eight = rows.eight(m, c);
-                    acc[m][0] = add_dot(acc[m][0], even, eight);
-                    acc[m][1] = add_dot(acc[m][1], odd, eight);
-                }
+                for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][0], acc[m][1], even, odd, rows.at(m, c), pair);
             }
         }
         for (int m = 0; m < kRows; m++) {
-            const __m512 half = halves(acc[m][0], acc[m][1]);
+            const __m512 half = half_of<kType>(acc[m][0], acc[m][1]);
             if (pair == 0) _mm512_storeu_ps(sums + m * 16, half);
-            else store_features(_mm512_loadu_ps(sums + m * 16), half, sums + m * 16);
+            else store_sums<kType>(_mm512_loadu_ps(sums + m * 16), half, sums + m * 16);
         }
     }
 }
 
-// x as the kernels read it, zeros up to a multiple of 32 columns: where it lies, or a copy.
+// Of so many rows the index-th group: of at most kPairRows, all about as large, as the sums of one or two rows wait for each other.
+struct RowGroup {
+    int64_t first, count;
+
+    RowGroup(int64_t num_rows, int64_t index) {
+        const int64_t groups = divide_up(num_rows, kPairRows), more = num_rows % groups;  // so many have a row more
+        first = num_rows / groups * index + (index < more ? index : more);
+        count = num_rows / groups + (index < more);
+    }
+};
+
+// x as the kernels read it: where it lies or, of few rows or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
+// [tile][row][32], zeros up to a multiple of 32 columns. In rows that lie apart by a power of two, what reads much waits for lines of L1.
 struct DotRows {
     const bf16* x;
-    int64_t stride;
+    int64_t num_rows, stride;
+    int64_t panel = kMostRows;  // rows that are grouped by themselves: a multiple of kPairRows
+    bool grouped = false;
 
-    DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), stride(a.x_stride) {
-        const int64_t cols = a.weight.cols, padded = a.weight.num_tiles() * 32;
-        if (cols == padded && a.out != a.x) return;
-        bf16* copy = context.shared.get<bf16>(a.num_rows * padded);
-        context.pool.run(divide_up(a.num_rows, 32), [&](int64_t task, int) {
-            for (int64_t row = task * 32; row < a.num_rows && row < task * 32 + 32; row++) {
-                std::memcpy(copy + row * padded, static_cast<const bf16*>(a.x) + row * a.x_stride, cols * sizeof(bf16));
-                std::memset(copy + row * padded + cols, 0, (padded - cols) * sizeof(bf16));
+    DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
+        const int64_t most = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
+        if (num_rows > kMostRows && most < kMostRows) panel = most < kPairRows ? kPairRows : most;
+        grouped = num_rows <= kStreamRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        if (!grouped) {
+            stride = a.x_stride;
+            return;
+        }
+        bf16* copy = context.shared.get<bf16>(num_rows * stride);
+        context.pool.run(divide_up(num_rows, kPairRows), [&](int64_t task, int) {
+            const int64_t first = task * kPairRows / panel * panel;
+            const RowGroup group(in_panel(first), task - first / kPairRows);
+            const bf16* from = static_cast<const bf16*>(a.x) + (first + group.first) * a.x_stride;
+            bf16* to = copy + (first + group.first) * stride;
+            for (int64_t c = 0; c < stride; c += 32) {
+                const int64_t left = a.weight.cols - c;
+                const __mmask32 there = left >= 32 ? ~__mmask32(0) : left > 0 ? (__mmask32(1) << left) - 1 : 0;
+                for (int64_t row = 0; row < group.count; row++, to += 32)
+                    _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c));
             }
         });
-        x = copy, stride = padded;
+        x = copy;
+    }
+    int64_t in_panel(int64_t first) const { return num_rows - first < panel ? num_rows - first : panel; }
+    RowsOfX group(int64_t first, int64_t count) const {
+        const bf16* rows = x + first * stride;
+        return grouped ? RowsOfX{rows, 32, 32 * count} : RowsOfX{rows, stride, 32};
     }
 };
 
@@ -295,8 +345,7 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
         for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
             for (int part = 0; part < blocks.parts; part++)
                 with_rows<kMost>(a.num_rows, [&](auto count) {
-                    stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x,
-                                               rows.stride, sums[part]);
+                    stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x, sums[part]);
                 });
             blocks.finish(block, 1, sums[0], sums[1], 0, a.num_rows);
         }
@@ -307,18 +356,6 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
 struct BlockRange {
     int64_t begin, end, next;
 };
-
-// Calls body(first row, their number, a constant) for groups of at most kPairRows of so many rows, all about as large: the
-// sums of one or two rows wait for each other.
-template <class Body>
-QUIRE_INLINE void for_row_groups(int64_t num_rows, const Body& body) {
-    int64_t groups = divide_up(num_rows, kPairRows);
-    for (int64_t row = 0; groups; groups--) {
-        const int64_t count = divide_up(num_rows - row, groups);
-        with_rows<kPairRows>(count, [&](auto n) { body(row, n); });
-        row += count;
-    }
-}
 
 // The item-th block of weights of a range, in the order in which they are multiplied; beyond the last one the first of what comes next.
 inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, int64_t item) {
@@ -331,33 +368,33 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, i
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
 // range or, where all rows are there at once, one for all; null: they lie so, as kType. The weights that come next are fetched meanwhile.
 template <Type kType, bool kBytes>
-inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned, int64_t cache) {
+inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
-    int64_t panel = cache / 4 / (rows.stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
-    panel = panel < kPairRows ? kPairRows : panel;
-    if (a.num_rows <= kMostRows || panel > kMostRows) panel = kMostRows;
-    const int64_t passes = 2 * divide_up(a.num_rows < panel ? a.num_rows : panel, kPairRows);
+    const int64_t passes = 2 * divide_up(rows.in_panel(0), kPairRows);
     const int64_t step = round_up(divide_up(a.weight.tile_bytes(), passes), 64);
     alignas(64) float sums[2][kMostRows * 16];
-    for (int64_t first = 0; first < a.num_rows; first += panel) {
-        const int64_t count = a.num_rows - first < panel ? a.num_rows - first : panel;
+    for (int64_t first = 0; first < a.num_rows; first += rows.panel) {
+        const int64_t count = rows.in_panel(first);
         for (int64_t block = range.begin; block < range.end; block++) {
             for (int part = 0; part < blocks.parts; part++) {
                 const int64_t item = (block - range.begin) * blocks.parts + part;
                 const uint8_t* weights = blocks.weights(block, part);
                 if (turn_block) {
-                    uint8_t* place = turned + (a.num_rows > panel ? item : 0) * tiles * 1024;
+                    uint8_t* place = turned + (a.num_rows > rows.panel ? item : 0) * tiles * 1024;
                     if (first == 0) turn_block(weights, tiles, a.weight.tile_bytes(), place);
                     weights = place;
                 }
                 const uint8_t* ahead = weights_ahead(blocks, range, item + 1);
                 int64_t fetched = first == 0 ? 0 : blocks.bytes;
-                for_row_groups(count, [&](int64_t row, auto n) {
+                for (int64_t i = 0; i < divide_up(count, kPairRows); i++) {
+                    const RowGroup group(count, i);
                     const Fetch fetch{ahead + fetched, fetched < blocks.bytes ? step : 0};
                     fetched += 2 * tiles * fetch.step;
-                    multiply_turned<kType, kBytes, n>(weights, tiles, rows.x + (first + row) * rows.stride, rows.stride, fetch, sums[part] + row * 16);
-                });
+                    with_rows<kPairRows>(group.count, [&](auto n) {
+                        multiply_turned<kType, kBytes, n>(weights, tiles, rows.group(first + group.first, n), fetch, sums[part] + group.first * 16);
+                    });
+                }
             }
             blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], first, count);
         }
@@ -372,7 +409,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     // Of most blocks just one: six copies of what expands each of their types take minutes to build.
     constexpr int kMost = kTurned ? kTurnedRows : kType == Type::u4_32 || kType == Type::u4_128 ? 4 : is_blocks(kType) ? 1 : kStreamRows;
     if (a.num_rows <= kMost) return stream_rows<kType, kBytes, kMost>(blocks, rows, context);
-    const int64_t turned_bytes = a.weight.num_tiles() * 1024, threads = context.pool.size();
+    const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024, threads = context.pool.size();
     int64_t group = divide_up(131072, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
         const int64_t fair = blocks.count / (4 * threads);  // no thread waits long for another
@@ -382,14 +419,12 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         places = group * blocks.parts;
     }
     TurnBlock turn = nullptr;
-    if constexpr (kType != Type::bf16_turned) turn = turn_block<kType, kBytes>;
-    auto multiply = multiply_blocks<Type::bf16_turned, false>;
-    if constexpr (kType == Type::i8_turned)  // as many rows as meet a weight once don't need it kept
-        if (a.num_rows <= kPairRows) turn = nullptr, multiply = multiply_blocks<kType, kBytes>;
+    if constexpr (!kTurned) turn = turn_block<kType>;
+    const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
         const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
         uint8_t* turned = turn ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
-        multiply(blocks, rows, {begin, end, begin + threads * group}, turn, turned, context.cache);
+        multiply(blocks, rows, {begin, end, begin + threads * group}, turn, turned);
     });
 }
 

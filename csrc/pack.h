@@ -7,7 +7,8 @@
 //   i4         -8..7 as 0..15, times one bf16 scale for a row's 32 columns. 16 scales, then 4 x 32 words: word c of
 //              group i holds column c of the rows 4i .. 4i+3, lowest nibble first.
 //   bf16_turned  as linear_dot.h multiplies them: of eight columns in turn the rows 0, 4, 8, 12, then 1, 5, 9, 13, ...
-//   i8_turned  i8's bytes likewise: 64 of them hold, of eight columns, row 0's, 1's, 4's, 5's, 8's, ..., then row 2's, 3's, 6's, ...
+//   i8_turned  i8's bytes likewise: 64 of them hold columns 0, 1, 4 and 5 of eight, then 2, 3, 6 and 7; in them 16 bytes the first two of
+//              rows 0 to 3 and their last two, then those of rows 4 to 7, ...
 //   q4_0 ...   blocks (blocks.h).
 // Paired tiles of bf16, i8, w8a8, i4 and blocks have the order of pairs.h; bytes are a two's complement there.
 // i8 and i4 are symmetric, rounded to nearest; the i4 scale is the one of a few candidates with the least squared error.
@@ -52,10 +53,10 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
         }
         case Type::i8:
         case Type::i8_turned: {
-            auto offset = m.type == Type::i8 ? i8_offset : i8_turned_offset;
             for (int c = 0; c < 32; c += kLanes) {
                 uint8_t bytes[kLanes];
-                for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + offset(row, c + i), kLanes < 8 ? kLanes : 8);
+                if (m.type == Type::i8) for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + i8_offset(row, c + i), kLanes < 8 ? kLanes : 8);
+                else for (int i = 0; i < kLanes; i += 2) std::memcpy(bytes + i, tile + i8_turned_offset(row, c + i), 2);
                 const vi q = signed_bytes(bytes);
                 store(out + c, as_float(as_int(numbers_of(q & 127)) | (q & 128) << 24));
             }

@@ -145,7 +145,7 @@ def test_int4_weights_are_the_bfloat16_ones_that_unpack_tells(level: str, rows: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(33, 31), (199, 100), (40, 1000)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 31), (199, 100), (40, 1000), (20, 3100)], ids=str)
 def test_the_order_in_memory_changes_no_bit(level: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Numbers, or codes, in the order in which a level multiplies them: the same results for any number of rows."""
     dense = draw(*shape)
