@@ -253,15 +253,15 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
         const uint8_t* tile = block;
         NearRows<kRows, kType == Type::i8_turned> rows(x);
         for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.skip(2 * x.step)) {
-            for (int64_t i = 0; i < fetch.step; i += 64) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
-            fetch.from += fetch.step;
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
                 __m512i even, odd;
                 load_pair<kType, kBytes>(tile, c, pair, even, odd);
+                for (int64_t i = c * 64; i < fetch.step; i += 256) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
 #pragma GCC unroll 12
                 for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][0], acc[m][1], even, odd, rows.at(m, c), pair);
             }
+            fetch.from += fetch.step;
         }
         for (int m = 0; m < kRows; m++) {
             const __m512 half = half_of<kType>(acc[m][0], acc[m][1]);
