@@ -22,6 +22,8 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Threads that wait for each other asleep, not spinning: on a busy machine small models run ten times faster for it.
 demo test test-amx test-arm test-asan test-clients test-ray test-nightly check: export OMP_WAIT_POLICY := PASSIVE
+# Else each process of theirs, and every server that a test starts, compiles all modules anew.
+test test-amx test-arm test-asan test-clients test-ray test-nightly check: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-amx test-arm test-asan test-clients test-ray test-nightly check native format bench clean help
 .DELETE_ON_ERROR:
