@@ -8,15 +8,19 @@ import pytest
 from pydantic import TypeAdapter
 from serving import RunningServer
 
-anthropic = pytest.importorskip("anthropic")
-
 USER: Any = [{"role": "user", "content": "Tell me a story."}]
 # Beside its own fields the SDK sends what else a request may have.
 FIELDS: dict[str, Any] = {"model": "demo", "max_tokens": 12, "extra_body": {"temperature": 0, "top_k": 5, "top_p": 0.9}}
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[Any]:
+def anthropic() -> Any:
+    """The SDK, whose import takes longer than all that is collected of this file."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(anthropic: Any, server: RunningServer) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -25,7 +29,7 @@ def text_of(message: Any) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-def test_a_message(client: Any, server: RunningServer) -> None:
+def test_a_message(anthropic: Any, client: Any, server: RunningServer) -> None:
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     message = client.messages.create(messages=USER, system=system, **FIELDS)
     TypeAdapter(anthropic.types.Message).validate_python(message.to_dict(), strict=True)
@@ -40,7 +44,7 @@ def test_a_message(client: Any, server: RunningServer) -> None:
     assert message._request_id
 
 
-def test_streams(client: Any) -> None:
+def test_streams(anthropic: Any, client: Any) -> None:
     whole = client.messages.create(messages=USER, **FIELDS)
     adapter: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
     raw = list(client.messages.create(messages=USER, stream=True, **FIELDS))
@@ -57,7 +61,7 @@ def test_streams(client: Any) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
 
 
-def test_tools_and_formats(client: Any) -> None:
+def test_tools_and_formats(anthropic: Any, client: Any) -> None:
     schema = {"type": "object", "properties": {"place": {"enum": ["box", "bag"]}}, "required": ["place"]}
     schema["additionalProperties"] = False
     fields = {**FIELDS, "max_tokens": 100, "tools": [{"name": "look", "input_schema": schema}]}
@@ -90,7 +94,7 @@ def test_leaving_ends_the_request(client: Any, server: RunningServer) -> None:
     assert any(generated() < 400 for _ in range(20))
 
 
-def test_refusals(client: Any, server: RunningServer) -> None:
+def test_refusals(anthropic: Any, client: Any, server: RunningServer) -> None:
     before = server.golden()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     refused: list[tuple[str, dict[str, Any]]] = [
@@ -112,7 +116,7 @@ def test_refusals(client: Any, server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_keys(server_of: Callable[..., RunningServer]) -> None:
+def test_keys(anthropic: Any, server_of: Callable[..., RunningServer]) -> None:
     server = server_of("--api-key", "sk-test", "--max-num-seqs", "1", "--max-num-queued-reqs", "1",
                        "--enable-request-id-headers")  # fmt: skip
     with anthropic.Anthropic(base_url=server.url, api_key="sk-test", max_retries=0) as client:
