@@ -108,9 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in _beyond_pairs(items, "pairs"):
         item.add_marker(pytest.mark.slow)
     if os.environ.get("QUIRE_NIGHTLY") != "1":
-        left_out = _beyond_pairs(items, "sweep")
-        left_out += [item for item in items if item.get_closest_marker("nightly") is not None]
-        config.hook.pytest_deselected(items=left_out)
+        left_out = {*_beyond_pairs(items, "sweep")}
+        left_out.update(item for item in items if item.get_closest_marker("nightly") is not None)
+        config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
