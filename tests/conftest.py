@@ -96,6 +96,16 @@ def _check_library() -> None:
         raise pytest.UsageError(fault)
 
 
+def pytest_collection_finish() -> None:
+    """What is here now stays, and is a million objects: collections of garbage need not look at them again."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Or Triton would say at the end that all of it leaked."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin out sweeps to the cases in which each two values of their parameters meet.
