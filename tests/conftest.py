@@ -132,6 +132,7 @@ def _beyond_pairs(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     beyond: list[pytest.Item] = []
     for same in cases.values():
+        same.sort(key=lambda item: item.get_closest_marker("nightly") is not None)  # of two that do, the other one
         rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in same]
         chosen = set(_covering(rows))
         beyond += [item for place, item in enumerate(same) if place not in chosen]
