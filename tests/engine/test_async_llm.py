@@ -340,7 +340,8 @@ def test_a_snapshot_has_those_with_a_mark_whoever_comes_first(engine: Engine, mo
     assert first in ([everybody] * 3, [[], everybody[1:], []])  # of an engine in a process, and on a thread
 
 
-@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
 def test_the_engine_goes_when_its_parent_is_killed(busy: bool) -> None:
     script = f"""
         import asyncio

@@ -157,7 +157,9 @@ def test_heads_draft_well(method: str) -> None:
     assert stats.num_accepted_tokens > 0.6 * stats.num_drafts
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("eagle", 0), ("eagle", 0.8), ("eagle3", 0)])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [pytest.param("eagle", 0, marks=pytest.mark.slow), ("eagle", 0.8), ("eagle3", 0)]
+)
 def test_heads_draft_trees_as_well_as_chains_and_better(method: str, temperature: float) -> None:
     """Without branches just what the chain has: the same ancestors are read, and the true hidden states kept."""
     found: list[tuple[Any, int, int]] = []

@@ -83,6 +83,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path, name: str) -> None:
     assert on_two_ranks(tmp_path, OPTIONS[name]) == [expected, expected]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_ends_the_other(tmp_path: Path) -> None:
     [found] = on_two_ranks(tmp_path, {"dies": 1}, expected=1)
     assert found.startswith("rank 0 of 2 stops")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.native.library import TORCH
+
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parent))
 tiny: Any = importlib.import_module("tiny_models")
@@ -68,7 +70,7 @@ def logits_on_every_path(model: Any) -> Tensor:
     return first
 
 
-@pytest.mark.pairs
+@pytest.mark.parametrize("kernels", [pytest.param(TORCH, marks=pytest.mark.slow), "native"], indirect=True)
 @pytest.mark.parametrize("name", tiny.CASES)
 def test_greedy_tokens(saved, name: str, kernels: str) -> None:
     """64 greedy tokens; transformers is asked once, about the whole text, which is greedy decoding by induction."""

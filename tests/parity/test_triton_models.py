@@ -26,7 +26,7 @@ CASES = [
     slow("llama", "int4", "float32"),
     slow("gemma2-caps", None, "bfloat16"),
     slow("qwen2-moe", None, "float32"),
-    ("opt-350m", None, "float32"),
+    slow("opt-350m", None, "float32"),
     ("gpt2", None, "float16"),
 ]
 

@@ -19,6 +19,7 @@ HEADS = [(4, 4), (4, 2), (6, 1), (7, 1), (24, 1), (14, 2)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "window"), [*((h, None) for h in HEADS), *(((4, 2), w) for w in (1, 20, 64, 100))])
 def test_equals_dense_attention(
@@ -32,6 +33,7 @@ def test_equals_dense_attention(
             torch.testing.assert_close(out.double(), expected, atol=bound, rtol=max(bound, 1e-5))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_sizes(backend: Backend, head_dim: int, dtype: torch.dtype) -> None:

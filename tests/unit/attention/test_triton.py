@@ -53,7 +53,7 @@ def backend(kind: str = "triton") -> AttentionBackend[Any]:
     return select_backend(kind)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "block_size", "window"),
     [
@@ -148,7 +148,11 @@ def test_bits_do_not_depend_on_composition(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "options"), [("triton", torch.bfloat16, {}), ("triton-int8", torch.float32, {"window": 7})]
+    ("kind", "dtype", "options"),
+    [
+        ("triton", torch.bfloat16, {}),
+        pytest.param("triton-int8", torch.float32, {"window": 7}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_node_of_a_draft_tree_has_the_bits_of_a_chain(
     kind: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -169,6 +173,7 @@ def test_a_node_of_a_draft_tree_has_the_bits_of_a_chain(
 # ---- eight bits
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "bound"), [("triton-int8", 0.005), ("triton-fp8", 0.025)])
 @pytest.mark.parametrize(("heads", "head_dim", "window"), [((2, 1), 8, None), ((7, 1), 40, 30), ((2, 2), 128, None)])
@@ -200,6 +205,7 @@ def test_eight_bits_are_exact_where_they_are_enough(kind: str, most: int, dtype:
     torch.testing.assert_close(eight, full, atol=1e-4 if dtype == torch.float32 else 1.0, rtol=1e-2)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", ["key", "value"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -258,6 +264,7 @@ def test_moved_tokens_and_copied_blocks_are_themselves(kind: str) -> None:
 # ---- norms, rotation, virtual tokens
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("norms", [False, True, "plus one"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(40, 20), (64, 64), (96, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)

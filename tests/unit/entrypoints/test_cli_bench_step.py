@@ -52,6 +52,7 @@ def test_a_run_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "outside of kernels" in printed
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_keys_in_common_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "f.json"
@@ -66,6 +67,7 @@ def test_keys_in_common_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--shared-len must be from 0 to --input-len = 40; it is 41." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_prompts_over_several_steps_are_told_by_the_step(tmp_path: Path) -> None:
     figures = tmp_path / "f.json"

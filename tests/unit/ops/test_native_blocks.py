@@ -89,6 +89,7 @@ def matrix_of(source: Tensor, type: Type, cols: int, paired: bool = False) -> Pa
     return matrix
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("type", BLOCKS)
 def test_values_are_those_of_the_package(level: str, type: Type, shape: tuple[int, int]) -> None:

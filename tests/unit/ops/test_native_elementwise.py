@@ -73,6 +73,7 @@ def cases(size: int, dtype: torch.dtype) -> dict[str, Case]:
 NAMES = list(cases(1, torch.float32))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,6 +103,7 @@ def check_rows(case: Case, x: Tensor, ours: Callable[[Tensor], Tensor]) -> None:
     assert found[3].isnan().all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", GATED, ids=lambda f: f.name)
@@ -111,6 +113,7 @@ def test_gated_activations(level: str, function: Epilogue, dtype: torch.dtype, s
     check_rows(case, draw(70, 2 * size, dtype=dtype) * 3, lambda rows: elementwise(case.operation, rows))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -170,6 +173,7 @@ def embedded(index: Any, table: Any) -> Any:
     return ops.embedding(index, table)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,6 +215,7 @@ def test_a_row_beyond_the_table_is_zeros(level: str, dtype: torch.dtype, type: T
     assert not found[[0, 2]].any()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (80, 6), (128, 128), (256, 64)])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

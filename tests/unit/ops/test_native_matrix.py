@@ -24,6 +24,7 @@ def expanded(codes: Tensor, scales: Tensor) -> Tensor:
     return (codes * scales.repeat_interleave(32, 1)[:, : codes.shape[1]]).bfloat16().float()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_comes_out_is_what_the_twins_keep(level: str, source: torch.dtype, shape: tuple[int, int]) -> None:
@@ -106,6 +107,7 @@ def test_rows_of_zeros_and_ends_of_the_range(level: str, type: Type) -> None:
     assert found[2, 5] == (pytest.approx(1e-12, rel=0.01) if type is Type.I4 else 0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("place", [0, 5, 38])

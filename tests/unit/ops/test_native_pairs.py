@@ -76,6 +76,7 @@ def test_which_matrices_are_in_pairs() -> None:
         assert not is_paired(level, dtype, type)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("type", MADE)
 def test_the_numbers_are_those_of_the_other_order(level: str, type: Type, shape: tuple[int, int]) -> None:

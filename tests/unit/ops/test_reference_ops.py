@@ -71,6 +71,7 @@ NAMES = [
 POSITION_DEPENDENT = ("rotary",)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)

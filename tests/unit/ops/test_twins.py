@@ -58,6 +58,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert ((found.double() - expected.double()).abs() <= bound).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [2, 6, 32, 100, 258])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -37,6 +37,7 @@ def function_of(num_lines: int) -> str:
     return "class Thing:\n    def work(self):\n" + "        x = 1\n" * (num_lines - 1)
 
 
+@pytest.mark.slow  # `make check` runs the gate itself
 def test_this_checkout_passes() -> None:
     problems, report = size_gate.check(ROOT)
     assert problems == []

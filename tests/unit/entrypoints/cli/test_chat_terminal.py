@@ -71,7 +71,7 @@ class Terminal:
         os.close(self._end)
 
 
-@pytest.fixture(params=["prompt_toolkit", "plain"])
+@pytest.fixture(params=["prompt_toolkit", pytest.param("plain", marks=pytest.mark.slow)])
 def open_terminal(request: pytest.FixtureRequest, server: Any, tmp_path: Path) -> Iterator[Callable[[], Terminal]]:
     """Starts `quire chat` with the fake server, and waits for its prompt."""
     plain, opened = request.param == "plain", list[Terminal]()

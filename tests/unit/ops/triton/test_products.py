@@ -46,6 +46,7 @@ def test_linear(installed: str, dtype: torch.dtype, num_columns: int, size: int)
     assert ops.linear(x[:0], weight).shape == (0, num_columns)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize(("num_columns", "size"), [(33, 70), (70, 256), (7, 33)])
