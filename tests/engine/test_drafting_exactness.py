@@ -84,13 +84,6 @@ def check(model_options, alone, todo, method: str, k: int, options: dict[str, An
     one.executor.stop()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["prefixes", "swapped"])
-@pytest.mark.parametrize("method", METHODS)
-def test_drafts_of_every_method_change_nothing(model_options, alone, todo, method: str, way: str) -> None:
-    check(model_options, alone, todo, method, 3, FORMATS[1], way)
-
-
 @pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("options", FORMATS, ids=lambda o: "-".join(o.values()))

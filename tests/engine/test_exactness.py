@@ -73,6 +73,13 @@ SOME_VARIANTS = [VARIANTS[0], VARIANTS[9], VARIANTS[15]]
 _FEWER_VARIANTS = [*(pytest.param(v, marks=pytest.mark.nightly) for v in SOME_VARIANTS[:2]), SOME_VARIANTS[2]]
 _LIKE_OTHERS = ["mistral", "qwen2", "qwen3", "gemma2", "opt", "stories260K"]
 SOME_MODELS = [pytest.param(m, marks=pytest.mark.nightly) if m in _LIKE_OTHERS else m for m in MODELS]
+_OTHER_MODELS = [pytest.param(m, marks=pytest.mark.nightly) for m in MODELS if m not in ("mixtral", "gemma3")]
+# But of nightly runs each of those has every third variant, and so each variant two of them.
+_OF_LIKE_ONES = [
+    pytest.param(model, variant, marks=pytest.mark.nightly if (i + j) % 3 else ())
+    for i, model in enumerate(_LIKE_OTHERS)
+    for j, variant in enumerate(VARIANTS)
+]
 FEW_BLOCKS = {8: 16, 16: 8, 64: 3}  # block size -> blocks that hold one or two contexts of 128 tokens
 
 
@@ -292,7 +299,9 @@ def test_the_variants_cover_every_pair_of_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", SOME_VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [SOME_VARIANTS[0], pytest.param(SOME_VARIANTS[1], marks=pytest.mark.slow), SOME_VARIANTS[2]]
+)
 def test_exactness_llama(model_options, baseline, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, "llama", dtype, variant)
 
@@ -327,7 +336,7 @@ def test_drafts_change_nothing(model_options, baseline, p: float, late: bool, fe
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SOME_MODELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("p", "late", "few_blocks"), [(0.0, True, False), (0.8, False, True)])
 def test_drafts_change_nothing_matrix(
@@ -338,7 +347,7 @@ def test_drafts_change_nothing_matrix(
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in _LIKE_OTHERS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
 def test_exactness_matrix(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
@@ -347,7 +356,15 @@ def test_exactness_matrix(model_options, baseline, model: str, dtype: str, varia
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SOME_MODELS)
+@pytest.mark.parametrize(("model", "variant"), _OF_LIKE_ONES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exactness_matrix_of_like_models(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
+    check_variant(model_options, baseline, model, dtype, variant)
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixtral", "gemma3", *_OTHER_MODELS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", _FEWER_VARIANTS)
 def test_exactness_on_plain_torch(model_options, baseline, model: str, dtype: str, variant: Variant) -> None:
@@ -356,7 +373,7 @@ def test_exactness_on_plain_torch(model_options, baseline, model: str, dtype: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", SOME_VARIANTS)
+@pytest.mark.parametrize("variant", _FEWER_VARIANTS)
 def test_exactness_with_a_shared_expert(model_options, baseline, dtype: str, variant: Variant) -> None:
     check_variant(model_options, baseline, "qwen2-moe", dtype, variant)
 
@@ -381,7 +398,7 @@ COMPRESSED: list[dict[str, str]] = [
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SOME_MODELS)
 @pytest.mark.parametrize("options", COMPRESSED, ids=lambda o: "-".join(*o.items()))
 @pytest.mark.parametrize("variant", _FEWER_VARIANTS)
 def test_exactness_of_few_bits(
@@ -392,7 +409,9 @@ def test_exactness_of_few_bits(
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "mistral", "gpt2", "demo"])
+@pytest.mark.parametrize(
+    "model", ["llama", "gpt2", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("mistral", "demo"))]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", SOME_VARIANTS)
 def test_exactness_on_two_threads(

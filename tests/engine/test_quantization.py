@@ -73,6 +73,7 @@ def test_native_bfloat16_is_nearer_to_float32_than_torchs(read, exact: Reading, 
     assert found.perplexity == pytest.approx(exact.perplexity, rel=5e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", TORCH])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

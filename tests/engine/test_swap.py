@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_exactness import FEW_BLOCKS, MODELS, drain, engine, facts, requests, run
+from test_exactness import FEW_BLOCKS, SOME_MODELS, drain, engine, facts, requests, run
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
@@ -39,7 +39,7 @@ def test_swapping_changes_nothing(model_options, late: bool, caching: bool) -> N
 
 @pytest.mark.slow
 @pytest.mark.sweep
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SOME_MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("caching", [False, True])
 def test_swapping_changes_nothing_matrix(model_options, model: str, dtype: str, caching: bool) -> None:

@@ -5,6 +5,7 @@ Each fault is one engine's: the other goes on, /health stays well, and the broke
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -102,6 +103,7 @@ def test_restart_loses_no_request(pair: RunningServer) -> None:
         assert pair.post("/admin/engines/0/restart", {}).status == 400, "one at a time"
         while states(pair) != ["up", "up"]:
             pair.complete("And then", max_tokens=2)
+            time.sleep(0.05)  # the new engine, too, needs the processor
     for stream in streams:
         assert stream.result().events()[-1]["choices"][0]["finish_reason"] == "length"
     after = engines_of(pair)

@@ -206,7 +206,7 @@ async def work_off(mix: Mix, num_requests: int, concurrency: int) -> None:
             group.create_task(worker())
 
 
-@pytest.mark.parametrize("num_requests", [600, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_requests", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_mixed_load(start_server: Starter, num_requests: int) -> None:
     """No 5xx, exact token counts, equal answers to equal questions, and a smooth event loop."""
     server = start_server("--debug")

@@ -34,6 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(4, 4), (4, 2), (7, 1), (24, 1)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "window"), [*((h, None) for h in HEADS), ((4, 2), 30)])
 @pytest.mark.parametrize("head_dim", [8, 40, 128])
@@ -48,6 +49,7 @@ def test_int8_is_near_dense_attention(
         assert error.square().mean().sqrt() < 0.005 * (values.max() - values.min())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "window"), [((4, 2), None), ((7, 1), None), ((4, 2), 30)])
 def test_int8_bits_do_not_depend_on_composition(
@@ -141,6 +143,7 @@ class Layer:
         return dense(Sequence(query, key, value), 0.3, 30)
 
 
+@pytest.mark.sweep
 @pytest.mark.pairs
 @pytest.mark.parametrize("norms", [False, True, "plus one"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (40, 20), (64, 64), (128, 2)])

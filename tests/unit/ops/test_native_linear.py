@@ -26,6 +26,7 @@ from quire.ops.native.builder import ProgramBuilder, recorded
 from quire.ops.native.structs import GATED, Epilogue, Type
 
 
+@pytest.mark.sweep
 @pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("type", DENSE)
@@ -52,6 +53,7 @@ def test_equals_fp64_and_no_row_depends_on_another(
 FUNCTION_SIZES = [(f, n) for f in Epilogue for n in ((32, 96, 40, 14) if f in GATED else (45,))]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("function", "features"), FUNCTION_SIZES)
 @pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,6 +109,7 @@ def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
     assert torch.equal(residual, expected)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("type", DENSE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 16, 40])

@@ -49,16 +49,19 @@ def test_route(installed: str, count: int, renormalize: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
+    ("kind", "dtype", "count"),
     [
-        (None, torch.float32),
-        pytest.param(None, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("int8", torch.float16, marks=pytest.mark.slow),
-        pytest.param("int4", torch.bfloat16, marks=pytest.mark.slow),
+        (None, torch.float32, 3),
+        pytest.param(None, torch.bfloat16, 17, marks=pytest.mark.slow),
+        pytest.param("int8", torch.float16, 3, marks=pytest.mark.slow),
+        pytest.param("int4", torch.bfloat16, 17, marks=pytest.mark.slow),
+        pytest.param(None, torch.float32, 17, marks=pytest.mark.nightly),
+        pytest.param(None, torch.bfloat16, 3, marks=pytest.mark.nightly),
+        pytest.param("int8", torch.float16, 17, marks=pytest.mark.nightly),
+        pytest.param("int4", torch.bfloat16, 3, marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize("count", [3, pytest.param(17, marks=pytest.mark.slow)])
-def test_mix(installed: str, count: int, kind: str | None, dtype: torch.dtype) -> None:
+def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -> None:
     moe = mixture(Unquantized() if kind is None else WeightOnly(kind), dtype, count, installed)
     x = draw(40, SIZE, seed=5).to(dtype).to(installed)
 
