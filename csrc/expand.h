@@ -85,22 +85,23 @@ QUIRE_INLINE void expand_i8(__m512i codes, __m512i& even, __m512i& odd) {
     odd = expanded(_mm512_unpackhi_epi8(codes, _mm512_setzero_si512()));
 }
 
-// i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches.
-alignas(64) inline bf16 i4_values[65536][16];
+// i4: the 16 values of a row by its scale. 2 MB, of which a matrix's scales touch some KB: they stay in the caches. What is
+// before the first ones is there to be loaded by `two_halves`.
+alignas(64) inline bf16 i4_values[1 + 65536][16];
+inline const bf16* i4_values_of(bf16 scale) { return i4_values[1 + scale]; }
 
 inline void fill_i4_values() {
     static const bool filled = [] {
         const FlushDenormals flushed;
         const vf steps = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-        for (unsigned scale = 0; scale < 65536; scale++) store(i4_values[scale], steps * to_float(bf16(scale)));
+        for (unsigned scale = 0; scale < 65536; scale++) store(i4_values[1 + scale], steps * to_float(bf16(scale)));
         return true;
     }();
     (void)filled;
 }
 
-// The words that hold four rows, shifted so that row `j` of them is lowest: by shifts, or by a product's upper half where all
-// shifts would wait for one unit, which look-ups need too. `plain`, as GCC would make the factors anew for each use.
-template <bool kByProducts = true>
+// The words that hold four rows, shifted so that row `j` of them is lowest: by a product's upper half, as all shifts would wait
+// for one unit, which look-ups need too. `plain`, as GCC would make the factors anew for each use.
 struct I4Shifts {
     __m512i by4 = plain(_mm512_set1_epi16(1 << 12)), by8 = plain(_mm512_set1_epi16(1 << 8)), by12 = plain(_mm512_set1_epi16(1 << 4));
 
@@ -108,15 +109,11 @@ struct I4Shifts {
         return j == 0 ? words : _mm512_mulhi_epu16(words, j == 1 ? by4 : j == 2 ? by8 : by12);
     }
 };
-template <>
-struct I4Shifts<false> {
-    QUIRE_ALWAYS __m512i operator()(__m512i words, int j) const { return _mm512_srli_epi16(words, unsigned(4 * j)); }
-};
 
 // A row's 32 values by its scale and its codes, the lowest four bits of each word.
 QUIRE_INLINE __m512i expand_i4(bf16 scale, __m512i codes) {
     // A look-up of words reads five bits of its index. The values are there twice: the fifth bit may be any.
-    return _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(i4_values[scale]))));
+    return _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(i4_values_of(scale)))));
 }
 
 // What must be known of a tile beside its bytes: the scales of blocks.
@@ -208,20 +205,23 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
 // Codes of four bits, of which four rows share a word.
 constexpr bool has_nibbles(Type type) { return type == Type::i4 || (is_blocks(type) && block_format(type).bits == 4); }
 
+// 32 bytes from `low`, then 32 from `high`. The second load leaves half of a register as it is: where memory is inserted, a shuffle
+// does it. (Half a register more is read than used: memory before `high` must be there, or that takes thousands of cycles.)
+QUIRE_INLINE __m512i two_halves(const void* low, const void* high) {
+    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(low)));
+    return _mm512_mask_loadu_epi64(first, 0xf0, static_cast<const uint8_t*>(high) - 32);
+}
+
 // The 16 values each that codes of four bits stand for in rows `row` and `row` + 4.
 template <Type kType>
 QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<kType>::type& scales, int row) {
-    auto both = [](const bf16* first, const bf16* second) QUIRE_ALWAYS {
-        const __m256i *low = reinterpret_cast<const __m256i*>(first), *high = reinterpret_cast<const __m256i*>(second);
-        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_load_si256(low)), _mm256_load_si256(high), 1);
-    };
     if constexpr (kType == Type::i4) {
         bf16 first, second;
         std::memcpy(&first, tile + 2 * row, 2);
         std::memcpy(&second, tile + 2 * row + 8, 2);
-        return both(i4_values[first], i4_values[second]);
+        return two_halves(i4_values_of(first), i4_values_of(second));
     } else if constexpr (block_format(kType).is_own()) {
-        return both(scales.values[row], scales.values[row + 4]);
+        return two_halves(scales.values[row], scales.values[row + 4]);
     } else {
         const __m512 steps = block_format(kType).curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         auto values = [&](int r) QUIRE_ALWAYS { return _mm512_fmadd_ps(steps, _mm512_set1_ps(scales.scale[0][r]), _mm512_set1_ps(scales.shift[0][r])); };

@@ -22,7 +22,7 @@ inline void expand_i8_tile(const uint8_t* tile, bf16* out) {
 }
 
 inline void expand_i4_tile(const uint8_t* tile, bf16* out) {
-    const I4Shifts<> shifted;
+    const I4Shifts shifted;
     const bf16* scales = reinterpret_cast<const bf16*>(tile);
     for (int i = 0; i < 4; i++) {
         const __m512i words = _mm512_loadu_si512(tile + 32 + i * 64);

@@ -18,6 +18,7 @@ namespace quire::QUIRE_NS {
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are expanded
 constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way,
 constexpr int kTurnedRows = 4;         // or multiplied in one go where they lie turned
+constexpr int kCodeRows = 10;          // of i4 some at a time: looking its codes up twice takes less than keeping what they are
 constexpr int kPairRows = 12;          // rows whose sums with half of a block's features stay in registers
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 
@@ -48,61 +49,51 @@ QUIRE_INLINE void turn(const __m512i (&rows)[4], __m512i (&out)[4]) {
     out[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
-// Of four rows, whose values a look-up among those of all finds: two bits of the index.
-inline __m512i whose_values() { return _mm512_mullo_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_set1_epi64(0x10001000100010)); }
-
 // Calls body(pair, even, odd) for pair = 0 and 1, constants: rows 4i + 2 * pair of a tile and those after them, i = 0..3, turned.
 template <Type kType, class Scales, class Body>
 QUIRE_INLINE void for_pairs(const uint8_t* tile, const Scales& scales, const Body& body) {
-    __m512i words[4], codes[4];  // codes of four rows to a word: turned once for all of them
-    if constexpr (has_nibbles(kType)) {
-        for (int i = 0; i < 4; i++) words[i] = _mm512_loadu_si512(tile + (kType == Type::i4 ? 32 : 0) + i * 64);
-        turn(words, codes);
-    }
-    const __m512i whose = whose_values();
-    const I4Shifts<> shifted;
     auto with = [&](auto pair) QUIRE_ALWAYS {
-        __m512i even[4], odd[4];
-        if constexpr (has_nibbles(kType)) {
-            auto look_up = [&](int j, __m512i (&out)[4]) QUIRE_ALWAYS {  // in the values of four rows: two bits of the index say whose
-                const __m512i low = values_of_two<kType>(tile, scales, j), high = values_of_two<kType>(tile, scales, j + 8);
-                for (int c = 0; c < 4; c++)  // (code & 15) | whose
-                    out[c] = _mm512_permutex2var_epi16(low, _mm512_ternarylogic_epi32(shifted(codes[c], j), _mm512_set1_epi16(15), whose, 0xea), high);
-            };
-            look_up(2 * pair, even);
-            look_up(2 * pair + 1, odd);
-        } else {
-            __m512i even_rows[4], odd_rows[4];
-            load_rows<kType, pair>(tile, scales, even_rows, odd_rows);
-            turn(even_rows, even);
-            turn(odd_rows, odd);
-        }
+        __m512i even_rows[4], odd_rows[4], even[4], odd[4];
+        load_rows<kType, pair>(tile, scales, even_rows, odd_rows);
+        turn(even_rows, even);
+        turn(odd_rows, odd);
         body(pair, even, odd);
     };
     with(std::integral_constant<int, 0>());
     with(std::integral_constant<int, 1>());
 }
 
-// Of codes of four bits, calls body(pair, c, even, odd) likewise, pieces of eight columns one by one: registers are left for many sums.
+// Codes of four bits, four rows to a word: 16 columns of all rows, turned. Half of that are loads into half a register: shuffles
+// and look-ups wait for the same unit.
+QUIRE_INLINE void turn_codes(const uint8_t* words, __m512i& first, __m512i& second) {
+    const __m512i low = two_halves(words, words + 64), high = two_halves(words + 128, words + 192);
+    first = _mm512_shuffle_i64x2(low, high, 0x88);
+    second = _mm512_shuffle_i64x2(low, high, 0xdd);
+}
+
+// Calls body(c, j, weights) of columns 8c .. 8c + 7 of the rows 4i + j, i = 0..3, with j = 0..3 for each c: registers are left for many sums.
 template <Type kType, class Scales, class Body>
-QUIRE_INLINE void for_pieces_of_pairs(const uint8_t* tile, const Scales& scales, const Body& body) {
-    __m512i words[4], codes[4];
-    for (int i = 0; i < 4; i++) words[i] = _mm512_loadu_si512(tile + (kType == Type::i4 ? 32 : 0) + i * 64);
-    turn(words, codes);
-    const __m512i whose = whose_values();
-    const I4Shifts<false> shifted;  // multipliers have enough to do
-    auto with = [&](auto pair) QUIRE_ALWAYS {
-        const __m512i even_low = values_of_two<kType>(tile, scales, 2 * pair), even_high = values_of_two<kType>(tile, scales, 2 * pair + 8);
-        const __m512i odd_low = values_of_two<kType>(tile, scales, 2 * pair + 1), odd_high = values_of_two<kType>(tile, scales, 2 * pair + 9);
-        auto look_up = [&](__m512i low, __m512i words, int j, __m512i high) QUIRE_ALWAYS {
-            return _mm512_permutex2var_epi16(low, _mm512_ternarylogic_epi32(shifted(words, j), _mm512_set1_epi16(15), whose, 0xea), high);
-        };
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; c++)
-            body(pair, c, look_up(even_low, codes[c], 2 * pair, even_high), look_up(odd_low, codes[c], 2 * pair + 1, odd_high));
+QUIRE_INLINE void for_features(const uint8_t* tile, const Scales& scales, const Body& body) {
+    const uint8_t* words = tile + (kType == Type::i4 ? 32 : 0);
+    __m512i first, second, low[4], high[4];
+    turn_codes(words, first, second);
+    for (int j = 0; j < 4; j++) low[j] = values_of_two<kType>(tile, scales, j), high[j] = values_of_two<kType>(tile, scales, j + 8);
+    // A look-up reads six bits of a word, of which two say whose values. Those of the rows j and j + 2 are made at once, in bytes.
+    const __m512i whose = _mm512_mullo_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_set1_epi64(0x1010101010101010));
+    auto with = [&](int c, __m512i codes) QUIRE_ALWAYS {
+        auto index = [&](__m512i words) QUIRE_ALWAYS { return _mm512_ternarylogic_epi32(words, _mm512_set1_epi8(15), whose, 0xea); };  // (words & 15) | whose
+        const __m512i even = index(codes), odd = index(_mm512_srli_epi16(codes, 4));
+        body(c, 0, _mm512_permutex2var_epi16(low[0], even, high[0]));
+        body(c, 1, _mm512_permutex2var_epi16(low[1], odd, high[1]));
+        body(c, 2, _mm512_permutex2var_epi16(low[2], _mm512_srli_epi16(even, 8), high[2]));
+        body(c, 3, _mm512_permutex2var_epi16(low[3], _mm512_srli_epi16(odd, 8), high[3]));
     };
-    with(std::integral_constant<int, 0>());
-    with(std::integral_constant<int, 1>());
+    with(0, first);
+    with(1, second);
+    asm("" : "+r"(words));  // the others no sooner, or registers run out
+    turn_codes(words + 32, first, second);
+    with(2, first);
+    with(3, second);
 }
 
 inline __m512 add_dot(__m512 sum, __m512i weights, __m512i x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
@@ -151,18 +142,18 @@ QUIRE_INLINE void store_sums(__m512 first, __m512 second, float* out) {
     else store_features(first, second, out);
 }
 
-// A block of weights on its way from memory times kRows rows of x -> sums[row][16].
+// A block of weights on its way from memory times kRows rows of x, of which others may lie beside them -> sums[row][16].
 template <Type kType, bool kBytes, int kRows>
-inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, float* sums) {
+inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, int64_t x_step, float* sums) {
     __m512 acc[kRows][4];
-    for (auto& row : acc)
-        for (__m512& sum : row) sum = _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = _mm512_setzero_ps();  // unrolled, or GCC keeps them in memory
     // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
     // Where more is done with a line, it lags behind.
     constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
     constexpr bool kTurned = is_turned(kType);
     typename ScalesOf<kType>::type scales;
-    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += kRows * 32) {
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += x_step) {
         scales.read(tile, t);
         if constexpr (kTurned) {
             for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
@@ -175,15 +166,19 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
                 }
             continue;
         }
-        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
-        if constexpr (kType == Type::i4 || (has_nibbles(kType) && kRows > 3)) for_pieces_of_pairs<kType>(tile, scales, [&](auto pair, int c, __m512i even, __m512i odd) QUIRE_ALWAYS {
-            for (int m = 0; m < kRows; m++) {
-                const __m512i eight = eight_of_x(x + m * 32 + c * 8);
-                acc[m][2 * pair] = add_dot(acc[m][2 * pair], even, eight);
-                acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd, eight);
-            }
-        });
-        else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        constexpr bool kCodes = has_nibbles(kType);  // L1 has little room beside what they stand for
+        for (int64_t i = 0; i < tile_bytes; i += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(tile + (kCodes ? 2 : 1) * kBytesAhead + i), kCodes ? _MM_HINT_T1 : _MM_HINT_T0);
+        if constexpr (kCodes) {
+            __m512i eights[kRows];
+            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS {
+#pragma GCC unroll 8
+                for (int m = 0; m < kRows; m++) {
+                    if (j == 0) eights[m] = eight_of_x(x + m * 32 + c * 8);
+                    acc[m][j] = add_dot(acc[m][j], weights, eights[m]);
+                }
+            });
+        } else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int m = 0; m < kRows; m++)
                 for (int c = 0; c < 4; c++) {
                     const __m512i eight = eight_of_x(x + m * 32 + c * 8);
@@ -192,6 +187,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
                 }
         });
     }
+#pragma GCC unroll 8
     for (int m = 0; m < kRows; m++) store_sums<kType>(half_of<kType>(acc[m][0], acc[m][1]), half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
 }
 
@@ -200,9 +196,11 @@ template <Type kType>
 inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
     typename ScalesOf<kType>::type scales;
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
-        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T0);
+        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T1);
         scales.read(tile, t);
-        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+        if constexpr (has_nibbles(kType))
+            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { _mm512_store_si512(out + c * 256 + j * 64, weights); });
+        else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
             for (int c = 0; c < 4; c++) {
                 _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
                 _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
@@ -271,12 +269,12 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
     }
 }
 
-// Of so many rows the index-th group: of at most kPairRows, all about as large, as the sums of one or two rows wait for each other.
+// Of so many rows the index-th group: of at most `most`, all about as large, as the sums of one or two rows wait for each other.
 struct RowGroup {
     int64_t first, count;
 
-    RowGroup(int64_t num_rows, int64_t index) {
-        const int64_t groups = divide_up(num_rows, kPairRows), more = num_rows % groups;  // so many have a row more
+    RowGroup(int64_t num_rows, int64_t index, int64_t most = kPairRows) {
+        const int64_t groups = divide_up(num_rows, most), more = num_rows % groups;  // so many have a row more
         first = num_rows / groups * index + (index < more ? index : more);
         count = num_rows / groups + (index < more);
     }
@@ -293,7 +291,8 @@ struct DotRows {
     DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
         const int64_t most = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
         if (num_rows > kMostRows && most < kMostRows) panel = most < kPairRows ? kPairRows : most;
-        grouped = num_rows <= kStreamRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        const int64_t few = a.weight.type == Type::i4 ? kCodeRows : kStreamRows;
+        grouped = num_rows <= few || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
         if (!grouped) {
             stride = a.x_stride;
             return;
@@ -341,12 +340,16 @@ inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& c
     const LinearArgs& a = blocks.a;
     const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int) {
-        alignas(64) float sums[2][kStreamRows * 16];
+        alignas(64) float sums[2][kCodeRows * 16];
         for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
             for (int part = 0; part < blocks.parts; part++)
-                with_rows<kMost>(a.num_rows, [&](auto count) {
-                    stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.x, sums[part]);
-                });
+                for (int64_t i = 0; i < divide_up(a.num_rows, kMost); i++) {
+                    const RowGroup some(a.num_rows, i, kMost);
+                    with_rows<kMost>(some.count, [&](auto count) {
+                        stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(),
+                                                   rows.x + some.first * 32, a.num_rows * 32, sums[part] + some.first * 16);
+                    });
+                }
             blocks.finish(block, 1, sums[0], sums[1], 0, a.num_rows);
         }
     });
@@ -406,9 +409,9 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
     constexpr bool kTurned = is_turned(kType);
-    // Of most blocks just one: six copies of what expands each of their types take minutes to build.
-    constexpr int kMost = kTurned ? kTurnedRows : kType == Type::u4_32 || kType == Type::u4_128 ? 4 : is_blocks(kType) ? 1 : kStreamRows;
-    if (a.num_rows <= kMost) return stream_rows<kType, kBytes, kMost>(blocks, rows, context);
+    // Of blocks fewer, or just one: six copies of what expands each of their types take minutes to build.
+    constexpr int kMost = kTurned ? kTurnedRows : !is_blocks(kType) ? kStreamRows : has_nibbles(kType) ? 4 : 1;
+    if (a.num_rows <= (kType == Type::i4 ? kCodeRows : kMost)) return stream_rows<kType, kBytes, kMost>(blocks, rows, context);
     const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024, threads = context.pool.size();
     int64_t group = divide_up(131072, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
