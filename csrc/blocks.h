@@ -212,8 +212,8 @@ struct BlockScales {
     alignas(64) float scale[f.groups][16], shift[f.groups][16];
     alignas(64) float d[16], m[16];  // of a superblock
 #if defined(__AVX512BF16__)
-    static constexpr bool kTables = f.is_own() && f.bits == 4;
-    alignas(64) bf16 values[kTables ? 16 : 1][16];  // of a row's codes, made once for all tiles that share its scale
+    static constexpr bool kTables = f.is_own() && f.bits == 4 && (f.span > 1 || f.curved);
+    alignas(64) bf16 values[kTables ? 16 : 1][16];  // of a row's codes, made once for all tiles that share its scale or as a curve has them
 #endif
 
     QUIRE_ALWAYS void read(const uint8_t* tile, int64_t t) {

@@ -118,6 +118,7 @@ QUIRE_INLINE __m512i expand_i4(bf16 scale, __m512i codes) {
 
 // What must be known of a tile beside its bytes: the scales of blocks.
 struct NoScales {
+    static constexpr bool kTables = false;
     void read(const uint8_t*, int64_t) {}
 };
 template <Type kType, bool = is_blocks(kType)>
@@ -157,7 +158,9 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
     const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if constexpr (f.is_own()) {
         if constexpr (f.bits == 4) {
-            const __m256i values = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales.values[row]));
+            __m256i values;
+            if constexpr (BlockScales<kType>::kTables) values = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales.values[row]));
+            else values = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_sub_ps(steps, shift), scale));
             return _mm512_permutexvar_epi16(plane(0, 4, 0), _mm512_broadcast_i64x4(values));
         } else {
             const __m128i* codes = reinterpret_cast<const __m128i*>(tile + row * 32);
@@ -220,11 +223,15 @@ QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<
         std::memcpy(&first, tile + 2 * row, 2);
         std::memcpy(&second, tile + 2 * row + 8, 2);
         return two_halves(i4_values_of(first), i4_values_of(second));
-    } else if constexpr (block_format(kType).is_own()) {
+    } else if constexpr (ScalesOf<kType>::type::kTables) {
         return two_halves(scales.values[row], scales.values[row + 4]);
     } else {
-        const __m512 steps = block_format(kType).curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        auto values = [&](int r) QUIRE_ALWAYS { return _mm512_fmadd_ps(steps, _mm512_set1_ps(scales.scale[0][r]), _mm512_set1_ps(scales.shift[0][r])); };
+        constexpr BlockFormat f = block_format(kType);
+        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        auto values = [&](int r) QUIRE_ALWAYS {
+            const __m512 scale = _mm512_set1_ps(scales.scale[0][r]), shift = _mm512_set1_ps(scales.shift[0][r]);
+            return f.is_own() ? _mm512_mul_ps(_mm512_sub_ps(steps, shift), scale) : _mm512_fmadd_ps(steps, scale, shift);
+        };
         return (__m512i)_mm512_cvtne2ps_pbh(values(row + 4), values(row));
     }
 }
