@@ -4,6 +4,8 @@
 // the scores of 64 keys, and the weighted sums of 64 features, each in a lane of its own and over the pairs in order.
 #pragma once
 
+#include <optional>
+
 #include "attention_parts.h"
 
 namespace quire::QUIRE_NS {
@@ -11,7 +13,8 @@ namespace quire::QUIRE_NS {
 constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
 constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 4;         // up to so many rows meet keys and values as they lie in memory
-constexpr int64_t kManyRows = 48;      // of products so long that the next chunk is fetched during them, and not while gathering
+constexpr int64_t kManyRows = 48;      // of products so long that what comes is fetched during them, and not while gathering
+constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
 struct DotScratch {
@@ -88,9 +91,86 @@ inline void put_half(const Cached* from, int64_t count, bool upper, uint32_t* ou
     }
 }
 
+// What a thread reads of the cache from now on, fetched into L2 in the order of reading and `lead` bytes before: chunk by chunk of a
+// range, and then of the range after it, the keys of a chunk's blocks and their values. Fetched into L1, they come at half the rate.
+template <class Cached>
+class Ahead {
+public:
+    // From the chunk of key `low` on, up to `high`. What comes first, somebody fetched already. `after` may be null.
+    Ahead(const Sight& sight, int64_t low, int64_t high, const RowRange* after, int64_t lead)
+        : sight_(sight), chunk_(low / kChunk * kChunk), high_(high), after_(after), block_size_(sight.a.cache_shape.block_size) {
+        if (kChunk % block_size_) high_ = 0, after_ = nullptr, stretch_ = num_stretches();  // a chunk's keys are no stretch of memory
+        first_view();
+        for (int64_t left = lead; left > 0 && next_stretch();) {
+            const int64_t size = std::min<int64_t>(left, end_ - from_);
+            from_ += size, left -= size;
+        }
+    }
+    // As much as is about to be read.
+    QUIRE_INLINE void fetch(int64_t size) {
+        if (end_ - from_ < size) return fetch_on(size);
+        for (int64_t i = 0; i < size; i += 64) _mm_prefetch(from_ + i, _MM_HINT_T1);
+        from_ += size;
+    }
+
+private:
+    int64_t num_stretches() const { return 2 * (kChunk / block_size_); }
+    // To the end of a stretch, and from the next one the rest. Seldom, so out of the way of products.
+    __attribute__((noinline)) void fetch_on(int64_t size) {
+        for (; size > 0; from_ += 64, size -= 64) {
+            if (from_ >= end_ && !next_stretch()) return;
+            _mm_prefetch(from_, _MM_HINT_T1);
+        }
+    }
+    // The next keys or values of a block; false where nobody knows.
+    bool next_stretch() {
+        const CacheShape& shape = sight_->a.cache_shape;
+        for (;;) {
+            if (stretch_ == num_stretches()) {
+                if (!next_view()) return false;
+                stretch_ = 0;
+            }
+            const bool value = stretch_ >= num_stretches() / 2;
+            const int64_t position = chunk_ + stretch_++ * block_size_ - (value ? kChunk : 0), count = std::min(block_size_, end_key_ - position);
+            if (count <= 0) continue;
+            from_ = reinterpret_cast<const char*>(sight_->head(position, value));
+            end_ = from_ + (value && count < block_size_ ? count * shape.padded_dim() * int64_t(sizeof(Cached)) : shape.head_bytes());
+            return true;
+        }
+    }
+    // In the order of for_views, chunk by chunk.
+    bool next_view() {
+        if (!is_whole() && (sight_->node + 1) * sight_->group < sight_->range.end) {
+            sight_->node++, end_view();
+            return true;
+        }
+        chunk_ += kChunk;
+        if (chunk_ >= high_) {
+            if (!after_) return false;
+            sight_.emplace(sight_->a, *after_);
+            chunk_ = sight_->lowest_key(after_->begin) / kChunk * kChunk, high_ = sight_->end_key(), after_ = nullptr;
+        }
+        first_view();
+        return true;
+    }
+    bool is_whole() const { return std::min(high_, chunk_ + kChunk) <= sight_->range.shared; }
+    void first_view() {
+        sight_->node = is_whole() ? 0 : sight_->range.begin / sight_->group;
+        end_view();
+    }
+    void end_view() { end_key_ = is_whole() ? high_ : std::min(high_, sight_->position(sight_->node * sight_->group) + 1); }
+
+    std::optional<Sight> sight_;
+    int64_t chunk_, high_, end_key_ = 0;  // of the keys that are seen
+    const RowRange* after_;
+    const int64_t block_size_;
+    int64_t stretch_ = 0;  // of the chunk, the one after this one:
+    const char *from_ = nullptr, *end_ = nullptr;
+};
+
 // Keys and values [low, high) of a chunk, zeros elsewhere.
 template <class Cached>
-void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, const NextChunk& next, const DotScratch& s) {
+void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, Ahead<Cached>* ahead, const DotScratch& s) {
     const CacheShape& shape = sight.a.cache_shape;
     const int64_t dim = shape.padded_dim(), size = shape.block_size;
     if (low > chunk || high < chunk + kChunk) {
@@ -106,11 +186,12 @@ void gather_pairs(const Sight& sight, int64_t chunk, int64_t low, int64_t high, 
         for (int64_t d = 0; d < dim; d += 2)
             zip(k + d * size + offset, k + (d + 1) * size + offset, count, s.keys + d / 2 * kChunk + at);
         for (int64_t i = 0; i < count; i++) {
-            next.fetch(at + i);
             const Cached* from = v + (offset + i) * dim;
             uint32_t* to = s.values + (at + i) / 2 * dim;
-            if ((at + i) % 2 == 0 && i + 1 < count)
-                next.fetch(at + ++i), zip(from, from + dim, dim, to);
+            const bool two = (at + i) % 2 == 0 && i + 1 < count;
+            if (ahead) ahead->fetch((two ? 4 : 2) * dim * int64_t(sizeof(Cached)));
+            if (two)
+                i++, zip(from, from + dim, dim, to);
             else
                 put_half(from, dim, (at + i) % 2, to);
         }
@@ -235,54 +316,19 @@ inline void add_totals(const DotScratch& s, int64_t num_rows, const float* highe
         _mm512_storeu_ps(totals + r * 16, _mm512_fmadd_ps(_mm512_loadu_ps(totals + r * 16), _mm512_set1_ps(s.decays[r]), _mm512_loadu_ps(s.sums + r * 16)));
 }
 
-// The first `count` keys of a chunk of two blocks of 32, where they lie, in the order in which they are read: keys and keys,
-// values and values. What is read is fetched `kLead` bytes before, and so is the start of what comes after it.
+// The first `count` keys of a chunk of two blocks of 32, where they lie.
 template <class Cached>
 struct DirectChunk {
-    static constexpr int64_t kLead = 6144;
     const Cached *keys[2], *values[2];
     int64_t dim, counts[2], num_blocks;
 
-    DirectChunk(const Sight& sight, int64_t chunk, int64_t count, const Cached* after)
+    DirectChunk(const Sight& sight, int64_t chunk, int64_t count)
         : dim(sight.a.cache_shape.padded_dim()), counts{std::min<int64_t>(count, 32), std::max<int64_t>(count - 32, 0)}, num_blocks(count > 32 ? 2 : 1) {
         for (int64_t i = 0; i < num_blocks; i++) {
-            keys[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i * 32, false)), add(keys[i], 32);
+            keys[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i * 32, false));
             values[i] = reinterpret_cast<const Cached*>(sight.head(chunk + i * 32, true));
         }
-        for (int64_t i = 0; i < num_blocks; i++) add(values[i], counts[i]);
-        const char* begin = reinterpret_cast<const char*>(after);
-        if (after) stretches_[num_stretches_++] = {begin, begin + kLead};
-        from_ = stretches_[0].begin + kLead, end_ = stretches_[0].end;
     }
-    // As many lines as are about to be read: rows `elements` long, of pairs.
-    QUIRE_INLINE void fetch(int64_t elements) {
-        const int64_t size = elements * int64_t(sizeof(Cached));
-        if (end_ - from_ < size) return fetch_on(size);
-        for (int64_t i = 0; i < size; i += 64) _mm_prefetch(from_ + i, _MM_HINT_T0);
-        from_ += size;
-    }
-
-private:
-    struct Stretch {
-        const char *begin, *end;
-    };
-    void add(const Cached* from, int64_t rows) {
-        const char* begin = reinterpret_cast<const char*>(from);
-        stretches_[num_stretches_++] = {begin, begin + rows * dim * int64_t(sizeof(Cached))};
-    }
-    // To the end of a stretch, and from the next one the rest; nothing is left in the end.
-    void fetch_on(int64_t size) {
-        for (; size > 0; from_ += 64, size -= 64) {
-            if (from_ >= end_) {
-                if (++at_ >= num_stretches_) return;
-                from_ = stretches_[at_].begin, end_ = stretches_[at_].end;
-            }
-            _mm_prefetch(from_, _MM_HINT_T0);
-        }
-    }
-    Stretch stretches_[5];
-    int num_stretches_ = 0, at_ = 0;
-    const char *from_, *end_;  // what is left of a stretch
 };
 
 // Pairs of two rows' columns in turn: of the lower halves of 128 bits, and of the upper ones.
@@ -318,12 +364,12 @@ QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
 
 // Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
 template <int kRows, class Cached>
-inline void direct_scores(DirectChunk<Cached>& c, int64_t block, const uint32_t* queries, float* scores) {
+inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>& ahead, int64_t block, const uint32_t* queries, float* scores) {
     __m512 acc[kRows][2];
     for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
     const Cached* keys = c.keys[block];
     for (int64_t d = 0; d < c.dim; d += 2) {
-        c.fetch(2 * 32);
+        ahead.fetch(2 * 32 * sizeof(Cached));
         const ColumnPairs columns(keys + d * 32, keys + (d + 1) * 32);
         for (int r = 0; r < kRows; r++) {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(queries[(r * c.dim + d) / 2]));
@@ -336,7 +382,7 @@ inline void direct_scores(DirectChunk<Cached>& c, int64_t block, const uint32_t*
 // out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise. What is not there, is
 // not read: it may be no number.
 template <int kRows, int kParts, class Cached>
-inline void direct_sums(DirectChunk<Cached>& c, int64_t first, const uint32_t* weights, const float* keep, float* out) {
+inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>& ahead, int64_t first, const uint32_t* weights, const float* keep, float* out) {
     __m512 acc[kRows][kParts][2];
     for (int r = 0; r < kRows; r++)
         for (int j = 0; j < kParts; j++) to_pairs(out + r * c.dim + first + j * 32, keep[r], acc[r][j]);
@@ -347,7 +393,7 @@ inline void direct_sums(DirectChunk<Cached>& c, int64_t first, const uint32_t* w
         const Cached* values = c.values[block] + first;
         const int64_t count = c.counts[block];
         for (int64_t i = 0; i + 1 < count; i += 2) {
-            if (first == 0) c.fetch(2 * c.dim);
+            if (first == 0) ahead.fetch(2 * c.dim * sizeof(Cached));
             __m512bh pairs[kRows];
             for (int r = 0; r < kRows; r++) pairs[r] = (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + i / 2]));
             for (int j = 0; j < kParts; j++) {
@@ -356,7 +402,7 @@ inline void direct_sums(DirectChunk<Cached>& c, int64_t first, const uint32_t* w
             }
         }
         if (count % 2 == 0) continue;
-        if (first == 0) c.fetch(c.dim);
+        if (first == 0) ahead.fetch(c.dim * sizeof(Cached));
         for (int j = 0; j < kParts; j++) {
             const ColumnPairs columns(values + (count - 1) * c.dim + j * 32);
             for (int r = 0; r < kRows; r++) add(r, j, columns, (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + count / 2])));
@@ -392,10 +438,11 @@ struct DotKernel {
 
     // A few rows, from `row` of the range on, meet a chunk where it lies.
     template <int kRows>
-    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, DirectChunk<Cached>& c, ScoreFactors factors,
-                       Partial partial) const {
+    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, int64_t end, Ahead<Cached>& ahead,
+                       ScoreFactors factors, Partial partial) const {
+        const DirectChunk<Cached> c(sight, chunk, end - chunk);
         for (int64_t block = 0; block < c.num_blocks; block++) {
-            direct_scores<kRows>(c, block, s.queries + row * c.dim / 2, s.scores);
+            direct_scores<kRows>(c, ahead, block, s.queries + row * c.dim / 2, s.scores);
             if (sizeof(Cached) > 1) continue;
             std::memcpy(s.key_scales + block * 32, c.keys[block] + 32 * c.dim, 32 * sizeof(float));
             std::memcpy(s.value_scales + block * 32, c.values[block] + 32 * c.dim, 32 * sizeof(float));
@@ -411,13 +458,13 @@ struct DotKernel {
         constexpr int kParts = kRows <= 2 ? 4 : 2;
         float* weighted = partial.weighted + row * c.dim;
         int64_t d = 0;
-        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, d, s.weights, s.decays, weighted);
-        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, d, s.weights, s.decays, weighted);
+        for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, ahead, d, s.weights, s.decays, weighted);
+        for (; d < c.dim; d += 32) direct_sums<kRows, 1>(c, ahead, d, s.weights, s.decays, weighted);
     }
 
     // Rows [first_row, end_row) meet a gathered chunk: first its keys, then its values, so that L1 need hold but one of them. The
     // softmax of a few rows goes between products of the next ones, by execution units that products leave idle.
-    QUIRE_ONE_COPY void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, const NextChunk& next,
+    QUIRE_ONE_COPY void attend(const Sight& sight, const DotScratch& s, int64_t first_row, int64_t end_row, int64_t chunk, Ahead<Cached>* ahead,
                                ScoreFactors factors, Partial partial) const {
         const int64_t dim = a.cache_shape.padded_dim(), num_rows = end_row - first_row;
         const uint32_t* queries = s.queries + first_row * dim / 2;
@@ -428,7 +475,8 @@ struct DotKernel {
         auto for_rows = [&](int64_t part, auto body) {  // a few at a time, and which keys they see; in either part, half of what is fetched
             for (int64_t row = 0; row < num_rows; row += kDotRows) {
                 const int64_t due = 32 * part + 32 * std::min(row + kDotRows, num_rows) / num_rows;
-                for (; fetched < due; fetched++) next.fetch(fetched);
+                if (ahead) ahead->fetch((due - fetched) * 2 * dim * int64_t(sizeof(Cached)));
+                fetched = due;
                 const int64_t count = std::min<int64_t>(kDotRows, num_rows - row);
                 uint64_t seen = masked ? 0 : ~uint64_t(0);
                 for (int64_t r = 0; masked && r < count; r++) seen |= s.seen[row + r];
@@ -482,41 +530,23 @@ struct DotKernel {
             _mm512_storeu_ps(s.totals + r * 16, _mm512_setzero_ps());
         }
         const ScoreFactors factors(a);
+        // A chunk that is gathered without fetching has to be there as a whole.
+        Ahead<Cached> ahead(sight, low, high, after, num_rows < kManyRows ? kLead : 2 * kChunk * dim * int64_t(sizeof(Cached)));
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
                 if (in_place && end_row - first_row <= kDirectRows && chunk >= low) {
-                    DirectChunk<Cached> c(sight, chunk, end - chunk, end_row < num_rows ? piece_of_next(sight, chunk) : first_piece(sight, chunk + kChunk, high, after));
-                    with_rows<kDirectRows>(end_row - first_row, [&](auto n) { attend_direct<n>(sight, s, first_row, chunk, c, factors, partial); });
+                    with_rows<kDirectRows>(end_row - first_row, [&](auto n) { attend_direct<n>(sight, s, first_row, chunk, end, ahead, factors, partial); });
                     return;
                 }
-                const NextChunk next = next_of(sight, chunk + kChunk, high, after), none{};
                 const bool is_many = end_row - first_row >= kManyRows;
-                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? none : next, s);
+                gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? nullptr : &ahead, s);
                 auto sees = [&](int64_t row) { return sight.lowest_key(range.begin + row) < chunk + kChunk && sight.position(range.begin + row) >= chunk; };
                 while (first_row < end_row && !sees(first_row)) first_row++;
                 while (first_row < end_row && !sees(end_row - 1)) end_row--;
-                if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? next : none, factors, partial);
+                if (first_row < end_row) attend(sight, s, first_row, end_row, chunk, is_many ? &ahead : nullptr, factors, partial);
             });
         for (int64_t r = 0; r < num_rows; r++) partial.total[r] = _mm512_reduce_add_ps(_mm512_loadu_ps(s.totals + r * 16));
-    }
-
-    NextChunk next_of(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
-        if (chunk < high || !after) return next_chunk<Cached>(sight, chunk, high);
-        const Sight other(a, *after);
-        return next_chunk<Cached>(other, other.lowest_key(after->begin) / kChunk * kChunk, other.end_key());
-    }
-    // Keys of what is likely to be read after the keys before `chunk`; null where nobody knows.
-    const Cached* first_piece(const Sight& sight, int64_t chunk, int64_t high, const RowRange* after) const {
-        if (chunk < high) return reinterpret_cast<const Cached*>(sight.head(chunk, false));
-        if (!after) return nullptr;
-        const Sight other(a, *after);
-        return reinterpret_cast<const Cached*>(other.head(other.lowest_key(after->begin) / kChunk * kChunk, false));
-    }
-    // Keys of the same chunk of the sequence after this one, of several.
-    const Cached* piece_of_next(Sight sight, int64_t chunk) const {
-        sight.node++;
-        return reinterpret_cast<const Cached*>(sight.head(chunk, false));
     }
 
     void merge(Partial into, Partial from, int64_t num_rows) const {
