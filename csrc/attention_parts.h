@@ -1,4 +1,4 @@
-// What attention by tiles and attention by dot products share: the softmax in powers of 2, and fetching ahead.
+// What attention by tiles and attention by dot products share: the softmax in powers of 2.
 #pragma once
 
 #include <immintrin.h>
@@ -6,33 +6,6 @@
 #include "attention.h"
 
 namespace quire::QUIRE_NS {
-
-// The next chunk's keys and values, to be fetched from memory while this one is computed: in four pieces, a few lines with
-// every step of the softmax. All at once they would only fill the queue that loads wait in.
-struct NextChunk {
-    const uint8_t* pieces[4];
-    int64_t piece_bytes = 0;
-
-    // Line `i` of 64 of each piece, or several where a piece is longer.
-    void fetch(int64_t i) const {
-        for (int64_t at = i * 64; at < piece_bytes; at += 4096)
-            for (const uint8_t* piece : pieces) _mm_prefetch(reinterpret_cast<const char*>(piece + at), _MM_HINT_T1);
-    }
-};
-
-// Only where a block of 32 keys is one piece of memory for keys and one for values.
-template <class Cached>
-NextChunk next_chunk(const Sight& sight, int64_t chunk, int64_t high) {
-    const CacheShape& shape = sight.a.cache_shape;
-    NextChunk next;
-    if (shape.block_size != 32 || chunk >= high) return next;
-    for (int64_t i = 0; i < 2; i++) {
-        const int64_t position = chunk + i * 32 < high ? chunk + i * 32 : chunk;
-        next.pieces[2 * i] = sight.head(position, false), next.pieces[2 * i + 1] = sight.head(position, true);
-    }
-    next.piece_bytes = 32 * shape.padded_dim() * int64_t(sizeof(Cached));
-    return next;
-}
 
 // 2^x for x <= 0 or so, to 2e-7; 2^0 is exactly 1, and below -100 it is 0 (rather than a denormal number later on).
 // Where it is not wanted it is 0 too.
