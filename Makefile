@@ -38,7 +38,7 @@ help:
 	@echo "make test-arm      the kernels of 64-bit Arm, cross-compiled and emulated, against each other (g++-aarch64-linux-gnu, qemu-user)"
 	@echo "make test-clients  real clients against a real server, each in an environment of its own (downloads them)"
 	@echo "make test-ray      the tests of workers on a Ray cluster, of two nodes too (installs Ray)"
-	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes an hour"
+	@echo "make test-nightly  load and fault tests at full length and whole sweeps, which takes hours"
 	@echo "make format        let ruff put the code in order"
 	@echo "make bench         latency and throughput of the bundled model"
 	@echo "make clean         remove .venv, build and caches"
