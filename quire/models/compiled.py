@@ -41,6 +41,8 @@ class CompiledModel:
             builder = ProgramBuilder(model.dtype, target)
             logits: Any = model.compute_logits(recorded(builder.input(self._width)))
             self._head = builder.finish(logits)
+        # Where kernels do all of it.
+        self._whole_head = self._head if self._head and self._head.is_whole and self._body.is_whole else None
         self.target = self._body.target
         self._caches: Caches | None = None  # of the last step: an engine's are the same for all
 
@@ -48,11 +50,12 @@ class CompiledModel:
         """Memory that steps of that many tokens make it keep."""
         return self._body.num_bytes(num_tokens)
 
-    def new_bytes(self, num_tokens: int, num_rows: int) -> int | None:
-        """Memory that such a step takes besides, with so many rows sampled; None where functions in torch take some."""
-        if self._head is None or not (self._body.is_whole and self._head.is_whole) or self._num_incoming:
+    def step_bytes(self, num_tokens: int, num_rows: int) -> int | None:
+        """`num_bytes`, and what such a step with so many rows sampled takes; None where torch takes some."""
+        if self._whole_head is None or self._num_incoming:
             return None
-        return num_tokens * self._width * self._dtype.itemsize + num_rows * self.vocab_size * 4
+        hidden, logits = num_tokens * self._width * self._dtype.itemsize, num_rows * self.vocab_size * 4
+        return self.num_bytes(num_tokens) + hidden + logits
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for steps of that many tokens."""
@@ -64,10 +67,10 @@ class CompiledModel:
 
     def rounds(self, caches: Sequence[Tensor]) -> Rounds | None:
         """Several tokens of rows in one call; None where parts of the model are not kernels."""
-        if self._head is None or not (self._body.is_whole and self._head.is_whole) or self._tapped:
+        if (head := self._whole_head) is None or self._tapped:
             return None
         held = Caches(caches, TYPE_OF[caches[0].dtype])
-        return Rounds(self._body, self._head, self._width, self._dtype, self.vocab_size, held)
+        return Rounds(self._body, head, self._width, self._dtype, self.vocab_size, held)
 
     def __call__(self, input_ids: Tensor, step: Step) -> Tensor:
         """Hidden states [T, H] of a step's tokens, whose keys and values are written to the caches."""

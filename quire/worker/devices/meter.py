@@ -68,10 +68,9 @@ class Meter:
     def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
         """Memory of the transient tensors of a step of so many tokens, of which so many rows are sampled."""
         model = self.model
+        if isinstance(model, CompiledModel) and (known := model.step_bytes(max_tokens, max_rows)) is not None:
+            return known
         bodies, heads = list[int](), list[int]()
-        kept = model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0
-        if isinstance(model, CompiledModel) and (new := model.new_bytes(max_tokens, max_rows)):
-            return kept + new
         with self.computing():
             for count in (_FEW, _MORE):
                 ids, step = self.upload(self._sequences([count], count))
@@ -79,6 +78,7 @@ class Meter:
                 logits, head = peak_bytes(partial(model.compute_logits, hidden))
                 bodies.append(body)
                 heads.append(max(head, logits.nbytes))
+        kept = model.num_bytes(max_tokens) if isinstance(model, CompiledModel) else 0
         return _at(bodies, max_tokens) + _at(heads, max_rows) + kept
 
     def step_seconds(self, sizes: Sequence[int], limit: float) -> dict[int, float]:
