@@ -61,12 +61,13 @@ constexpr BlockFormat kBlockFormats[kNumBlockTypes] = {
 };
 constexpr const BlockFormat& block_format(Type type) { return kBlockFormats[int(type) - int(Type::q4_0)]; }
 
-// Of any type: what all who hold a matrix of it have to know, Python's too (quire_weight_format).
+// Of any type: what all who hold a matrix of it have to know, Python's too.
 struct WeightFormat {
-    int tile_bytes;   // of 16 rows by 32 columns
-    int span;         // tiles of which a row has whole multiples
-    bool has_scales;  // one a row, beside the tiles
-    bool has_pairs;   // there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
+    int32_t tile_bytes;  // of 16 rows by 32 columns
+    int32_t span;        // tiles of which a row has whole multiples
+    int32_t has_scales;  // 1: one a row, beside the tiles
+    int32_t has_pairs;   // 1: there is an order of it, of as many bytes, in which AVX2 multiplies pairs (pairs.h)
+    int32_t block_values = 0, block_bytes = 0;  // of a block in a file; 0: the type is none of blocks
 };
 constexpr WeightFormat weight_format(Type type) {
     switch (type) {
@@ -80,7 +81,7 @@ constexpr WeightFormat weight_format(Type type) {
         default: break;
     }
     const BlockFormat& blocks = block_format(type);
-    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers()};
+    return {blocks.tile_bytes(), blocks.is_own() ? blocks.span : 1, false, blocks.has_integers(), blocks.values, blocks.bytes};
 }
 
 constexpr float kCurve[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};

@@ -14,6 +14,8 @@ namespace {
 
 constexpr Field kFields[] = {
     WHOLE(Matrix), FIELD(Matrix, data), FIELD(Matrix, scales), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, type), FIELD(Matrix, paired),
+    WHOLE(WeightFormat), FIELD(WeightFormat, tile_bytes), FIELD(WeightFormat, span), FIELD(WeightFormat, has_scales),
+    FIELD(WeightFormat, has_pairs), FIELD(WeightFormat, block_values), FIELD(WeightFormat, block_bytes),
     WHOLE(HeadSpec), FIELD(HeadSpec, num_heads), FIELD(HeadSpec, num_kv_heads), FIELD(HeadSpec, head_dim), FIELD(HeadSpec, layer), FIELD(HeadSpec, group),
     WHOLE(Instruction), FIELD(Instruction, op), FIELD(Instruction, inputs), FIELD(Instruction, output), FIELD(Instruction, spec),
     WHOLE(Buffer), FIELD(Buffer, width), FIELD(Buffer, type), FIELD(Buffer, bound),

@@ -102,11 +102,5 @@ QUIRE_API void quire_pack(const Kernels* level, int32_t num_threads, const PackA
 QUIRE_API void quire_unpack(const Kernels* level, const Matrix* matrix, int64_t first_row, int64_t num_rows, float* out) {
     for (int64_t i = 0; i < num_rows; i++) level->unpack_row(*matrix, first_row + i, out + i * matrix->cols);
 }
-// What a WeightFormat holds, then the values and bytes of a block in a file, 0 where the type is none of blocks.
-QUIRE_API void quire_weight_format(int32_t type, int32_t* found) {
-    const WeightFormat format = weight_format(Type(type));
-    found[0] = format.tile_bytes, found[1] = format.span, found[2] = format.has_scales, found[3] = format.has_pairs;
-    const bool blocks = is_blocks(Type(type));
-    found[4] = blocks ? block_format(Type(type)).values : 0, found[5] = blocks ? block_format(Type(type)).bytes : 0;
-}
+QUIRE_API void quire_weight_format(int32_t type, WeightFormat* found) { *found = weight_format(Type(type)); }
 QUIRE_API void quire_move_slots(const Kernels* level, const MoveArgs* args) { level->move_slots(*args); }

@@ -7,7 +7,6 @@ them to a recorded program. What is in a tile is written in csrc/pack.h.
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ PAIRED_LEVELS = {("avx2", torch.bfloat16)}  # with activations of this type, tha
 
 def is_paired(level: str, dtype: torch.dtype, type: Type) -> bool:
     """Whether a level wants matrices of this type in the order of pairs (csrc/pairs.h)."""
-    return (level, dtype) in PAIRED_LEVELS and weight_format(type).has_pairs
+    return (level, dtype) in PAIRED_LEVELS and weight_format(type).has_pairs != 0
 
 
 def orders_of(level: str) -> list[str]:
@@ -33,23 +32,12 @@ def orders_of(level: str) -> list[str]:
     return own + ["pairs" for owner, _ in PAIRED_LEVELS if owner == level]
 
 
-class WeightFormat(NamedTuple):
-    """What the library says of a type (csrc/block_format.h)."""
-
-    tile_bytes: int
-    span: int  # tiles of which a row has whole multiples
-    has_scales: bool  # one a row, beside the tiles
-    has_pairs: bool  # there is an order of pairs of it
-    block_values: int  # of a block in a file, 0 where the type is none of blocks
-    block_bytes: int
-
-
 @cache
-def weight_format(type: Type) -> WeightFormat:
-    """What a matrix of this type is made of."""
-    found = (ctypes.c_int32 * 6)()
+def weight_format(type: Type) -> ctypes.Structure:
+    """What a matrix of this type is made of: the fields of `WeightFormat` in csrc/block_format.h."""
+    found = c_struct("WeightFormat")()
     loaded_library().quire_weight_format(type, ctypes.addressof(found))
-    return WeightFormat(*found)
+    return found
 
 
 def row_bytes(type: Type, cols: int) -> int:
@@ -60,12 +48,12 @@ def row_bytes(type: Type, cols: int) -> int:
     """
     if type is Type.W8A8:
         return cols + 4
-    values, num_bytes = weight_format(type)[-2:]
+    values = weight_format(type).block_values
     if not values:
         raise ValueError(f"{type.name} can't be made from bytes")
     if cols % values:
         raise ValueError(f"rows of {cols} weights aren't whole blocks of {values}")
-    return cols // values * num_bytes
+    return cols // values * weight_format(type).block_bytes
 
 
 @dataclass(frozen=True)
@@ -88,8 +76,8 @@ class PackedMatrix:
     @staticmethod
     def data_shape(rows: int, cols: int, type: Type) -> tuple[int, int, int]:
         """Shape of `data`."""
-        tile_bytes, span = weight_format(type)[:2]
-        return -(-rows // BLOCK_ROWS), -(-cols // (span * TILE_COLS)) * span, tile_bytes
+        span = weight_format(type).span
+        return -(-rows // BLOCK_ROWS), -(-cols // (span * TILE_COLS)) * span, weight_format(type).tile_bytes
 
     def __post_init__(self) -> None:
         expected = self.data_shape(self.rows, self.cols, self.type)

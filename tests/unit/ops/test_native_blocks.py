@@ -95,7 +95,7 @@ def matrix_of(source: Tensor, type: Type, cols: int, paired: bool = False) -> Pa
 def test_values_are_those_of_the_package(level: str, type: Type, shape: tuple[int, int]) -> None:
     """Bit for bit in float32; of the formats of 32 values also rows that are no superblocks."""
     sizes = weight_format(type)
-    assert sizes[-2:] == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type.name]]
+    assert (sizes.block_values, sizes.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type.name]]
     rows, cols = shape
     cols -= 96 if sizes.block_values == 32 else 0
     source = blocks_of(type, rows, cols)
