@@ -21,6 +21,7 @@ enum class Type : int32_t {
     u4_32, u4_128, u8_32, u8_128, f8_128, c4_32,
 };
 constexpr bool is_blocks(Type type) { return type >= Type::q4_0; }
+constexpr bool is_turned(Type type) { return type == Type::bf16_turned || type == Type::i8_turned; }
 constexpr int kNumBlockTypes = 18;
 
 struct BlockFormat {

@@ -16,11 +16,15 @@
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are expanded
-constexpr int kStreamRows = 6;         // up to so many rows the weights are turned on their way,
-constexpr int kTurnedRows = 4;         // or multiplied in one go where they lie turned
-constexpr int kCodeRows = 10;          // of i4 some at a time: looking its codes up twice takes less than keeping what they are
-constexpr int kPairRows = 12;          // rows whose sums with half of a block's features stay in registers
+constexpr int kFewRows = 6;            // whose sums with a block, and weights that are turned on their way, stay in registers
+constexpr int kPairRows = 12;          // whose sums with half of a block's features do
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
+
+// Up to how many rows weights are multiplied as they come from memory. Of i4 in two goes: looking its codes up twice takes less than
+// keeping what they are. Of blocks fewer, or just one: six copies of what expands each of their types take minutes to build.
+constexpr int streamed_rows(Type type) {
+    return type == Type::i4 ? 10 : is_turned(type) ? 4 : !is_blocks(type) ? kFewRows : has_nibbles(type) ? 4 : 1;
+}
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
 template <Type kType, int pair, class Scales>
@@ -119,7 +123,6 @@ QUIRE_INLINE void load_pair(const uint8_t* tile, int c, int pair, __m512i& even,
     even = _mm512_loadu_si512(tile + c * 256 + pair * 128);
     odd = _mm512_loadu_si512(tile + c * 256 + pair * 128 + 64);
 }
-constexpr bool is_turned(Type type) { return type == Type::bf16_turned || type == Type::i8_turned; }
 
 // What load_pair gave times eight columns of a row of x.
 template <Type kType>
@@ -291,8 +294,7 @@ struct DotRows {
     DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
         const int64_t most = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
         if (num_rows > kMostRows && most < kMostRows) panel = most < kPairRows ? kPairRows : most;
-        const int64_t few = a.weight.type == Type::i4 ? kCodeRows : kStreamRows;
-        grouped = num_rows <= few || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        grouped = num_rows <= kFewRows || num_rows <= streamed_rows(a.weight.type) || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
         if (!grouped) {
             stride = a.x_stride;
             return;
@@ -335,12 +337,13 @@ struct DotBlocks {
     }
 };
 
-template <Type kType, bool kBytes, int kMost>
+template <Type kType, bool kBytes>
 inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& context) {
+    constexpr int kMost = streamed_rows(kType) < kFewRows ? streamed_rows(kType) : kFewRows;  // at a time
     const LinearArgs& a = blocks.a;
     const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int) {
-        alignas(64) float sums[2][kCodeRows * 16];
+        alignas(64) float sums[2][streamed_rows(kType) * 16];
         for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
             for (int part = 0; part < blocks.parts; part++)
                 for (int64_t i = 0; i < divide_up(a.num_rows, kMost); i++) {
@@ -409,9 +412,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     const DotRows rows(a, context);
     const DotBlocks blocks(a);
     constexpr bool kTurned = is_turned(kType);
-    // Of blocks fewer, or just one: six copies of what expands each of their types take minutes to build.
-    constexpr int kMost = kTurned ? kTurnedRows : !is_blocks(kType) ? kStreamRows : has_nibbles(kType) ? 4 : 1;
-    if (a.num_rows <= (kType == Type::i4 ? kCodeRows : kMost)) return stream_rows<kType, kBytes, kMost>(blocks, rows, context);
+    if (a.num_rows <= streamed_rows(kType)) return stream_rows<kType, kBytes>(blocks, rows, context);
     const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024, threads = context.pool.size();
     int64_t group = divide_up(131072, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
