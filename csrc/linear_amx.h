@@ -71,18 +71,15 @@ public:
     QUIRE_ALWAYS void operator()(const uint8_t* tile, int64_t t, bf16* out) {
         if constexpr (kType == Type::i8) return expand_i8_tile(tile, out);
         if constexpr (kType == Type::i4) return expand_i4_tile(tile, out);
-        if constexpr (kType == Type::bf16_turned)
-            for (int row = 0; row < 16; row++)
-                for_pieces(kType, row, [&](int64_t at, int64_t c) { std::memcpy(out + row * 32 + c, reinterpret_cast<const bf16*>(tile) + at, 16); });
-        if constexpr (kType == Type::i8_turned)
-            for (int i = 0; i < 8; i++) {
-                alignas(64) bf16 pair[2][32];
-                __m512i even, odd;
-                expand_i8(_mm512_loadu_si512(tile + i * 64), even, odd);
-                _mm512_store_si512(pair[0], even), _mm512_store_si512(pair[1], odd);
-                for (int row = 0; row < 16; row++)
-                    for (int j = 0; j < 2; j++) std::memcpy(out + row * 32 + i / 2 * 8 + i % 2 * 2 + j * 4, pair[j] + row * 2, 4);
+        if constexpr (is_turned(kType)) {  // the order of another level, and no faster than it has to be
+            Matrix matrix{};
+            matrix.type = kType;
+            for (int row = 0; row < 16; row++) {
+                float values[32];
+                unpack_tile_row(matrix, tile, row, values);
+                for (int c = 0; c < 32; c += kLanes) store(out + row * 32 + c, load(values + c));
             }
+        }
         if constexpr (is_blocks(kType)) {
             scales_.read(tile, t);
             for (int row = 0; row < 16; row++) _mm512_store_si512(out + row * 32, expand_blocks<kType>(tile, scales_, row));
@@ -93,7 +90,7 @@ private:
     typename ScalesOf<kType>::type scales_;
 };
 
-// Calls body with an expander's type: of i8, i4, blocks, or bf16 in another order.
+// Calls body with an expander's type: of i8, i4, blocks, or i8 and bf16 in another order.
 template <class Body>
 inline void with_expander(Type type, const Body& body) {
     if (type == Type::i8) return body(Expander<Type::i8>());

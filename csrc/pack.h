@@ -56,7 +56,7 @@ inline void unpack_tile_row(const Matrix& m, const uint8_t* tile, int64_t row, f
             for (int c = 0; c < 32; c += kLanes) {
                 uint8_t bytes[kLanes];
                 if (m.type == Type::i8) for (int i = 0; i < kLanes; i += 8) std::memcpy(bytes + i, tile + i8_offset(row, c + i), kLanes < 8 ? kLanes : 8);
-                else for (int i = 0; i < kLanes; i += 2) std::memcpy(bytes + i, tile + i8_turned_offset(row, c + i), 2);
+                else for (int i = 0; i < kLanes; i++) bytes[i] = tile[i8_turned_offset(row, c + i)];
                 const vi q = signed_bytes(bytes);
                 store(out + c, as_float(as_int(numbers_of(q & 127)) | (q & 128) << 24));
             }
