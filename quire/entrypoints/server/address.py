@@ -40,8 +40,7 @@ def _bind_port(args: ServerArgs) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # A client that vanished without a word is noticed after some two minutes.
-    options = (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
-    for name, value in options:
+    for name, value in (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         level = socket.SOL_SOCKET if name.startswith("SO_") else socket.IPPROTO_TCP
         if hasattr(socket, name):
             listener.setsockopt(level, getattr(socket, name), value)

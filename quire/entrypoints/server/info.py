@@ -62,26 +62,17 @@ async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) 
         parts[-1] += b",%b:%b" % (encode(name), b"null" if entries is None else b"[")
         for start in range(0, len(entries or ()), _PART):
             part = encode((entries or [])[start : start + _PART])[1:-1]
-            if start == 0:
-                parts[-1] += part
-            else:
-                parts.append(b"," + part)
-                await asyncio.sleep(0)  # others' turn
+            parts.append(b"," * (start > 0) + part)
+            await asyncio.sleep(0)  # others' turn
         parts[-1] += b"" if entries is None else b"]"
     parts[-1] += b"}"
     return parts
 
 
 async def _render(body: forms.TokenizeRequest, state: ServerState) -> str:
-    return await conversation_text(
-        state,
-        [message.model_dump(exclude_unset=True) for message in body.messages],
-        chat_template=body.chat_template,
-        tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
+    names = ("chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    return await conversation_text(state, messages, **{name: getattr(body, name) for name in names})
 
 
 @router.post("/detokenize", tags=["tokenizer"])

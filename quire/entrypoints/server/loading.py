@@ -167,8 +167,7 @@ class LoadPolicy:
         return min(ready, key=lambda name: self.models[name].begun, default=None)
 
     def _is_idle(self, name: str) -> bool:
-        model = self.models[name]
-        return model.state == "ready" and not model.num_users
+        return self.models[name].state == "ready" and not self.models[name].num_users
 
     def _unload(self, name: str, orders: Orders) -> None:
         self.models[name].state = "unloading"

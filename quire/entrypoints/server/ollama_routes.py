@@ -1,5 +1,6 @@
 """Ollama's routes: /api/chat and /api/generate, and what its clients ask about a server and its models."""
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -9,18 +10,14 @@ from fastapi import APIRouter, Request, Response
 
 import quire
 from quire.config.gguf import weight_files
+from quire.entrypoints.server import ollama_requests as forms
 from quire.entrypoints.server.body import JsonRoute
 from quire.entrypoints.server.dialects.embeddings import read_ollama_embed
 from quire.entrypoints.server.dialects.ollama import line, loaded, read_ollama
 from quire.entrypoints.server.event_service import EventService
-from quire.entrypoints.server.ollama_requests import (
-    OllamaChatRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaOldEmbedRequest,
-)
 from quire.entrypoints.server.requests_common import AnyRequest
 from quire.entrypoints.server.responses import encode
+from quire.entrypoints.server.room import num_parameters
 from quire.entrypoints.server.sse import content_types, respond
 from quire.entrypoints.server.state import ServerState, State, get_state
 from quire.errors import NotYetSupportedError
@@ -52,18 +49,21 @@ router = APIRouter(route_class=OllamaRoute, tags=["ollama"], prefix="/api")
 
 
 @router.post("/chat", responses=_CONTENT_TYPES)
-async def chat(body: OllamaChatRequest, request: Request) -> Response:
+async def chat(body: forms.OllamaChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     return await _answer(body, request, not body.messages)
 
 
 @router.post("/generate", responses=_CONTENT_TYPES)
-async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+async def generate(body: forms.OllamaGenerateRequest, request: Request) -> Response:
     """Answer a prompt."""
     return await _answer(body, request, not body.prompt)
 
 
-async def _answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Request, asks_nothing: bool) -> Response:
+_Question = forms.OllamaChatRequest | forms.OllamaGenerateRequest
+
+
+async def _answer(body: _Question, request: Request, asks_nothing: bool) -> Response:
     state = get_state(request)
     if asks_nothing:
         return Response(encode(loaded(body, state.check_model(body.model))), media_type="application/json")
@@ -71,13 +71,13 @@ async def _answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Requ
 
 
 @router.post("/embed")
-async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
+async def embed(body: forms.OllamaEmbedRequest, request: Request) -> Response:
     """Texts as vectors of length 1."""
     return await respond(request, EventService(get_state(request), read_ollama_embed), body)
 
 
 @router.post("/embeddings")
-async def embed_one(body: OllamaOldEmbedRequest, request: Request) -> Response:
+async def embed_one(body: forms.OllamaOldEmbedRequest, request: Request) -> Response:
     """One text as a vector."""
     return await respond(request, EventService(get_state(request), read_ollama_embed), body)
 
@@ -85,19 +85,16 @@ async def embed_one(body: OllamaOldEmbedRequest, request: Request) -> Response:
 @router.get("/tags")
 async def tags(state: State) -> dict[str, Any]:
     """The models that may be asked for."""
-    return {"models": [_entry(state, name) for name in state.names]}
+    return {"models": [await _entry(state, name) for name in state.names]}
 
 
 @router.get("/ps")
 async def running(state: State) -> dict[str, Any]:
     """The models that are loaded."""
-    loaded_ones = [name for name in state.names if state.loaded(name) is not None]
+    names = [name for name in state.names if state.loaded(name) is not None]
     never = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
-    return {
-        "models": [
-            {**_entry(state, name), **never, "context_length": state.card(name).max_model_len} for name in loaded_ones
-        ]
-    }
+    lengths = {name: {"context_length": state.card(name).max_model_len} for name in names}
+    return {"models": [{**await _entry(state, name), **never, **lengths[name]} for name in names]}
 
 
 @router.get("/version")
@@ -110,7 +107,7 @@ async def version() -> dict[str, str]:
 async def show(body: AnyRequest, state: State) -> dict[str, Any]:
     """What a model is."""
     name = state.check_model(body.model)
-    own, details = state.loaded(name), _entry(state, name)["details"]
+    own, details = state.loaded(name), (await _entry(state, name))["details"]
     known = {"modelfile": f"FROM {state.card(name).root}", "details": details}
     if own is None:
         return {**known, "parameters": "", "template": "", "model_info": {}, "capabilities": ["completion"]}
@@ -139,13 +136,15 @@ for _what in _ELSEWHERE:
     router.add_api_route(f"/{_what}", _elsewhere, methods=[method], include_in_schema=False)
 
 
-def _entry(state: ServerState, name: str) -> dict[str, Any]:
+async def _entry(state: ServerState, name: str) -> dict[str, Any]:
     """A model as lists show it."""
     card, own = state.card(name), state.loaded(name)
     config = None if own is None else own.llm.config.model
     files = [] if config is None else weight_files(config.path)
     family = [] if config is None else [config.model_type]
+    hides_shapes = config is None or (config.path.is_dir() and "quantization_config" in config.hf_config)  # in codes
     quantization = None if own is None else own.llm.config.quantization or own.llm.config.model.dtype
+    size = "" if config is None or hides_shapes else _in_short(await asyncio.to_thread(num_parameters, config.path))
     shown = name if ":" in name else name + _LATEST
     return {
         "name": shown,
@@ -158,7 +157,15 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
             "format": "gguf" if files and files[0].suffix == ".gguf" else "safetensors",
             "family": "".join(family),
             "families": family,
-            "parameter_size": "",
+            "parameter_size": size,
             "quantization_level": quantization or "",
         },
     }
+
+
+def _in_short(number: int) -> str:
+    """As Ollama writes it: 8B, 7.6B, 595.78M, 135K; nothing where it is not known."""
+    for unit, size, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if number >= size:
+            return f"{number / size:.{digits if number % size else 0}f}{unit}"
+    return str(number or "")

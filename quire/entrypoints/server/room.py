@@ -6,6 +6,8 @@ without torch, in milliseconds. The figures are near those of `quire plan`, whic
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
@@ -54,7 +56,7 @@ def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str
     if model.path.is_file():  # blocks stay blocks
         tensors = read_gguf(model.path).tensors.values()
         return 0 if load_format == "dummy" else sum(tensor.num_bytes for tensor in tensors)
-    shapes = [] if load_format == "dummy" else list(_shapes(model))
+    shapes = [] if load_format == "dummy" else list(_shapes(model.path, model.model))
     if shapes and "quantization_config" in model.hf_config:  # kept about as they are
         return sum(path.stat().st_size for path in weight_files(model.path))
     for shape in shapes:
@@ -68,10 +70,23 @@ def _weight_bytes(model: ModelConfig, quantization: str | None, load_format: str
     return total
 
 
-def _shapes(model: ModelConfig) -> Iterator[list[int]]:
+@lru_cache
+def num_parameters(path: Path) -> int:
+    """Of a GGUF file, or of a plain checkpoint in a directory; 0 where its files don't say, as there may be none.
+
+    Read once: a large vocabulary stands between a GGUF file's start and its tensors.
+    """
+    try:
+        gguf = read_gguf(path).tensors.values() if path.is_file() else ()
+        return sum(map(math.prod, [tensor.shape for tensor in gguf] or _shapes(path, path.name)))
+    except ModelLoadError:
+        return 0
+
+
+def _shapes(folder: Path, name: str) -> Iterator[list[int]]:
     """Of all tensors, from files that are held against their headers and against the index."""
-    name, index, ignored = model.model, model.path / "model.safetensors.index.json", ("consolidated", "adapter_")
-    paths = [path for path in model.path.glob("*.safetensors") if not path.name.startswith(ignored)]
+    index, ignored = folder / "model.safetensors.index.json", ("consolidated", "adapter_")
+    paths = [path for path in folder.glob("*.safetensors") if not path.name.startswith(ignored)]
     try:
         named = [] if paths else ["*.safetensors"]
         if index.is_file():

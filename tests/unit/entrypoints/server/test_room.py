@@ -12,7 +12,7 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.entrypoints.cli.plan import make_plan
-from quire.entrypoints.server.room import Room, read_room
+from quire.entrypoints.server.room import Room, num_parameters, read_room
 from quire.errors import ModelLoadError, QuireError
 from quire.utils.hub import resolve_model_path
 
@@ -33,10 +33,23 @@ def test_the_room_is_what_a_plan_finds(options: dict[str, Any]) -> None:
     assert room.kv_cache == pytest.approx(share.kv_cache, rel=0.05)
 
 
+def test_parameters_are_those_of_the_model(tmp_path: Path) -> None:
+    path = resolve_model_path("demo")
+    counted = make_plan(EngineArgs(model="demo", num_kv_blocks=64)).worker.num_parameters
+    converted = _tests_file("gguf_files").convert(path, tmp_path / "demo.gguf", split=9)
+    assert num_parameters(path) == num_parameters(converted) == counted
+    assert num_parameters(tmp_path / "empty") == 0
+
+
+def _tests_file(name: str) -> Any:
+    """A module that lies in tests/ itself."""
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    return importlib.import_module(name)
+
+
 @pytest.mark.parametrize("case", ["gptq-4", "fp8-channel"])
 def test_quantized_checkpoints_take_what_their_files_do(tmp_path: Path, case: str) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    files: Any = importlib.import_module("quantized_files")
+    files = _tests_file("quantized_files")
     files.write(tmp_path, *files.CASES[case])
     args = EngineArgs(model=str(tmp_path), num_kv_blocks=64)
     assert read_room(args, 0)[1].weights == pytest.approx(make_plan(args).shares[0].weights, rel=0.15)

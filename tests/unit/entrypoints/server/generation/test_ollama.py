@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from quire.entrypoints.server.dialects.ollama import _messages
 from quire.entrypoints.server.ollama_requests import OllamaMessage
+from quire.entrypoints.server.ollama_routes import _in_short
 
 TEXT = "Once upon a time there was a café."
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -141,6 +142,7 @@ def test_what_clients_ask_first(client: TestClient) -> None:
     model = client.get("/api/tags").json()["models"][0]
     assert (model["name"], model["model"], model["details"]["family"]) == ("demo:latest", "demo:latest", "llama")
     assert model["size"] > 1e6
+    assert model["details"]["parameter_size"] == "4.74M"
     assert client.get("/api/ps").json()["models"][0]["context_length"] == 128
     assert client.get("/api/version").json()["version"]
     assert client.head("/").status_code == 200
@@ -148,6 +150,27 @@ def test_what_clients_ask_first(client: TestClient) -> None:
     assert (shown["model_info"]["llama.context_length"], shown["parameters"]) == (128, "num_ctx 128")
     assert (shown["capabilities"], "message" in shown["template"]) == (["completion"], True)
     assert post(client, "/api/chat", **HI, model="demo:latest")["model"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (8_030_261_248, "8.0B"),
+        (8_000_000_000, "8B"),
+        (595_776_512, "595.78M"),
+        (2_000_000, "2M"),
+        (134_600, "135K"),
+        (999, "999"),
+        (0, ""),
+    ],
+)
+def test_numbers_are_written_as_ollamas(number: int, shown: str) -> None:
+    assert _in_short(number) == shown
+
+
+def test_shapes_of_codes_are_no_count_of_parameters(server: Any, client: TestClient) -> None:
+    server.llm.config.model.hf_config["quantization_config"] = {"quant_method": "awq"}
+    assert client.get("/api/tags").json()["models"][0]["details"]["parameter_size"] == ""
 
 
 def test_curl_needs_no_content_type_and_a_foreign_page_does(client: TestClient) -> None:
