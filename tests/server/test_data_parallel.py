@@ -94,8 +94,9 @@ def begin_all(server: RunningServer, pool: ThreadPoolExecutor, count: int = 6) -
     return answers
 
 
-def test_restart_loses_no_request(pair: RunningServer) -> None:
+def test_restart_loses_no_request_and_no_limit(pair: RunningServer) -> None:
     wait_up(pair)
+    assert pair.post("/admin/limits", {"max_num_seqs": 34}).status == 200
     before = engines_of(pair)
     with ThreadPoolExecutor(8) as pool:
         streams = begin_all(pair, pool)
@@ -109,7 +110,7 @@ def test_restart_loses_no_request(pair: RunningServer) -> None:
     after = engines_of(pair)
     assert len(after) == 2
     assert len(before & after) == 1
-    wait_until(lambda: set(by_engine(pair, "quire:max_num_seqs").values()) == {33}, 5.0)
+    wait_until(lambda: set(by_engine(pair, "quire:max_num_seqs").values()) == {34}, 5.0)
     assert pair.post("/admin/engines/7/restart", {}).status == 400
 
 
