@@ -15,7 +15,7 @@ import torch
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _OLD_REUSED_BYTES = 32 << 20  # the largest threshold that older glibc take
 _KEPT_BYTES = 1 << 30
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 _MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
 
 
@@ -42,12 +42,12 @@ def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A zeroed tensor in huge pages, where the system has any: streams through it run faster. Untouched until used."""
     num_bytes = dtype.itemsize * math.prod(shape)
-    if num_bytes < _HUGE_PAGE:
+    if num_bytes < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
     # Python's default is shared memory, which has huge pages only where an administrator says so.
-    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError, ValueError):
         region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
+    start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes].view(dtype).view(shape)

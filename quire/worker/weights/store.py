@@ -14,13 +14,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from quire.worker.pages import huge_pages
+from quire.worker.pages import HUGE_PAGE, huge_pages
 from quire.worker.weights import cache
 from quire.worker.weights.cache import StorePlace
 
@@ -30,7 +31,6 @@ Pages = Callable[[tuple[int, ...], torch.dtype], Tensor]
 _ALIGNMENT = 4096
 # Pages are to be huge where they are read from the disk; then all are mapped in one call, without copying them.
 _MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
-_WRITE_BYTES = 8 * 2**20
 _SUMMED = 512  # words of 8 bytes whose sum is one number of a checksum
 
 
@@ -117,9 +117,8 @@ class WeightStore:
         raise StaleStoreError
 
     def _open(self, place: StorePlace) -> bool:
-        path = place.path
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(place.path, os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -132,20 +131,19 @@ class WeightStore:
                 return False
             self._entries = entries
             # Private: what anyone writes to the weights stays in this process.
-            size = os.fstat(file).st_size
-            self._mapped = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mapped = mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_READ):  # what comes from the disk, comes in huge pages
                 with contextlib.suppress(OSError, ValueError):  # before Linux 5.14: a fault for each page, later
                     self._mapped.madvise(advice)
         except (OSError, ValueError, RecursionError) as error:
-            logger.warning("the packed weights in %s can't be used (%s): packing anew", path, error)
+            logger.warning("the packed weights in %s can't be used (%s): packing anew", place.path, error)
             self._entries = []
-            cache.remove(path)
+            cache.remove(place.path)
             return False
         finally:
             os.close(file)
         with contextlib.suppress(OSError):  # a cache that is read-only serves as well
-            os.utime(path)
+            os.utime(place.path)
         return True
 
     def _write(self, place: StorePlace) -> None:
@@ -163,16 +161,23 @@ class WeightStore:
 
     def _write_to(self, file: int, place: StorePlace) -> None:
         os.posix_fallocate(file, 0, self._size)
+        parts, offset = list(self._parts(place)), 0
+        starts = list(accumulate(map(len, parts), initial=0))
+        # What is written stays in memory, in pages as large as one call fills: the next start finds huge ones there.
+        while offset < starts[-1]:
+            end = (offset // HUGE_PAGE + 1) * HUGE_PAGE
+            views = (part[max(0, offset - at) : max(0, end - at)] for part, at in zip(parts, starts, strict=False))
+            offset += os.pwritev(file, [view for view in views if view], offset)
+
+    def _parts(self, place: StorePlace) -> Iterator[memoryview]:
+        """The file: tensors, what fills the last page of each, and a manifest."""
         for entry, tensor in zip(self._entries, self._tensors, strict=True):
             entry["checksum"] = checksum(tensor)
-            _write_all(file, memoryview(cast(Any, tensor.numpy())), entry["offset"])
+            yield memoryview(cast(Any, tensor.numpy()))
+            yield memoryview(bytes(-len(tensor) % _ALIGNMENT))
         about = {name: getattr(place, name) for name in ("model", "weights", "directory", "content")}
         about |= {"stamps": cache.shared_stamps(place, self._entries), "tensors": self._entries}
-        _write_all(file, memoryview(cache.manifest_bytes(about)), self._size)
-        # The system keeps what was written in small pages, through which weights are read more slowly. The next start
-        # reads the file, into huge ones.
-        os.fdatasync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        yield memoryview(cache.manifest_bytes(about))
 
 
 def checksum(flat: Tensor) -> int:
@@ -184,12 +189,6 @@ def checksum(flat: Tensor) -> int:
     sums = flat[:whole].view(torch.int64).view(-1, _SUMMED).numpy().sum(1)
     rest = zlib.crc32(memoryview(cast(Any, flat[whole:].numpy())))
     return zlib.crc32(memoryview(cast(Any, sums)), rest)
-
-
-def _write_all(file: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(file, content[done : done + _WRITE_BYTES], offset + done)
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def test_a_reader_keeps_what_it_opened(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(first, reader, strict=True))
 
 
-@pytest.mark.parametrize("name", ["posix_fallocate", "pwrite", "link", "replace"])
+@pytest.mark.parametrize("name", ["posix_fallocate", "pwritev", "link", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, code: int
@@ -146,50 +146,44 @@ def test_a_full_disk_is_no_failure(
 
 
 def test_a_disk_that_fills_up_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = os.pwrite, []
+    calls: list[int] = []
 
-    def write(file: int, data: Any, offset: int) -> int:
-        calls.append(len(data))
+    def write(file: int, parts: list[memoryview], offset: int) -> int:
+        calls.append(offset)
         if len(calls) > 3:
             raise OSError(errno.ENOSPC, "full")
-        return real(file, data[:1000], offset)  # a short write is none of the errors
+        return os.pwrite(file, b"".join(parts)[:1000], offset)  # a short write is none of the errors
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_store.os, "pwrite", write)
+        patch.setattr(weight_store.os, "pwritev", write)
         keep(tmp_path / "store.bin")
     assert len(calls) == 4
     assert list(tmp_path.iterdir()) == []
 
 
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
+@pytest.mark.parametrize("length", [999, 4096, 5000])
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(weight_store.os, "pwrite", lambda f, d, o: real(f, d[:999], o))
+        patch.setattr(weight_store.os, "pwritev", lambda f, parts, o: os.pwrite(f, b"".join(parts)[:length], o))
         first = keep(tmp_path / "store.bin")
     assert all(torch.equal(a, b) for a, b in zip(first, allocate(store_at(tmp_path / "store.bin")), strict=True))
 
 
-def test_what_was_written_is_dropped_from_memory_once_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lies there in small pages, and the next start would read weights through them."""
-    calls: list[tuple[str, int]] = []
-    advise, sync = os.posix_fadvise, os.fdatasync
+def test_each_write_fills_a_huge_page_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the system would keep small ones in memory, and the next start would read weights through them."""
+    calls: list[tuple[int, int]] = []
+    real = os.pwritev
 
-    def noted_sync(file: int) -> None:
-        calls.append(("sync", os.fstat(file).st_size))
-        sync(file)
+    def noted(file: int, parts: list[memoryview], offset: int) -> int:
+        calls.append((offset, sum(map(len, parts))))
+        return real(file, parts, offset)
 
-    def noted_advice(file: int, offset: int, length: int, advice: int) -> None:
-        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
-        calls.append(("drop", os.fstat(file).st_size))
-        advise(file, offset, length, advice)
-
-    monkeypatch.setattr(os, "fdatasync", noted_sync)
-    monkeypatch.setattr(os, "posix_fadvise", noted_advice)
+    monkeypatch.setattr(weight_store, "HUGE_PAGE", 8192)
+    monkeypatch.setattr(os, "pwritev", noted)
     keep(tmp_path / "weights")
     size = (tmp_path / "weights").stat().st_size
-    assert calls == [("sync", size), ("drop", size)]
+    assert size > 3 * 8192
+    assert calls == [(start, min(8192, size - start)) for start in range(0, size, 8192)]
 
 
 def test_a_place_where_no_directory_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -325,7 +319,7 @@ def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 kept = store.WeightStore(StorePlace(Path({str(tmp_path / "store.bin")!r})))
 kept.allocate((1000,), torch.uint8)
-store.os.pwrite = die
+store.os.pwritev = die
 kept.finish()
 kept.settle()
 """
