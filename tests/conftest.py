@@ -98,7 +98,24 @@ def _check_library() -> None:
 
 def pytest_collection_finish() -> None:
     """What is here now stays, and is a million objects: collections of garbage need not look at them again."""
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        _patch_language_once(interpreter)
     gc.freeze()
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """Triton's interpreter patches its language at each call of a kernel's function: once a launch is enough.
+
+    Those calls took half the time of interpreted kernels, and found everything patched.
+    """
+    language, patch = interpreter.tl, interpreter._patch_lang
+
+    def once(function: Any) -> Any:
+        languages = [v for v in function.__globals__.values() if v is language or v is language.core]
+        patched = not any(language.core.is_builtin(one.load) for one in languages)
+        return interpreter._LangPatchScope() if patched else patch(function)
+
+    interpreter._patch_lang = once
 
 
 def pytest_unconfigure() -> None:

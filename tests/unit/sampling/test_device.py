@@ -5,7 +5,6 @@ On a GPU where there is one, else interpreted on CPU tensors.
 
 import mmap
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,27 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # numpy's, of logits near the largest float
     pytest.mark.filterwarnings("ignore:invalid value encountered"),  # and of rows that can't be sampled
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_interpreter() -> Iterator[None]:
-    """The interpreter prepares Triton's language at each call of a function of a kernel: once a launch is enough."""
-    if DEVICE.type != "cpu":
-        yield
-        return
-    from triton import language
-    from triton.runtime import interpreter
-
-    prepare = interpreter._patch_lang
-
-    def once(function: Any) -> Any:
-        languages = [v for v in function.__globals__.values() if v is language or v is language.core]
-        prepared = not any(language.core.is_builtin(one.load) for one in languages)
-        return interpreter._LangPatchScope() if prepared else prepare(function)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", once)
-        yield
 
 
 KINDS = ["plain", "plain", "plain", "ties", "ties", "equal", "masked", "all masked", "nan", "infinite", "huge", "flat"]
