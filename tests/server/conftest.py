@@ -12,27 +12,35 @@ from serving import RunningServer
 
 pytest.importorskip("fastapi")
 
+_HERE = Path(__file__).parent
+_shared: dict[tuple[str, ...], RunningServer] = {}  # by its flags
+
 
 @pytest.fixture(scope="session")
-def server_of(
-    tmp_path_factory: pytest.TempPathFactory, _no_cache_of_the_users: None
-) -> Iterator[Callable[..., RunningServer]]:
-    """The server with the given flags: started once, shared by all tests, and checked when it is stopped at the end.
+def server_of(tmp_path_factory: pytest.TempPathFactory, _no_cache_of_the_users: None) -> Callable[..., RunningServer]:
+    """The server with the given flags: started once, shared by all tests here, and checked when it is stopped.
 
     A test leaves it as it found it: running, and idle before long.
     """
-    servers: dict[tuple[str, ...], RunningServer] = {}
 
     def get(*flags: str) -> RunningServer:
-        if flags not in servers:
-            servers[flags] = RunningServer(tmp_path_factory.mktemp("server") / "log", *flags)
-        return servers[flags]
+        if flags not in _shared:
+            _shared[flags] = RunningServer(tmp_path_factory.mktemp("server") / "log", *flags)
+        return _shared[flags]
 
-    yield get
-    _stop_all(list(servers.values()))
+    return get
 
 
-@pytest.fixture(scope="session")
+@pytest.hookimpl(trylast=True)  # what tests made of them is gone then
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Shared servers end with the last test here: idle, each takes a hundredth of a core from all others."""
+    if nextitem is None or not nextitem.path.is_relative_to(_HERE):
+        servers = [*_shared.values()]
+        _shared.clear()
+        _stop_all(servers)
+
+
+@pytest.fixture(scope="module")
 def server(server_of: Callable[..., RunningServer]) -> RunningServer:
     """The server without any flags."""
     return server_of()
