@@ -63,16 +63,15 @@ class ProcessClient:
         _tell(self._process, Birth(args, self._directory, log_level, rank))
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         os.mkdir(self._directory, 0o700)
-        self._context = zmq.Context()
-        self._commands = _socket(self._context, zmq.PUSH, self._directory, "commands", binds=True)
-        self._events = _socket(self._context, zmq.PULL, self._directory, "events", binds=True)
+        context = zmq.Context.instance()  # never ended: that may hang for ever where a child was killed as it sent
+        self._commands = _socket(context, zmq.PUSH, self._directory, "commands", binds=True)
+        self._events = _socket(context, zmq.PULL, self._directory, "events", binds=True)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Event).decode
-        self._closing = False
+        self._closing = self._ready = False
         self._turn = threading.Lock()
         self._listening: asyncio.AbstractEventLoop | None = None
         self._last_beat, self._in_step = time.monotonic(), 0.0
-        self._ready = False
 
     def wait_ready(self) -> Ready:
         event: Event = Beat(0.0)
@@ -154,7 +153,8 @@ class ProcessClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._context.destroy(linger=0)
+        for socket in (self._commands, self._events):
+            socket.close(linger=0)
         self._remove()
 
 
