@@ -69,12 +69,9 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _note_progress(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:
-            self._await("body")
-        elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._await("headers")
-        else:
-            self._await(None)
+        state = self.conn.their_state
+        begins = state is h11.IDLE and self.conn.trailing_data[0]
+        self._await("body" if state is h11.SEND_BODY else "headers" if begins else None)
 
     def _await(self, what: str | None) -> None:
         """Start the time for something new; what goes on keeps its deadline."""
@@ -95,8 +92,7 @@ class ChunkOutlet:
     @property
     def is_ready(self) -> bool:
         cycle = self._cycle
-        stopped = cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
-        return cycle.response_started and not stopped
+        return cycle.response_started and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, data: bytes) -> None:
         """Send a chunk, as h11 would, which goes through all that may follow on what each time."""

@@ -44,8 +44,7 @@ class Frame:
     """Counts requests, gives them their id, logs a line for each at debug level, and answers uncaught errors."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app = app
-        self._state = state
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -139,8 +138,7 @@ class ApiKeys:
     """Refuses every request without a valid key, but for `PUBLIC_PATHS`: unknown routes and the docs too."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._app, self._digests = app, [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and route_path(scope) not in PUBLIC_PATHS:
@@ -192,9 +190,7 @@ class RequestLimits:
     """Refuses too many headers (431), and bodies too large by their announced length or once they get there (413)."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, max_headers: int) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._max_headers = max_headers
+        self._app, self._max_body_bytes, self._max_headers = app, max_body_bytes, max_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

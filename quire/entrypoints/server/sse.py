@@ -68,8 +68,7 @@ class JsonParts(Response):
     media_type = "application/json"
 
     def __init__(self, parts: list[bytes]) -> None:
-        self.status_code = 200
-        self.background = None
+        self.status_code, self.background = 200, None
         self.init_headers({"content-length": str(sum(map(len, parts)))})
         self._parts = parts
 
@@ -86,9 +85,7 @@ class EventStream(Response):
         self, events: AsyncGenerator[bytes, None], media_type: str = _EVENTS, body: AnyRequest | None = None
     ) -> None:
         """`body`: the request's, whose fields of no effect are told once it is read."""
-        self.status_code = 200
-        self.media_type = media_type
-        self.background = None
+        self.status_code, self.media_type, self.background = 200, media_type, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events, self._body = events, body
 

@@ -55,9 +55,8 @@ class _Choice:
     """How far a choice has come."""
 
     def __init__(self, parser: Parser) -> None:
-        self.parser = parser
+        self.parser, self.num_tokens = parser, 0
         self.begun = self.finished = self.calls_tools = False
-        self.num_tokens = 0
 
 
 class Turn:
@@ -77,8 +76,7 @@ class Turn:
         make_parser: Callable[[], Parser] = TextParser,
     ) -> None:
         self._choices = [_Choice(make_parser()) for _ in range(num_prompts * num_choices)]
-        self._choices_each = num_choices
-        self._rules = rules
+        self._choices_each, self._rules = num_choices, rules
         self._outputs: dict[int, RequestOutput] = {}  # place of the prompt -> its latest output
         self.num_choices = self.num_unfinished = len(self._choices)
         self.num_begun = 0
