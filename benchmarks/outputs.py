@@ -1,12 +1,13 @@
 """What a token costs between the engine's news and the client: python benchmarks/outputs.py [MODEL] [--streams 256]
 
 Microseconds of processor time a token, of one thread: the output processor's part for each kind of output, then what
-the server adds of a chat that is streamed (its turn, the chunk, the event's bytes). No step is computed, and no socket
+the server adds of a chat that is streamed (its turn, and the events' bytes). No step is computed, and no socket
 written: `benchmarks/server.py` has the whole.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from statistics import median
 
 from quire.config.engine_args import EngineArgs
@@ -16,7 +17,7 @@ from quire.engine.terms import NO_TERMS
 from quire.engine.tokenizer import config_tokenizer
 from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.dialects.chat import ChatWriter
-from quire.entrypoints.server.sse import event
+from quire.entrypoints.server.service import Batch, batch_writer
 from quire.entrypoints.server.turn import Turn
 from quire.inputs import TokensPrompt
 from quire.protocol.step import SequenceOutput
@@ -34,12 +35,12 @@ def measure(args: argparse.Namespace, kind: RequestOutputKind) -> tuple[float, f
     params = SamplingParams(max_tokens=NUM_STEPS + 1, ignore_eos=True, output_kind=kind)
     prompt: TokensPrompt = {"prompt_token_ids": list(range(10, 42))}
     body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}], "stream": True})
-    writers: dict[str, ChatWriter] = {}
+    writers: dict[str, Callable[[Batch], bytes]] = {}
     for place in range(args.streams):
         processed = inputs.process(str(place), prompt, params, 0.0, NO_TERMS)
         outputs.add(processed)
         head = (f"chatcmpl-{place}", 0, args.model)
-        writers[str(place)] = ChatWriter(body, head, Turn(1, 1), "assistant", False)
+        writers[str(place)] = batch_writer(ChatWriter(body, head, Turn(1, 1), "assistant", False))
     spent: list[tuple[int, int]] = []
     for step in range(NUM_STEPS):
         tokens = [(31 * step + 17 * place) % 900 + 20 for place in range(args.streams)]
@@ -48,9 +49,7 @@ def measure(args: argparse.Namespace, kind: RequestOutputKind) -> tuple[float, f
         found = outputs.process(news, 1.0).outputs
         middle = time.thread_time_ns()
         for output in found:
-            writer = writers[output.request_id]
-            for delta in writer.turn.take(0, output):
-                event(writer.chunk(delta))
+            writers[output.request_id]([(0, output)])
         spent.append((middle - start, time.thread_time_ns() - middle))
     first, second = (median(part) / 1000 / args.streams for part in zip(*spent, strict=True))
     return first, second

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from quire.engine.output_stream import OutputStream
+from quire.entrypoints.server.parsers.base import TextDelta
 from quire.entrypoints.server.responses import encode
 from quire.entrypoints.server.sampling import named
 from quire.entrypoints.server.sse import DONE, event
@@ -32,6 +33,7 @@ logger = logging.getLogger("quire")
 _STARTED_TOGETHER = 16  # requests begun before the event loop gets a turn
 _MANY = 5000  # tokens, and alternatives to them, of an answer: to write more is for a thread
 _MOST_LOGGED = 100  # prompts of a request that the log shows, where the operator wants them there
+_MARK = "\0"  # a text to be found in an event
 _PART = 1 << 18  # bytes that are written at once, about
 
 Batch = list[tuple[int, RequestOutput]]  # (place of the prompt, output)
@@ -101,7 +103,6 @@ class Outputs:
         self._fresh = {*self._streams}  # where something may have come
         self._waiter: asyncio.Future[None] | None = None
         self._outlet: Outlet | None = None
-        self._write: Callable[[Batch], bytes] = lambda batch: b""
         for place, stream in self._streams.items():
             stream.listener = partial(self._listen, place)
 
@@ -115,10 +116,7 @@ class Outputs:
         self._write, self._outlet = write, outlet if len(self._streams) == 1 else None
         while not (batch := self._take()) and self._streams:
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter
         return batch
 
     def _take(self) -> Batch:
@@ -178,11 +176,7 @@ class TurnService(Generic[_Body]):
     async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
         request, writer = await self._read(self._state, body, request_id)
-        turn, outlet = writer.turn, None if writer.opens_large else self._outlet
-
-        def write(batch: Batch) -> bytes:
-            return b"".join(_events(writer, batch))
-
+        turn, write, outlet = writer.turn, batch_writer(writer), None if writer.opens_large else self._outlet
         async with opened(self._state, request, client) as outputs:
             while batch := await outputs.next(outlet, write):
                 if writer.opens_large and turn.num_begun < turn.num_choices:
@@ -211,8 +205,7 @@ async def opened(state: ServerState, request: TurnRequest, client: str | None) -
             for place, prompt in enumerate(prompts):
                 if place % _STARTED_TOGETHER == _STARTED_TOGETHER - 1:
                     await asyncio.sleep(0)
-                run = state.llm.open(prompt, None, ids[place], terms, None)
-                streams.append(await stack.enter_async_context(run))
+                streams.append(await stack.enter_async_context(state.llm.open(prompt, None, ids[place], terms, None)))
             yield Outputs(streams)
 
 
@@ -228,6 +221,21 @@ def _log(request: TurnRequest, longest: int | None) -> None:
         logger.info("request %s: %d prompt tokens: %s; %s", *told)
     if (num_more := len(request.prompts) - _MOST_LOGGED) > 0:
         logger.info("request %s: %d more prompts", quoted(request.request_id), num_more)
+
+
+def batch_writer(writer: Writer) -> Callable[[Batch], bytes]:
+    """What writes a stream's batches as bytes of its body."""
+    around: list[bytes] = []  # the text of an event in the middle, where events differ in nothing else
+
+    def write(batch: Batch) -> bytes:
+        if (text := writer.turn.text(batch[0][1])) is None:
+            return b"".join(_events(writer, batch))
+        if not around:
+            delta = Delta(0, 0, batch[0][1], [TextDelta(_MARK)], [], (), False, None)
+            around.extend(event(writer.chunk(delta)).rsplit(encode(_MARK), 1))
+        return encode(text).join(around) if text else b""
+
+    return write
 
 
 def _events(writer: Writer, batch: Batch) -> list[bytes]:

@@ -80,6 +80,7 @@ class Turn:
         self._outputs: dict[int, RequestOutput] = {}  # place of the prompt -> its latest output
         self.num_choices = self.num_unfinished = len(self._choices)
         self.num_begun = 0
+        self._tells_text = self.num_choices == 1 and make_parser is TextParser and not rules.every_token
 
     def take(self, place: int, output: RequestOutput) -> list[Delta]:
         """What an output of the prompt at this place brings.
@@ -118,6 +119,15 @@ class Turn:
                 entries = part.logprobs or ()
                 deltas.append(Delta(place, index, output, events, part.token_ids, entries, begins, finish))
         return deltas
+
+    def text(self, output: RequestOutput) -> str | None:
+        """What an output adds to the only choice, where it is text and no more is told of it; else it is to `take`."""
+        choice, part = self._choices[0], output.outputs[0]
+        if not (self._tells_text and choice.begun) or part.finish_reason is not None:
+            return None
+        self._outputs[0] = output
+        choice.num_tokens += len(part.token_ids)
+        return part.text
 
     @property
     def outputs(self) -> list[RequestOutput]:

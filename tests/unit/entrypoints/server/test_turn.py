@@ -171,6 +171,46 @@ def test_deltas(name: str) -> None:
     assert (turn.num_unfinished, turn.num_begun) == (0, turn.num_choices)
 
 
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_text_that_is_all_there_is(name: str) -> None:
+    """Without a delta, and with the same books, where one choice goes on whose text is told and no more."""
+    transcript = COMPLETIONS[name]
+    turn, other = turn_of(transcript), turn_of(transcript)
+    for (place, one), deltas in zip(transcript.outputs, transcript.deltas, strict=True):
+        other.take(place, one)
+        begun = turn.num_begun
+        if (found := turn.text(one)) is None:
+            turn.take(place, one)
+            continue
+        assert (turn.num_choices, begun, transcript.rules.every_token) == (1, 1, False)
+        assert [found] * bool(found) == [text for _, text, *_ in deltas]
+        assert (turn.counts(), turn.outputs, turn.num_unfinished) == (other.counts(), other.outputs, 1)
+    assert (turn.counts(), turn.num_unfinished) == (other.counts(), 0)
+
+
+def test_only_plain_text_is_all_there_is() -> None:
+    """Where a parser reads the text, or choices stand side by side, there may be more to it."""
+    first, more = output(part(0, "a", [1])), output(part(0, "b", [2]))
+    found: list[str | None] = []
+    for turn in (
+        Turn(1, 1),
+        Turn(1, 2),
+        Turn(2, 1),
+        Turn(1, 1, Rules(every_token=True)),
+        Turn(1, 1, Rules(), Doubling),
+    ):
+        turn.take(0, first)
+        found.append(turn.text(more))
+    assert found == ["b", None, None, None, None]
+
+
+class Doubling(TextParser):
+    """Not what all text is the answer to."""
+
+    def push(self, text: str) -> list[ContentEvent]:
+        return super().push(2 * text)
+
+
 def completion_writer(transcript: Transcript) -> Any:
     body = CompletionRequest.model_validate({"prompt": "Echo: ", "stream": True} | transcript.body)
     return CompletionWriter(body, ("id", 1, "m"), turn_of(transcript), None, ["Echo: "] * transcript.num_prompts)

@@ -6,10 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 
+from quire.entrypoints.server.chat_request import ChatCompletionRequest
 from quire.entrypoints.server.completion_request import CompletionRequest
-from quire.entrypoints.server.sse import EventStream, while_connected
+from quire.entrypoints.server.responses import ChatChunk, CompletionResponse
+from quire.entrypoints.server.sse import EventStream, event, while_connected
 from quire.entrypoints.server.turn_routes import completion_service
 from quire.errors import InvalidRequestError, RequestFailedError
 
@@ -275,6 +278,34 @@ def test_what_a_stream_meets_past_the_application_is_its_last_event(server: Any)
     assert outlet.num_written == 3
     assert b"is stopping" in wire.body
     assert wire.body.endswith(b"[DONE]\n\n")
+
+
+@pytest.mark.parametrize("usage", [None, {"include_usage": True}])
+@pytest.mark.parametrize("text", ['A "quoted" \\ line\n', "\0 and 🙂 é"])
+def test_events_that_differ_in_their_text_alone_are_written_like_all_others(server: Any, text: str, usage: Any) -> None:
+    """Byte for byte, in completions and in chat, whatever needs escapes, and stands elsewhere in the event."""
+    server.state.model_names[0] = model = 'the "\\u0000" of \0'
+    server.core.texts = [text]
+    fields = {"model": model, "max_tokens": 40, "stream": True, "stream_options": usage}
+    completion = CompletionRequest.model_validate({"prompt": [5], **fields})
+    chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
+
+    async def items(stream: AsyncGenerator[bytes, None]) -> bytes:
+        return b"".join([item async for item in stream])
+
+    streams: list[tuple[AsyncGenerator[bytes, None], Any]] = [
+        (server.completions.stream(completion, "r"), CompletionResponse),
+        (server.chat.stream(chat, "r"), ChatChunk),
+    ]
+    for stream, kind in streams:
+        *events, done, rest = asyncio.run(items(stream)).split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        chunks = [msgspec.json.decode(data.removeprefix(b"data: "), type=kind) for data in events]
+        assert [event(chunk) for chunk in chunks] == [data + b"\n\n" for data in events]
+        assert {chunk.model for chunk in chunks} == {model}
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        assert len(choices) > 3
+        assert "".join(c.text if kind is CompletionResponse else c.delta.content or "" for c in choices) == text
 
 
 def test_several_prompts_do_without_a_shortcut(server: Any) -> None:
