@@ -155,10 +155,10 @@ class SamplingParams(msgspec.Struct, metaclass=_TakesGuided, omit_defaults=True,
             if isinstance(getattr(self, field), bool):
                 setattr(self, field, 1 if getattr(self, field) else None)
         for field, rule in _NUMBERS.items():
-            setattr(self, field, _checked(field, getattr(self, field), rule))
+            if (given := getattr(self, field)) is not _DEFAULTS[field]:
+                setattr(self, field, _checked(field, given, rule))
         for field in _BOOLS:
-            value = plain(getattr(self, field))
-            if type(value) is not bool:
+            if type(value := plain(getattr(self, field))) is not bool:
                 raise broken(field, value, "True or False")
             setattr(self, field, value)
         self._check_lists()

@@ -37,8 +37,8 @@ def number(value: Any, kind: type[Number]) -> Number | None:
 
 def items(field: str, value: Any, what: str) -> list[Any]:
     """The items of a list of any kind; [] of None."""
-    if value is None:
-        return []
+    if value is None or type(value) is list:
+        return list(value or ())
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise broken(field, value, f"a list of {what}")
     return list(value)
