@@ -30,6 +30,7 @@ _SAMPLE = 4096  # bytes read at each
 _STALE_SECONDS = 24 * 3600  # an unfinished file of a process that seems to live, but is of another machine
 _TRAILER = 16
 _MAX_MANIFEST = 256 * 2**20
+_NO_ROOM = "packed weights are not kept on disk: %s has %d MiB free, and should have %d; set XDG_CACHE_HOME"
 _MAX_STAMPS = 8  # copies of a checkpoint that share a file
 
 
@@ -115,11 +116,11 @@ def find_place(
         directory = str(files[0].parent.resolve()) if files else ""
         place = StorePlace(folder / f"{name}.bin", model, weights, directory, content, stamp, limit)
         exists = next(parent for parent in [folder, *folder.parents] if parent.exists())
-        if not place.path.exists() and shutil.disk_usage(exists).free < 2 * total:
-            logger.info("no room to keep packed weights on disk")
+        if not place.path.exists() and (free := shutil.disk_usage(exists).free) < 2 * total:
+            logger.warning(_NO_ROOM, folder, free >> 20, 2 * total >> 20)
             return None
     except OSError as error:
-        logger.warning("packed weights are not kept on disk: %s", error.strerror)
+        logger.warning("packed weights are not kept on disk: %s: %s", error.filename or folder, error.strerror)
         return None
     return place
 
@@ -241,10 +242,8 @@ def remove_partials(folder: Path) -> None:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # another user's
-        return True
+    except (OSError, OverflowError) as error:  # one that lives may be another user's
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -157,7 +157,7 @@ class WeightStore:
             with _new_file(place.path) as file:
                 self._write_to(file, place)
         except OSError as error:
-            logger.warning("packed weights are not kept on disk: %s", error.strerror)
+            logger.warning("packed weights are not kept on disk: %s: %s", place.path.parent, error.strerror)
 
     def _write_to(self, file: int, place: StorePlace) -> None:
         os.posix_fallocate(file, 0, self._size)

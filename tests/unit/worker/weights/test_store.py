@@ -140,7 +140,7 @@ def test_a_full_disk_is_no_failure(
     with monkeypatch.context() as patch:
         patch.setattr(weight_store.os, name, fail)
         tensors = keep(tmp_path / "store.bin")
-    assert f"packed weights are not kept on disk: {os.strerror(code)}" in caplog.text
+    assert f"packed weights are not kept on disk: {tmp_path}: {os.strerror(code)}" in caplog.text
     assert list(tmp_path.iterdir()) == []
     assert tensors[0].any(), "the weights in memory are as they were"
 
@@ -189,7 +189,7 @@ def test_each_write_fills_a_huge_page_of_the_file(tmp_path: Path, monkeypatch: p
 def test_a_place_where_no_directory_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     keep(tmp_path / "file" / "store.bin")
-    assert "packed weights are not kept on disk" in caplog.text
+    assert f"packed weights are not kept on disk: {tmp_path / 'file'}: " in caplog.text
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
@@ -500,18 +500,21 @@ def test_small_checkpoints_are_not_worth_a_file(checkpoint: Path, monkeypatch: p
     assert store_path([], "") is None or cache.MIN_BYTES == 0
 
 
-def test_no_room_no_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_no_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def with_free(num_bytes: int) -> Path | None:
         usage = shutil._ntuple_diskusage(10**9, 10**9 - num_bytes, num_bytes)  # type: ignore[attr-defined]
         monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage)
         return store_path([checkpoint], "")
 
-    path = with_free(60_000)
+    os.truncate(checkpoint, 30 << 20)
+    path = with_free(70 << 20)
     assert path is not None
-    assert with_free(40_000) is None
+    assert not caplog.text
+    assert with_free(50 << 20) is None
+    assert f"packed weights are not kept on disk: {path.parent} has 50 MiB free, and should have 60" in caplog.text
     path.parent.mkdir(parents=True)
     path.touch()
-    assert with_free(40_000) == path, "what is there needs no more room"
+    assert with_free(50 << 20) == path, "what is there needs no more room"
 
 
 def test_without_a_home_nothing_is_kept(
@@ -533,7 +536,8 @@ def test_without_a_home_nothing_is_kept(
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "closed")
     monkeypatch.setattr(Path, "exists", refuse)
     assert store_path([checkpoint], "") is None
-    assert "packed weights are not kept on disk: Permission denied" in caplog.text
+    folder = tmp_path / "closed" / ".cache" / "quire" / "packed"
+    assert f"packed weights are not kept on disk: {folder}: Permission denied" in caplog.text
 
 
 def test_a_script_waits_for_the_writer(tmp_path: Path) -> None:
