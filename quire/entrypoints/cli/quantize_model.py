@@ -121,9 +121,9 @@ def _read_text(options: Namespace, config: ModelConfig) -> _Text:
     length = min(options.length, config.max_model_len, len(start) + len(ids) // _HELD_OUT)
     step = length - len(start)
     if step < _LEAST:
-        raise ConfigError(f"--calibration {path}: {len(ids)} tokens are too few; {_LEAST * _HELD_OUT} are the least.")
-    starts = range(0, len(ids) - step + 1, step)[: options.num_samples]
-    rows = [torch.tensor(start + ids[i : i + step]) for i in starts]
+        least = f"{_LEAST * _HELD_OUT} tokens are the least, and --length {_LEAST + len(start)}"
+        raise ConfigError(f"--calibration {path}: {len(ids)} tokens, {length} at once, are too few; {least}.")
+    rows = [torch.tensor(start + ids[i : i + step]) for i in range(0, len(ids) - step + 1, step)[: options.num_samples]]
     held, known = rows[::_HELD_OUT], [row for i, row in enumerate(rows) if i % _HELD_OUT]
     name = "the stories that Quire brings" if options.calibration is None else path.name
     about = f"Measured on {len(held)} sequences of {length} tokens of {name}, which it was not calibrated with."

@@ -239,6 +239,7 @@ def test_refusals(
     binary.write_bytes(b"\xff\xfe\x00")
     assert "can't be read" in refusal(capsys, small, out, "--method", "gptq", "--calibration", missing)
     assert "too few" in refusal(capsys, small, out, "--method", "gptq", "--calibration", short)
+    assert "and --length 1" in refusal(capsys, small, out, "--method", "gptq", "--length", 3)
     assert "UTF-8" in refusal(capsys, small, out, "--method", "gptq", "--calibration", binary)
     with pytest.raises(SystemExit):
         main(["quantize", str(small), str(out), "--method", "gguf"])
