@@ -245,28 +245,35 @@ struct NearRows {
     QUIRE_ALWAYS void skip(int64_t bytes) { first += bytes, fifth += bytes, ninth += bytes; }
 };
 
-// A turned block times kRows rows of x, half of the features after the other -> sums[row][16].
+// A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once.
 template <Type kType, bool kBytes, int kRows>
 inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsOfX& x, Fetch fetch, float* sums) {
-    for (int pair = 0; pair < 2; pair++) {
-        __m512 acc[kRows][2];
-        for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
+    constexpr int kPairs = kType == Type::bf16_turned && kRows <= kFewRows ? 2 : 1;
+    for (int first = 0; first < 2; first += kPairs) {
+        __m512 acc[kRows][2 * kPairs];
+#pragma GCC unroll 12
+        for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 4
+            for (int i = 0; i < 2 * kPairs; i++) acc[m][i] = _mm512_setzero_ps();
         const uint8_t* tile = block;
         NearRows<kRows, kType == Type::i8_turned> rows(x);
         for (int64_t t = 0; t < num_tiles; t++, tile += kType == Type::bf16_turned ? 1024 : 512, rows.skip(2 * x.step)) {
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
-                __m512i even, odd;
-                load_pair<kType, kBytes>(tile, c, pair, even, odd);
-                for (int64_t i = c * 64; i < fetch.step; i += 256) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
+                __m512i even[kPairs], odd[kPairs];
+                for (int i = 0; i < kPairs; i++) load_pair<kType, kBytes>(tile, c, first + i, even[i], odd[i]);
+                for (int64_t i = c * 64; i < kPairs * fetch.step; i += 256) _mm_prefetch(reinterpret_cast<const char*>(fetch.from + i), _MM_HINT_T1);
 #pragma GCC unroll 12
-                for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][0], acc[m][1], even, odd, rows.at(m, c), pair);
+                for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 2
+                    for (int i = 0; i < kPairs; i++) add_pair<kType>(acc[m][2 * i], acc[m][2 * i + 1], even[i], odd[i], rows.at(m, c), first + i);
             }
-            fetch.from += fetch.step;
+            fetch.from += kPairs * fetch.step;
         }
         for (int m = 0; m < kRows; m++) {
             const __m512 half = half_of<kType>(acc[m][0], acc[m][1]);
-            if (pair == 0) _mm512_storeu_ps(sums + m * 16, half);
+            if constexpr (kPairs == 2) store_sums<kType>(half, half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
+            else if (first == 0) _mm512_storeu_ps(sums + m * 16, half);
             else store_sums<kType>(_mm512_loadu_ps(sums + m * 16), half, sums + m * 16);
         }
     }
