@@ -290,7 +290,7 @@ struct RowGroup {
     }
 };
 
-// x as the kernels read it: where it lies or, of few rows or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
+// x as the kernels read it: where it lies or, of one group or for i8, a copy by groups of rows that meet weights at once, in them by tiles:
 // [tile][row][32], zeros up to a multiple of 32 columns. In rows that lie apart by a power of two, what reads much waits for lines of L1.
 struct DotRows {
     const bf16* x;
@@ -301,7 +301,7 @@ struct DotRows {
     DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
         const int64_t most = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
         if (num_rows > kMostRows && most < kMostRows) panel = most < kPairRows ? kPairRows : most;
-        grouped = num_rows <= kFewRows || num_rows <= streamed_rows(a.weight.type) || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        grouped = num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
         if (!grouped) {
             stride = a.x_stride;
             return;
