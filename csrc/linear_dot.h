@@ -3,7 +3,7 @@
 // A vector of weights is eight columns of four features: lane 4i + j sums the pairs of k number j, j + 4, j + 8, ... of
 // feature i, one after the other, and a feature's four lanes are added at the end. That happens to each row of x however
 // many there are, so its bits are its own. Few rows meet weights as they come from memory, turned in registers; for
-// many rows a block is turned once and kept in L2.
+// many rows a block is turned once and kept in L2, and the first of them meet codes of four bits meanwhile.
 //
 // On Zen 4 products fill two of four units, and the other two expand weights beside them for nothing, unless x keeps them busy: eight of
 // its columns in all lanes take a shuffle, two are a load. So i8_turned has four vectors of 16 features in place of a lane for each sum:
@@ -16,14 +16,15 @@
 namespace quire::QUIRE_NS {
 
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are expanded
-constexpr int kFewRows = 6;            // whose sums with a block, and weights that are turned on their way, stay in registers
-constexpr int kPairRows = 12;          // whose sums with half of a block's features do
+constexpr int kFewRows = 6;            // rows whose sums with all of a block's features stay in registers
+constexpr int kPairRows = 12;          // rows whose sums with half of them do
+constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
 
-// Up to how many rows weights are multiplied as they come from memory. Of i4 in two goes: looking its codes up twice takes less than
-// keeping what they are. Of blocks fewer, or just one: six copies of what expands each of their types take minutes to build.
+// Up to how many rows weights are multiplied as they come from memory. Of blocks fewer, or just one: six copies of what expands each of
+// their types take minutes to build.
 constexpr int streamed_rows(Type type) {
-    return type == Type::i4 ? 10 : is_turned(type) ? 4 : !is_blocks(type) ? kFewRows : has_nibbles(type) ? 4 : 1;
+    return type == Type::i4 ? 5 : is_turned(type) ? 4 : !is_blocks(type) ? kFewRows : has_nibbles(type) ? 4 : 1;
 }
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
@@ -145,85 +146,12 @@ QUIRE_INLINE void store_sums(__m512 first, __m512 second, float* out) {
     else store_features(first, second, out);
 }
 
-// A block of weights on its way from memory times kRows rows of x, of which others may lie beside them -> sums[row][16].
-template <Type kType, bool kBytes, int kRows>
-inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const bf16* x, int64_t x_step, float* sums) {
-    __m512 acc[kRows][4];
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = _mm512_setzero_ps();  // unrolled, or GCC keeps them in memory
-    // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
-    // Where more is done with a line, it lags behind.
-    constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
-    constexpr bool kTurned = is_turned(kType);
-    typename ScalesOf<kType>::type scales;
-    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, x += x_step) {
-        scales.read(tile, t);
-        if constexpr (kTurned) {
-            for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; c++)
-                for (int pair = 0; pair < 2; pair++) {
-                    __m512i even, odd;
-                    load_pair<kType, kBytes>(tile, c, pair, even, odd);
-                    for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][2 * pair], acc[m][2 * pair + 1], even, odd, x + m * 32 + c * 8, pair);
-                }
-            continue;
-        }
-        constexpr bool kCodes = has_nibbles(kType);  // L1 has little room beside what they stand for
-        for (int64_t i = 0; i < tile_bytes; i += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(tile + (kCodes ? 2 : 1) * kBytesAhead + i), kCodes ? _MM_HINT_T1 : _MM_HINT_T0);
-        if constexpr (kCodes) {
-            __m512i eights[kRows];
-            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS {
-#pragma GCC unroll 8
-                for (int m = 0; m < kRows; m++) {
-                    if (j == 0) eights[m] = eight_of_x(x + m * 32 + c * 8);
-                    acc[m][j] = add_dot(acc[m][j], weights, eights[m]);
-                }
-            });
-        } else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
-            for (int m = 0; m < kRows; m++)
-                for (int c = 0; c < 4; c++) {
-                    const __m512i eight = eight_of_x(x + m * 32 + c * 8);
-                    acc[m][2 * pair] = add_dot(acc[m][2 * pair], even[c], eight);
-                    acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd[c], eight);
-                }
-        });
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; m++) store_sums<kType>(half_of<kType>(acc[m][0], acc[m][1]), half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
-}
-
-// Tiles of a block of weights, the first of them a superblock's first, turned: [tile][piece of 8 columns][feature % 4][64 bytes].
-template <Type kType>
-inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out) {
-    typename ScalesOf<kType>::type scales;
-    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
-        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T1);
-        scales.read(tile, t);
-        if constexpr (has_nibbles(kType))
-            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS { _mm512_store_si512(out + c * 256 + j * 64, weights); });
-        else for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
-            for (int c = 0; c < 4; c++) {
-                _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
-                _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
-            }
-        });
-    }
-}
-
-using TurnBlock = void (*)(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, uint8_t* out);
-
-// Memory to fetch into L2 while something else is multiplied: `step` bytes with every tile.
-struct Fetch {
-    const uint8_t* from;
-    int64_t step;
-};
-
 // Rows of x: elements from row to row, and from tile to tile.
 struct RowsOfX {
     const bf16* x;
     int64_t stride, step;
+
+    RowsOfX from(int64_t row) const { return {x + row * stride, stride, step}; }
 };
 
 // Of which every one is some registers' distance away: as many addresses as there are rows would not fit. `kGrouped`: none is far.
@@ -243,6 +171,86 @@ struct NearRows {
         return reinterpret_cast<const bf16*>((kGrouped ? first + row * 64 : from) + c * 16);
     }
     QUIRE_ALWAYS void skip(int64_t bytes) { first += bytes, fifth += bytes, ninth += bytes; }
+};
+
+// A block of weights on its way from memory times kRows rows of x -> sums[row][16]. `kTurns`: the weights, of four bits, are kept as
+// turn_block has them, and the rows may lie far apart.
+template <Type kType, bool kBytes, int kRows, bool kTurns = false>
+inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const RowsOfX& x, float* sums, uint8_t* turned = nullptr) {
+    __m512 acc[kRows][4];
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = _mm512_setzero_ps();  // unrolled, or GCC keeps them in memory
+    // The CPU fetches what is read straight through by itself, up to the end of a page: a few lines of the next one keep it going.
+    // Where more is done with a line, it lags behind.
+    constexpr int kStep = kType == Type::bf16_turned || kRows <= 2 ? 256 : 64, kAhead = kType == Type::bf16_turned ? 6144 : kRows <= 2 ? 3072 : 6656;
+    constexpr bool kTurned = is_turned(kType);
+    typename ScalesOf<kType>::type scales;
+    NearRows<kRows, !kTurns> rows(x);
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, rows.skip(2 * x.step)) {
+        scales.read(tile, t);
+        if constexpr (kTurned) {
+            for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++)
+                for (int pair = 0; pair < 2; pair++) {
+                    __m512i even, odd;
+                    load_pair<kType, kBytes>(tile, c, pair, even, odd);
+                    for (int m = 0; m < kRows; m++) add_pair<kType>(acc[m][2 * pair], acc[m][2 * pair + 1], even, odd, rows.at(m, c), pair);
+                }
+            continue;
+        }
+        constexpr bool kCodes = has_nibbles(kType);  // L1 has little room beside what they stand for
+        for (int64_t i = 0; i < tile_bytes; i += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(tile + (kCodes ? 2 : 1) * kBytesAhead + i), kCodes ? _MM_HINT_T1 : _MM_HINT_T0);
+        if constexpr (kCodes) {
+            __m512i eights[kRows];
+            for_features<kType>(tile, scales, [&](int c, int j, __m512i weights) QUIRE_ALWAYS {
+                if (kTurns) _mm512_store_si512(turned + t * 1024 + c * 256 + j * 64, weights);
+#pragma GCC unroll 8
+                for (int m = 0; m < kRows; m++) {
+                    if (j == 0) eights[m] = eight_of_x(rows.at(m, c));
+                    acc[m][j] = add_dot(acc[m][j], weights, eights[m]);
+                }
+            });
+        } else if constexpr (!kTurned) for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+            for (int m = 0; m < kRows; m++)
+                for (int c = 0; c < 4; c++) {
+                    const __m512i eight = eight_of_x(rows.at(m, c));
+                    acc[m][2 * pair] = add_dot(acc[m][2 * pair], even[c], eight);
+                    acc[m][2 * pair + 1] = add_dot(acc[m][2 * pair + 1], odd[c], eight);
+                }
+        });
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) store_sums<kType>(half_of<kType>(acc[m][0], acc[m][1]), half_of<kType>(acc[m][2], acc[m][3]), sums + m * 16);
+}
+
+// A block of weights, turned: [tile][piece of 8 columns][feature % 4][64 bytes]. No rows of x meet them meanwhile.
+template <Type kType>
+inline void turn_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const RowsOfX&, float*, uint8_t* out) {
+    typename ScalesOf<kType>::type scales;
+    for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, out += 1024) {
+        for (int64_t i = 0; i < tile_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(tile + kBytesAhead + i), _MM_HINT_T1);
+        scales.read(tile, t);
+        for_pairs<kType>(tile, scales, [&](auto pair, const __m512i (&even)[4], const __m512i (&odd)[4]) QUIRE_ALWAYS {
+            for (int c = 0; c < 4; c++) {
+                _mm512_store_si512(out + c * 256 + pair * 128, even[c]);
+                _mm512_store_si512(out + c * 256 + pair * 128 + 64, odd[c]);
+            }
+        });
+    }
+}
+
+// How blocks are turned, if they are, and how many rows of x they meet meanwhile.
+struct Turning {
+    void (*turn_block)(const uint8_t* tile, int64_t num_tiles, int64_t tile_bytes, const RowsOfX& x, float* sums, uint8_t* turned);
+    int64_t rows;
+};
+
+// Memory to fetch into L2 while something else is multiplied: `step` bytes with every tile.
+struct Fetch {
+    const uint8_t* from;
+    int64_t step;
 };
 
 // A turned block times kRows rows of x -> sums[row][16]: half of the features after the other or, of a few rows, all at once.
@@ -279,12 +287,12 @@ inline void multiply_turned(const uint8_t* block, int64_t num_tiles, const RowsO
     }
 }
 
-// Of so many rows the index-th group: of at most `most`, all about as large, as the sums of one or two rows wait for each other.
+// Of so many rows the index-th group: of at most kPairRows, all about as large, as the sums of one or two rows wait for each other.
 struct RowGroup {
     int64_t first, count;
 
-    RowGroup(int64_t num_rows, int64_t index, int64_t most = kPairRows) {
-        const int64_t groups = divide_up(num_rows, most), more = num_rows % groups;  // so many have a row more
+    RowGroup(int64_t num_rows, int64_t index) {
+        const int64_t groups = divide_up(num_rows, kPairRows), more = num_rows % groups;  // so many have a row more
         first = num_rows / groups * index + (index < more ? index : more);
         count = num_rows / groups + (index < more);
     }
@@ -346,20 +354,16 @@ struct DotBlocks {
 
 template <Type kType, bool kBytes>
 inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& context) {
-    constexpr int kMost = streamed_rows(kType) < kFewRows ? streamed_rows(kType) : kFewRows;  // at a time
+    static_assert(streamed_rows(kType) <= kPairRows, "they lie in one group");
     const LinearArgs& a = blocks.a;
     const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int) {
         alignas(64) float sums[2][streamed_rows(kType) * 16];
         for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
             for (int part = 0; part < blocks.parts; part++)
-                for (int64_t i = 0; i < divide_up(a.num_rows, kMost); i++) {
-                    const RowGroup some(a.num_rows, i, kMost);
-                    with_rows<kMost>(some.count, [&](auto count) {
-                        stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(),
-                                                   rows.x + some.first * 32, a.num_rows * 32, sums[part] + some.first * 16);
-                    });
-                }
+                with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
+                    stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums[part]);
+                });
             blocks.finish(block, 1, sums[0], sums[1], 0, a.num_rows);
         }
     });
@@ -379,9 +383,9 @@ inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, i
 }
 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
-// range or, where all rows are there at once, one for all; null: they lie so, as kType. The weights that come next are fetched meanwhile.
+// range or, where all rows are there at once, one for all; without turn_block they lie so, as kType. The weights that come next are fetched meanwhile.
 template <Type kType, bool kBytes>
-inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, TurnBlock turn_block, uint8_t* turned) {
+inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockRange range, Turning turning, uint8_t* turned) {
     const LinearArgs& a = blocks.a;
     const int64_t tiles = a.weight.num_tiles();
     const int64_t passes = 2 * divide_up(rows.in_panel(0), kPairRows);
@@ -393,19 +397,24 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
             for (int part = 0; part < blocks.parts; part++) {
                 const int64_t item = (block - range.begin) * blocks.parts + part;
                 const uint8_t* weights = blocks.weights(block, part);
-                if (turn_block) {
+                int64_t done = 0;  // of the first group's rows
+                if (turning.turn_block) {
                     uint8_t* place = turned + (a.num_rows > rows.panel ? item : 0) * tiles * 1024;
-                    if (first == 0) turn_block(weights, tiles, a.weight.tile_bytes(), place);
+                    if (first == 0) {
+                        turning.turn_block(weights, tiles, a.weight.tile_bytes(), rows.group(0, RowGroup(count, 0).count), sums[part], place);
+                        done = turning.rows;
+                    }
                     weights = place;
                 }
                 const uint8_t* ahead = weights_ahead(blocks, range, item + 1);
                 int64_t fetched = first == 0 ? 0 : blocks.bytes;
-                for (int64_t i = 0; i < divide_up(count, kPairRows); i++) {
+                for (int64_t i = 0; i < divide_up(count, kPairRows); i++, done = 0) {
                     const RowGroup group(count, i);
                     const Fetch fetch{ahead + fetched, fetched < blocks.bytes ? step : 0};
                     fetched += 2 * tiles * fetch.step;
-                    with_rows<kPairRows>(group.count, [&](auto n) {
-                        multiply_turned<kType, kBytes, n>(weights, tiles, rows.group(first + group.first, n), fetch, sums[part] + group.first * 16);
+                    const RowsOfX x = rows.group(first + group.first, group.count).from(done);
+                    with_rows<kPairRows>(group.count - done, [&](auto n) {
+                        multiply_turned<kType, kBytes, n>(weights, tiles, x, fetch, sums[part] + (group.first + done) * 16);
                     });
                 }
             }
@@ -429,13 +438,15 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
         group = group < 1 ? 1 : group > kMostBlocks ? kMostBlocks : group;
         places = group * blocks.parts;
     }
-    TurnBlock turn = nullptr;
-    if constexpr (!kTurned) turn = turn_block<kType>;
+    Turning turning{};
+    static_assert(!has_nibbles(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
+    if constexpr (has_nibbles(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
+    else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
     const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
     context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
         const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
-        uint8_t* turned = turn ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
-        multiply(blocks, rows, {begin, end, begin + threads * group}, turn, turned);
+        uint8_t* turned = turning.turn_block ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
+        multiply(blocks, rows, {begin, end, begin + threads * group}, turning, turned);
     });
 }
 
