@@ -362,8 +362,8 @@ class KVManager:
             owners.update(held)
             for block in held[max(num_known - first, 0) :]:
                 assert not group.pool.is_registered(block), f"block {block} {where} is findable before it was computed"
-        counts = [owners[block] for block in range(group.pool.num_blocks)]
-        assert counts == group.pool.ref_counts, "reference counts are not the numbers of owners"
+        counts = {block: count for block, count in enumerate(group.pool.ref_counts) if count}
+        assert owners == counts, "reference counts are not the numbers of owners"
 
     def _check_table(self, table: BlockTable) -> None:
         where, size, parent = f"sequence {table.sequence_id}", self.block_size, table.root

@@ -141,14 +141,14 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free list, counts and hashes agree. O(num_blocks)."""
-        unowned = [block for block, count in enumerate(self.ref_counts) if count == 0]
-        assert sorted(self._free) == unowned, "the free blocks are not those without an owner"
+        owned = [block for block, count in enumerate(self.ref_counts) if count]
+        assert sorted([*self._free, *owned]) == [*range(self.num_blocks)], "a block is free and owned, or neither"
         assert min(self.ref_counts) >= 0, "a block was released too often"
-        assert self.num_shared == sum(count > 1 for count in self.ref_counts), "shared blocks are miscounted"
-        hashed = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert hashed == self._block_of, "blocks and hashes disagree"
-        pairs = zip(self.ref_counts, self._hashes, strict=True)
-        states = bytes(_OWNED if count else _FREE if known is None else _CACHED for count, known in pairs)
+        assert self.num_shared == len(owned) - self.ref_counts.count(1), "shared blocks are miscounted"
+        assert {h: b for b, h in enumerate(self._hashes) if h is not None} == self._block_of, "hashes and blocks differ"
+        states = bytearray(self.num_blocks)
+        for block in (*self._block_of.values(), *owned):
+            states[block] = _OWNED if self.ref_counts[block] else _CACHED
         assert states == self._states, "the states of blocks are not what their counts and hashes say"
 
     def _evict(self, block: int, block_hash: bytes) -> None:

@@ -285,8 +285,8 @@ class SwapSpace:
             owners = Counter(block for block_ids in held for block in block_ids[number])
             if self.disk is not None:
                 owners.update(self.disk.owned(number))
-            counts = [owners[block] for block in range(pool.num_blocks)]
-            assert counts == pool.ref_counts, "host blocks are owned by nobody, or freed twice"
+            counts = {block: count for block, count in enumerate(pool.ref_counts) if count}
+            assert owners == counts, "host blocks are owned by nobody, or freed twice"
 
     def _lookup(self, number: int, on_disk: bool) -> Callable[[bytes], bool]:
         """Whether a group's block of a name is anywhere."""

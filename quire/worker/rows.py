@@ -193,9 +193,9 @@ class RowTable:
         for row in self.rows.values():
             end = row.tokens.num + row.tokens.num_drafts
             assert not self.token_ids[row.index, end:].any(), f"row {row.index} has tokens beyond its end"
+        is_filled = np.any(self.token_ids, axis=1) | np.any(self.block_tables, axis=(0, 2))
         for index in self._free:
-            assert not self.token_ids[index].any(), f"free row {index} keeps tokens"
-            assert not self.block_tables[:, index].any(), f"free row {index} keeps blocks"
+            assert not is_filled[index], f"free row {index} keeps tokens or blocks"
         if live_sequence_ids is not None:
             held, live = set(self.rows), set(live_sequence_ids)
             assert held == live, f"rows without a sequence: {sorted(held - live)}; without a row: {sorted(live - held)}"
