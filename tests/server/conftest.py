@@ -17,7 +17,9 @@ _shared: dict[tuple[str, ...], RunningServer] = {}  # by its flags
 
 
 @pytest.fixture(scope="session")
-def server_of(tmp_path_factory: pytest.TempPathFactory, _no_cache_of_the_users: None) -> Callable[..., RunningServer]:
+def server_of(
+    tmp_path_factory: pytest.TempPathFactory, _no_cache_of_the_users: None
+) -> Iterator[Callable[..., RunningServer]]:
     """The server with the given flags: started once, shared by all tests here, and checked when it is stopped.
 
     A test leaves it as it found it: running, and idle before long.
@@ -28,16 +30,21 @@ def server_of(tmp_path_factory: pytest.TempPathFactory, _no_cache_of_the_users: 
             _shared[flags] = RunningServer(tmp_path_factory.mktemp("server") / "log", *flags)
         return _shared[flags]
 
-    return get
+    yield get
+    _stop_shared()  # of a run that was cut short
 
 
 @pytest.hookimpl(trylast=True)  # what tests made of them is gone then
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Shared servers end with the last test here: idle, each takes a hundredth of a core from all others."""
     if nextitem is None or not nextitem.path.is_relative_to(_HERE):
-        servers = [*_shared.values()]
-        _shared.clear()
-        _stop_all(servers)
+        _stop_shared()
+
+
+def _stop_shared() -> None:
+    servers = [*_shared.values()]
+    _shared.clear()
+    _stop_all(servers)
 
 
 @pytest.fixture(scope="module")
