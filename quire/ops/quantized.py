@@ -41,14 +41,12 @@ def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes in -8..7, int8 [N, K] -> uint8 [N, 32 for each 64 columns]: the first 32 in the low halves, plus 8."""
-    padded = F.pad(codes + 8, (0, -codes.shape[1] % (2 * GROUP)), value=8).to(torch.uint8)
-    low, high = padded.unflatten(1, (-1, 2, GROUP)).unbind(2)
-    return (low | high << 4).flatten(1)
+    """Codes in -8..7, int8 [N, K] -> uint8 [N, 32 for each 64 columns], plus 8: of two the first in the low half."""
+    padded = F.pad(codes + 8, (0, -codes.shape[1] % (2 * GROUP))).view(torch.uint8)
+    return padded[:, ::2] | padded[:, 1::2] << 4
 
 
 def expand_int4(packed: Tensor, scales: Tensor, num_columns: int) -> Tensor:
     """The weights of `pack_int4`'s codes: [N, ...], [N, groups] -> float32 [N, num_columns]."""
-    halves = packed.unflatten(1, (-1, 1, GROUP))
-    codes = torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)[:, :num_columns].float() - 8.0
+    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :num_columns].float() - 8.0
     return codes * scales.repeat_interleave(GROUP, dim=1)[:, :num_columns]

@@ -16,7 +16,7 @@ from quire.ops.experts import Experts
 from quire.ops.experts import mix as reference
 from quire.ops.triton.common import launch, narrow
 from quire.ops.triton.linear import NEIGHBOURS, finish, multiply, place
-from quire.ops.triton.quantized import multiply_packed
+from quire.ops.triton.quantized import CODES, group_of
 from quire.ops.triton.tiles import choose, processors
 
 _COLUMNS = 1024  # of a program that adds up answers
@@ -55,6 +55,7 @@ def _products(
     x,
     weights,
     scales,
+    zeros,
     order,
     starts,
     first_tiles,
@@ -68,7 +69,8 @@ def _products(
     COUNT: tl.constexpr,
     EXPERTS: tl.constexpr,
     TYPE: tl.constexpr,
-    PACKED: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,13 +94,11 @@ def _products(
     a = x + (rows // SHARED).to(tl.int64)[:, None] * size
     weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(TYPE)), 16)  # type: ignore[arg-type]
     b = weight + columns.to(tl.int64) * weight_stride
-    if PACKED:
-        groups = tl.load(scales + expert).to(tl.pointer_type(tl.float32)) + columns.to(tl.int64) * num_groups
-        sums = multiply_packed(a, mask[:, None], b, groups, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-    else:
-        sums = multiply(a, mask[:, None], b[None, :], size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-        if scales is not None:
-            sums = finish(sums, tl.load(scales + expert).to(tl.pointer_type(tl.float32)), None, columns)
+    s = tl.load(scales + expert).to(tl.pointer_type(tl.float32)) if scales is not None else None
+    z = tl.load(zeros + expert).to(tl.pointer_type(tl.int8)) if zeros is not None else None
+    g = columns.to(tl.int64) * num_groups
+    sums = multiply(a, mask[:, None], b, s, z, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP)
+    sums = finish(sums, None if GROUP else s, None, columns)
     places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     tl.store(places, narrow(sums, out.dtype.element_ty), mask[:, None] & here[None, :])
 
@@ -152,29 +152,30 @@ def _multiply(
 ) -> Tensor:
     """Products of sorted rows, each with the matrix of its expert; `name` of the product, for its addresses."""
     order, starts, shared = rows
-    quantized = "codes" in matrices[0]
-    weight = matrices[0]["codes" if quantized else "weight"]
-    packed = weight.dtype == torch.uint8
+    told = {tensor: _addresses(experts, name, matrices, tensor) for tensor in matrices[0]}
+    weight, scales, zeros = (matrices[0].get(tensor) for tensor in ("codes", "scales", "zeros"))
+    weight = matrices[0]["weight"] if weight is None else weight
     num_columns, size = weight.shape[0], x.shape[1]
+    group = group_of(weight, scales, zeros, size)
     out = torch.empty(len(order), num_columns, dtype=x.dtype, device=x.device)
     used = min(experts.count, len(order))
-    bits = 4 if packed else weight.itemsize * 8
+    bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
     share = triton.cdiv(len(order), experts.count)  # of an expert, if all get as many
-    tiles = choose(processors(x.device), share, num_columns * max(used, 1), x.itemsize * 8, bits)
+    tiles = choose(processors(x.device), share, num_columns * max(used, 1), x.itemsize * 8, bits, group > 0)
     ends = ((starts.diff() + tiles.block_m - 1) // tiles.block_m).cumsum(0, dtype=torch.int32)
     first_tiles = torch.cat((ends.new_zeros(1), ends))
     tall = min(len(order), triton.cdiv(len(order), tiles.block_m) + used)
     launch(
         *(_products, (tall * triton.cdiv(num_columns, tiles.block_n),)),
-        *(x, _addresses(experts, name, matrices, "codes" if quantized else "weight")),
-        _addresses(experts, name, matrices, "scales") if quantized else None,
+        *(x, told.get("weight", told.get("codes")), told.get("scales"), told.get("zeros")),
         *(order, starts, first_tiles, out, tall, num_columns, size, weight.stride(0)),
-        matrices[0]["scales"].shape[1] if packed else 0,
+        0 if scales is None else scales.shape[1],
         SHARED=shared,
         COUNT=experts.count,
         EXPERTS=triton.next_power_of_2(experts.count),
-        TYPE=TYPES[weight.dtype],
-        PACKED=packed,
+        TYPE=tl.uint8 if group else TYPES[weight.dtype],
+        CODES=CODES.get(weight.dtype),
+        GROUP=group,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,

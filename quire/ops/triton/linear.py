@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.triton.common import dot, launch, narrow, widen
-from quire.ops.triton.quantized import multiply_packed
+from quire.ops.triton.quantized import CODES, expand, group_of
 from quire.ops.triton.tiles import choose, processors
 
 NEIGHBOURS = 8  # tiles of rows that are taken together, for each tile of columns
@@ -23,20 +23,39 @@ NEIGHBOURS = 8  # tiles of rows that are taken together, for each tile of column
 
 @triton.jit
 def multiply(
-    x, mask, weight, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr
+    x,
+    mask,
+    weight,
+    scales,
+    zeros,
+    groups,
+    size,
+    num_groups,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] of the rows that begin at `x` [BLOCK_M, 1] and `weight` [1, BLOCK_N]: fp32, of int8 int32."""
-    integers: tl.constexpr = x.dtype.element_ty == tl.int8
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if integers else tl.float32)
+    """[BLOCK_M, BLOCK_N] of the rows that begin at `x` [BLOCK_M, 1] and `weight` [BLOCK_N]: fp32, of int8 int32.
+
+    With a GROUP `weight` are codes: `quire.ops.triton.quantized.expand`.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if dtype == tl.int8 else tl.float32)
     for start in range(0, size, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        if EVEN:
-            a = tl.load(x + k[None, :], mask, other=0.0)
-            b = tl.load(weight + k[:, None])
+        a = tl.load(x + k[None, :], mask if EVEN else mask & (k < size)[None, :], other=0.0)
+        if GROUP:
+            b = expand(
+                weight, scales, zeros, groups, start, size, num_groups, dtype, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP
+            )
+        elif EVEN:
+            b = tl.load(weight[None, :] + k[:, None])
         else:
-            a = tl.load(x + k[None, :], mask & (k < size)[None, :], other=0.0)
-            b = tl.load(weight + k[:, None], (k < size)[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, out_dtype=tl.int32) if integers else dot(a, widen(b, a.dtype), sums)
+            b = tl.load(weight[None, :] + k[:, None], (k < size)[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, out_dtype=tl.int32) if dtype == tl.int8 else dot(a, widen(b, dtype), sums)
     return sums
 
 
@@ -79,6 +98,7 @@ def _linear(
     x,
     weight,
     scales,
+    zeros,
     bias,
     out,
     num_rows,
@@ -91,7 +111,8 @@ def _linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    PACKED: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
     DESCRIBED: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ):
@@ -108,12 +129,11 @@ def _linear(
         else:
             a = x + rows.to(tl.int64)[:, None] * x_stride
             b = weight + columns.to(tl.int64) * weight_stride
-            if PACKED:
-                groups = scales + columns.to(tl.int64) * num_groups
-                sums = multiply_packed(a, mask, b, groups, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-            else:
-                sums = multiply(a, mask, b[None, :], size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)
-        sums = finish(sums, None if PACKED else scales, bias, columns)
+            g = columns.to(tl.int64) * num_groups
+            sums = multiply(
+                a, mask, b, scales, zeros, g, size, num_groups, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, CODES, GROUP
+            )
+        sums = finish(sums, None if GROUP else scales, bias, columns)
         places = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(places, narrow(sums, out.dtype.element_ty), mask & here[None, :])
 
@@ -124,30 +144,32 @@ def quantized_linear(
     scales: Tensor | None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor:
-    """As `quire.ops.quantized_linear`; without scales the weights are of the type of `x`."""
+    """As `quire.ops.quantized_linear`, with zeros `grouped_linear`; without scales weights are of the type of `x`."""
     num_rows, size = x.shape
-    num_columns, packed = weight.shape[0], weight.dtype == torch.uint8
+    num_columns, group = weight.shape[0], group_of(weight, scales, zeros, size)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(num_rows, num_columns, dtype=out_dtype or x.dtype, device=x.device)
     if not out.numel():
         return out
-    bits = 4 if packed else weight.itemsize * 8
-    tiles = choose(processors(x.device), num_rows, num_columns, x.itemsize * 8, bits)
+    bits = 4 if weight.dtype == torch.uint8 else weight.itemsize * 8
+    tiles = choose(processors(x.device), num_rows, num_columns, x.itemsize * 8, bits, group > 0)
     described = tiles.described and scales is None and all(map(_is_even, (x, weight)))
-    inputs: list[Any] = [x, weight]
+    inputs: list[Any] = [x, weight.view(torch.uint8) if group else weight]
     if described:
         sizes = ([tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k])
         inputs = [TensorDescriptor.from_tensor(*each) for each in zip(inputs, sizes, strict=True)]
     launch(
         *(_linear, (tiles.num_programs,)),
-        *(*inputs, scales, bias, out, num_rows, num_columns, size, x.stride(0), weight.stride(0)),
-        scales.shape[1] if packed and scales is not None else 0,
+        *(*inputs, scales, zeros, bias, out, num_rows, num_columns, size, x.stride(0), weight.stride(0)),
+        0 if scales is None else scales.shape[1],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         EVEN=size % tiles.block_k == 0,
-        PACKED=packed,
+        CODES=CODES.get(weight.dtype),
+        GROUP=group,
         DESCRIBED=described,
         NEIGHBOURS=NEIGHBOURS,
         num_warps=tiles.num_warps,
@@ -170,6 +192,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     """As `quire.ops.integer_linear`."""
     return quantized_linear(x, weight, None, None, torch.float32)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """As `quire.ops.grouped_linear`."""
+    return quantized_linear(x, weight, scales, bias, out_dtype, zeros)
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

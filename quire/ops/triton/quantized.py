@@ -1,61 +1,74 @@
-"""Products with weights of four bits: the inner loop of `quire.ops.triton.linear` for them.
+"""Weights of few bits that share scales by groups of columns: a tile of them as `quire.ops.triton.linear` takes it.
 
-Two codes share a byte as `quire.ops.quantized` packs them: 32 columns in the low halves of 32 bytes, the next 32 in the
-high ones, each 32 with a scale of their own. Each such half is a product by itself, in ascending order.
+Codes are expanded in registers, in float32, and rounded once. They are multiplied as weights of that type would be, in
+the same order, so that results are those of the expanded matrix.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quire.ops.triton.common import dot, narrow
+from quire.ops.grouped import group_size
+from quire.ops.triton.common import narrow
 
-GROUP = tl.constexpr(32)
 BF16 = tl.constexpr(tl.bfloat16)
+CODES = {torch.uint8: "uint4", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
+
+
+def group_of(weight: Tensor, scales: Tensor | None, zeros: Tensor | None, num_columns: int) -> int:
+    """Columns that share a scale; 0 where weights are multiplied as they are."""
+    if scales is None or (zeros is None and weight.dtype != torch.uint8):
+        return 0
+    return group_size(scales, num_columns)
 
 
 @triton.jit
-def _widened(codes, scales, dtype: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
-    """Codes [BLOCK_N, groups, GROUP], 8 more than they mean, times their scales, in bf16 -> [HALF, BLOCK_N]."""
-    # The bits of 2^23 + code: a conversion of integers takes several times as long.
-    numbers = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-    dense = narrow(numbers * scales, BF16)
-    return tl.trans(tl.reshape(dense, (BLOCK_N, HALF))).to(dtype)
+def _numbers(codes, zeros, CODES: tl.constexpr):
+    """What bytes mean before they are scaled: their bits put right, which is quicker than conversions."""
+    bits = codes.to(tl.int32)
+    if CODES == "float8":  # exponents of float32 begin 120 lower
+        return ((bits & 128) << 24 | (bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif CODES == "int8":  # 2^23 + 128 + code
+        return (bits ^ 0x4B000080).to(tl.float32, bitcast=True) - (8388736.0 + zeros)
+    else:
+        return (bits ^ 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zeros)
 
 
 @triton.jit
-def multiply_packed(
-    x,
-    mask,
+def expand(
     weight,
     scales,
+    zeros,
+    groups,
+    start,
     size,
     num_groups,
-    BLOCK_M: tl.constexpr,
+    dtype: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] in fp32, of the rows that begin at `x` [BLOCK_M, 1], `weight` and `scales` [BLOCK_N]."""
-    HALF: tl.constexpr = BLOCK_K // 2
-    PAIRS: tl.constexpr = BLOCK_K // (2 * GROUP)
-    within = tl.arange(0, HALF)
-    low = within // GROUP * (2 * GROUP) + within % GROUP  # columns of the low halves
-    pairs = tl.arange(0, PAIRS)[None, :, None]
-    bytes_of = tl.arange(0, GROUP)[None, None, :]
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, size, BLOCK_K):
-        k = start + low
-        pair = start // (2 * GROUP) + pairs
-        there = pair * 2 * GROUP < size
-        codes = tl.load(weight[:, None, None] + pair * GROUP + bytes_of, there, other=0)
-        first = tl.load(scales[:, None, None] + pair * 2, there, other=0.0)
-        second = tl.load(scales[:, None, None] + pair * 2 + 1, pair * 2 + 1 < num_groups, other=0.0)
-        if EVEN:
-            a = tl.load(x + k[None, :], mask, other=0.0)
-            b = tl.load(x + k[None, :] + GROUP, mask, other=0.0)
-        else:
-            a = tl.load(x + k[None, :], mask & (k < size)[None, :], other=0.0)
-            b = tl.load(x + k[None, :] + GROUP, mask & (k + GROUP < size)[None, :], other=0.0)
-        sums = dot(a, _widened(codes & 15, first, x.dtype.element_ty, BLOCK_N, HALF), sums)
-        sums = dot(b, _widened(codes >> 4, second, x.dtype.element_ty, BLOCK_N, HALF), sums)
-    return sums
+    """Columns from `start` on of the rows that begin at `weight` [BLOCK_N], in bytes: [BLOCK_K, BLOCK_N] in `dtype`.
+
+    groups: where in `scales` and `zeros` those of a row begin [BLOCK_N]. Without zeros all of them are 8, and weights
+        are rounded to bf16 whatever `dtype` is.
+    """
+    SPAN: tl.constexpr = min(GROUP, BLOCK_K)
+    EACH: tl.constexpr = 1 + (CODES == "uint4")  # codes of a byte
+    group = (start // GROUP + tl.arange(0, BLOCK_K // SPAN))[None, :]
+    byte = (start // EACH + tl.arange(0, BLOCK_K // EACH))[None, :]
+    codes = tl.load(weight[:, None] + byte) if EVEN else tl.load(weight[:, None] + byte, byte * EACH < size, other=0)
+    scale = tl.load(scales + groups[:, None] + group, group < num_groups, other=0.0)
+    if zeros is None:
+        zero = tl.full((1, 1), 8.0, tl.float32)
+    else:
+        zero = tl.load(zeros + groups[:, None] + group, group < num_groups, other=0).to(tl.float32)
+    if CODES == "uint4":
+        codes = tl.interleave(codes & 15, codes >> 4)
+    codes = tl.reshape(codes, (BLOCK_N, BLOCK_K // SPAN, SPAN))
+    values = _numbers(codes, zero[:, :, None], CODES) * scale[:, :, None]
+    rounded = narrow(values, BF16 if zeros is None else dtype)
+    return tl.trans(tl.reshape(rounded, (BLOCK_N, BLOCK_K))).to(dtype)

@@ -57,14 +57,16 @@ def processors(device: torch.device) -> Processors:
 
 
 @cache
-def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weight_bits: int) -> Tiles:
-    """The tiles of [num_rows, K] x [num_columns, K] of so many bits a feature.
+def choose(
+    where: Processors, num_rows: int, num_columns: int, x_bits: int, weight_bits: int, grouped: bool = False
+) -> Tiles:
+    """The tiles of [num_rows, K] x [num_columns, K] of so many bits a feature; `grouped`: scaled as they are widened.
 
     At most 64 rows are bound by the time that the weights take to come: narrow tiles, so that every processor loads,
     with many bytes under way. More are bound by the products: tiles as large as registers hold.
     """
     few = num_rows <= 64
-    block_m, block_n, num_tiles = _size(where, num_rows, num_columns, x_bits)
+    block_m, block_n, num_tiles = _size(where, num_rows, num_columns, x_bits, grouped)
     block_k = 128 if few or weight_bits < 16 or where.capability == INTERPRETER else 64
     block_k = block_k // 2 if x_bits == 32 and where.capability > INTERPRETER else block_k
     stage = block_k * (block_m * x_bits + block_n * weight_bits) // 8
@@ -81,13 +83,18 @@ def choose(where: Processors, num_rows: int, num_columns: int, x_bits: int, weig
     return Tiles(block_m, block_n, block_k, num_warps, num_stages, num_programs, described)
 
 
-def _size(where: Processors, num_rows: int, num_columns: int, x_bits: int) -> tuple[int, int, int]:
+def _size(where: Processors, num_rows: int, num_columns: int, x_bits: int, grouped: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile, and how many tiles there are."""
     least = LEAST_ROWS.get(where.capability[0], 16)
     rows = max(least, min(triton.next_power_of_2(num_rows), 128))
-    # Only Hopper's instructions have the sums of the largest in registers without spilling them; fp32 has none at all.
+    # Only Hopper's instructions have the sums of the largest in registers without spilling them, or what becomes of a
+    # tile of codes; fp32 has none at all.
     columns = 64 if x_bits == 32 else 32 if num_rows <= 16 else 64 if num_rows <= 64 else 256
-    columns = 128 if where.capability == INTERPRETER else min(columns, 256 if where.capability[0] == 9 else 128)
+    columns = (
+        128
+        if where.capability == INTERPRETER
+        else min(columns, 256 if where.capability[0] == 9 and not grouped else 128)
+    )
     made: tuple[int, int, int] = (0, 0, 0)
     for block_m, block_n in _SIZES:
         block_m = max(least, min(block_m, 64 if x_bits == 32 else block_m) if rows >= 64 else rows)

@@ -42,7 +42,16 @@ OF_STEPS = {"embedding"}  # given ids, see below
 OF_RANKS = {"gather", "gather_rows", "own_rows", "reduce"}  # tests/unit/distributed
 OF_ADAPTERS = {"lora", "lora_rows"}  # test_native_lora.py
 # Natively `prepare` and `attend` (tests/unit/attention), `linear` of packed weights, and torch (tests/unit/layers).
-NOT_RECORDED = {"paged_attention", "quantized_linear", "integer_linear", "rotary", "write_kv", "route", "mix"}
+NOT_RECORDED = {
+    "paged_attention",
+    "quantized_linear",
+    "grouped_linear",
+    "integer_linear",
+    "rotary",
+    "write_kv",
+    "route",
+    "mix",
+}
 
 
 def test_every_operation_has_shapes() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.grouped import expand
 from quire.ops.quantized import pack_int4
 from quire.quantization.weight_only import quantize_fp8, quantize_int4, quantize_int8
 
@@ -61,6 +62,46 @@ def test_quantized(installed: str, kind: str, dtype: torch.dtype, num_columns: i
         part = ops.quantized_linear(x[130 - num_rows :], weight, scales, bias)
         assert torch.equal(part, whole[130 - num_rows :]), num_rows
     assert ops.quantized_linear(x[:2], weight, scales, None, torch.float32).dtype == torch.float32
+
+
+def grouped(kind: str, num_columns: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros, of all values that there can be."""
+    generator = torch.Generator().manual_seed(size)
+    group = int(kind[3:])
+    shape = (num_columns, -(-size // group))
+    scales = torch.randn(shape, generator=generator) * 0.01
+    codes = torch.randint(256, (num_columns, size), generator=generator).to(torch.uint8)
+    zeros = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    if kind.startswith("U4"):
+        return pack_int4((codes & 15).to(torch.int8) - 8), scales, zeros & 15
+    if kind.startswith("U8"):
+        return codes.view(torch.int8), scales, zeros
+    return codes.where(codes & 127 != 127, 0).view(torch.float8_e4m3fn), scales, torch.zeros_like(zeros)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["U4_32", "U4_128", "U8_32", "U8_128", "F8_128"])
+@pytest.mark.parametrize(("num_columns", "size"), [(33, 32), (7, 96), (1, 160), (70, 256), (200, 288), (16, 544)])
+def test_grouped(installed: str, kind: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
+    """Products with a checkpoint's own codes are, to the last bit, those with what they stand for."""
+    parts = [part.to(installed) for part in grouped(kind, num_columns, size)]
+    x, bias = draw(200, size, dtype=dtype).to(installed), draw(num_columns, dtype=dtype, seed=2).to(installed)
+    dense = expand(*parts, size).to(dtype)
+    whole = ops.grouped_linear(x, *parts, bias, None)
+    assert torch.equal(whole, ops.linear(x, dense, bias))
+    assert_near(whole, ops.grouped_linear.reference(x, *parts, bias, None), dtype)
+    for num_rows in (1, 3, 16, 17, 65):
+        assert torch.equal(ops.grouped_linear(x[200 - num_rows :], *parts, bias, None), whole[200 - num_rows :])
+    wide = ops.grouped_linear(x[:3], *parts, None, torch.float32)
+    assert torch.equal(wide, ops.linear(x[:3], dense, None, torch.float32))
+
+
+def test_four_bits_made_here_are_multiplied_like_numbers(installed: str) -> None:
+    x, (codes, scales) = draw(20, 200, dtype=torch.bfloat16).to(installed), quantized("int4", draw(33, 200, seed=1))
+    dense = expand(codes, scales, torch.full_like(scales, 8, dtype=torch.int8), 200).to(torch.bfloat16)
+    found = ops.quantized_linear(x, codes.to(installed), scales.to(installed))
+    assert torch.equal(found, ops.linear(x, dense.to(installed)))
 
 
 def test_integers(installed: str) -> None:
