@@ -78,15 +78,15 @@ class MixtureOfExperts(nn.Module):
         inputs = [x, self.gate(x, step)]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             inputs += [self.shared_expert(x, step), self.shared_expert_gate(x, step)]
-        runs = {i: ops.on_rows(run, x) for i, run in self._all.runs.items()}
-        experts = replace(self._all, runs=runs)
+        experts = replace(self._all, runs={i: ops.on_rows(run, x) for i, run in self._all.runs.items()})
         return ops.host(_Mixture(self.routing, experts), inputs, self.gate.shape.in_features)
 
 
 def _weights(experts: Sequence[GatedMLP]) -> tuple[list[Mapping[str, Tensor]], list[Mapping[str, Tensor]]] | None:
     """Of all experts those of the first product, and of the second; None where these can't be multiplied together."""
     pairs = [(expert.gate_up_proj, expert.down_proj) for expert in experts]
-    if all(layer.shard is None and not layer.shape.bias and layer.method.groups for pair in pairs for layer in pair):
+    alike = len({(first.method, second.method) for first, second in pairs}) == 1
+    if alike and not any(x.shard or x.shape.bias or not x.method.groups for pair in pairs for x in pair):
         return [first.weights for first, _ in pairs], [second.weights for _, second in pairs]
     return None
 

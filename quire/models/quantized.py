@@ -84,8 +84,7 @@ def find_matrices(source: TensorSource, stated: Mapping[str, Any]) -> dict[str, 
     states = {spec.name: tensor.clone() for spec, tensor in source.stream(others)} if texts else {}
     found: dict[str, QuantizedMatrix] = {}
     for module, parts in modules.items():
-        matrix = read(_Module(module, parts, stated, states))
-        if matrix is not None:
+        if (matrix := read(_Module(module, parts, stated, states))) is not None:
             found[f"{module}.weight"] = matrix
     return found
 
@@ -144,9 +143,9 @@ class QuantizedSource:
                 parts = matrices[name].parts.values()
                 size = sum(part.num_bytes for part in parts)
                 self.specs.append(TensorSpec(name, spec.dtype, matrices[name].shape, size, spec.file))
-        dense = [name for name, matrix in matrices.items() if matrix.type is None]
+        dense = [name for name in matrices if form.canonical(name) in slots and not self._kept(name)]
         if dense:
-            logger.info("%d matrices have no form in blocks and are dequantized (%s, ...)", len(dense), dense[0])
+            logger.info("%d matrices can't be kept in blocks here and are dequantized (%s, ...)", len(dense), dense[0])
 
     def stream(self, skip: Collection[str]) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Each tensor but those named in `skip`; a matrix when the last of its own tensors has been read."""
@@ -159,8 +158,7 @@ class QuantizedSource:
                 if not self._is_empty_bias(spec.name, tensor):
                     yield spec, tensor
                 continue
-            matrix, held = self._matrices[name], waiting.setdefault(name, {})
-            part = split_name(spec.name)[1]
+            matrix, held, part = self._matrices[name], waiting.setdefault(name, {}), split_name(spec.name)[1]
             if len(held) + 1 < len(matrix.parts):
                 held[part] = tensor.clone()
                 continue
@@ -171,21 +169,24 @@ class QuantizedSource:
         owned = name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in self._matrices
         return owned and self._form.canonical(name) not in self._slots and not tensor.any()
 
-    def _made(self, name: str, matrix: QuantizedMatrix, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _kept(self, name: str) -> str | None:
+        """The type of blocks in which the model takes a matrix; None where it takes numbers."""
         slot = self._slots.get(self._form.canonical(name))
+        return self._matrices[name].type if slot is not None and slot.form.dtypes == (torch.uint8,) else None
+
+    def _made(self, name: str, matrix: QuantizedMatrix, tensors: Mapping[str, Tensor]) -> Tensor:
+        kind = self._kept(name)
         try:
             numbers = matrix.read(tensors)
-            if slot is None or slot.form.dtypes != (torch.uint8,) or matrix.type is None:
+            if kind is None:
                 made = numbers.dense(self._dtype)
-            elif matrix.type == "W8A8":
+            elif kind == "W8A8":
                 made = numbers.whole_rows()
             else:
-                made = numbers.blocks(matrix.type.startswith("U8"), int(matrix.type.rpartition("_")[2]))
+                made = numbers.blocks(kind.startswith("U8"), int(kind.rpartition("_")[2]))
         except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-            one = next(iter(matrix.parts.values()))
-            raise ModelLoadError(
-                f"{one.file}: the weights of {matrix.name!r} {list(matrix.shape)} can't be read: {error}."
-            ) from error
+            what = f"{next(iter(matrix.parts.values())).file}: the weights of {matrix.name!r} {list(matrix.shape)}"
+            raise ModelLoadError(f"{what} can't be read: {error}.") from error
         return made.t() if name.endswith(self._form.transposed) else made
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
 from quire.ops.native.structs import Type
 from quire.quantization.base import QuantizationMethod
+from quire.quantization.grouped import TYPES, Grouped
 from quire.quantization.packed import Allocate, Packed, PackedParts
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
@@ -57,7 +58,8 @@ class WeightFormats:
         kept = [self.kept.get(self.blocks.get(part, ""), self.plain) for part in names]
         if len(set(kept)) == 1:
             return kept[0]
-        return PackedParts({part: cast(Packed, method) for part, method in zip(parts, kept, strict=True)})
+        packed = {part: method for part, method in zip(parts, kept, strict=True) if isinstance(method, Packed)}
+        return PackedParts(packed) if packed else self.plain  # only native kernels put several products together
 
 
 def uniform(method: QuantizationMethod) -> WeightFormats:
@@ -78,7 +80,7 @@ def select_formats(
     """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
 
     Args:
-        on_device: without native kernels, on a device that knows "fp8", too.
+        on_device: without native kernels, on a device that knows "fp8" and `Grouped` codes, too.
         blocks: of a checkpoint whose matrices are in blocks. What the kernels have no such type for is
             kept plain, as is everything without kernels: its loader makes numbers of it.
         level: see `Packed`.
@@ -93,7 +95,7 @@ def select_formats(
     if not blocks:
         is_made = name in MADE or (on_device and name == "fp8")  # which elsewhere is a checkpoint's own
         return WeightFormats(method(name), method("int8"), plain) if is_made else uniform(plain)
-    kept: dict[str, QuantizationMethod] = {}
+    kept: dict[str, QuantizationMethod] = {kind: Grouped(kind) for kind in TYPES} if on_device else {}
     if allocate is not None:
         kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind], level=level) for kind in KEPT_TYPES}
     return WeightFormats(plain, plain, plain, blocks=blocks, kept=kept)

@@ -32,14 +32,12 @@ class WeightOnly(QuantizationMethod):
         self.groups = name != "w8a8"
 
     def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
-        groups, columns, kind = 1, shape.in_features, torch.float8_e4m3fn if self.name == "fp8" else torch.int8
+        rows, columns, groups = shape.out_features, shape.in_features, 1
+        kind = torch.float8_e4m3fn if self.name == "fp8" else torch.int8
         if self.name == "int4":
             groups, columns, kind = -(-columns // GROUP), -(-columns // (2 * GROUP)) * GROUP, torch.uint8
-        weights = {
-            "codes": torch.empty(shape.out_features, columns, dtype=kind),
-            "scales": torch.empty(shape.out_features, groups),
-        }
-        return weights | ({"bias": torch.empty(shape.out_features, dtype=dtype)} if shape.bias else {})
+        weights = {"codes": torch.empty(rows, columns, dtype=kind), "scales": torch.empty(rows, groups)}
+        return weights | ({"bias": torch.empty(rows, dtype=dtype)} if shape.bias else {})
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         if name == "bias":
@@ -91,8 +89,7 @@ def quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(rows, (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
     extreme = padded.gather(2, padded.abs().argmax(2, keepdim=True))
     best_error = torch.full_like(extreme, torch.inf)
-    best_scale = torch.zeros_like(extreme)
-    best_codes = torch.zeros_like(padded)
+    best_scale, best_codes = torch.zeros_like(extreme), torch.zeros_like(padded)
     for divisor in _SCALE_DIVISORS:
         scale = (extreme / divisor).to(torch.bfloat16).float()
         inverse = torch.where(scale != 0, 1.0 / scale, torch.zeros_like(scale))

@@ -12,7 +12,10 @@ from quire.attention.step import Step
 from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
+from quire.ops.grouped import expand
+from quire.ops.quantized import pack_int4
 from quire.quantization.base import MatrixShape
+from quire.quantization.grouped import TYPES
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
@@ -80,6 +83,26 @@ def test_a_row_is_the_same_among_any_number(kind: str, num_columns: int, size: i
     exact = x[rows].double() @ dense.double().t() + bias.double()
     error = (whole[rows].double() - exact).abs()
     assert (error <= ROUNDING[dtype] * exact.abs() + 2e-5).all(), float(error.max())
+
+
+@pytest.mark.parametrize(("num_columns", "size"), [(6144, 4096), (4096, 14336), (1024, 3072), (100, 96)])
+@pytest.mark.parametrize("kind", TYPES)
+def test_codes_of_a_checkpoint_are_multiplied_like_numbers(kind: str, num_columns: int, size: int) -> None:
+    """To the last bit, by one row as by many."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    groups = (num_columns, -(-size // int(kind[3:])))
+    scales, x = draw(*groups, dtype=torch.float32, seed=1) * 0.01, draw(2048, size, dtype=torch.bfloat16, seed=2)
+    codes = torch.randint(120, (num_columns, size), generator=generator, device="cuda").to(torch.int8)
+    zeros = torch.randint(16, groups, generator=generator, device="cuda").to(torch.int8)
+    if kind.startswith("U4"):
+        codes = pack_int4((codes & 15) - 8)
+    elif kind.startswith("F8"):
+        codes, zeros = codes.view(torch.float8_e4m3fn), torch.zeros_like(zeros)
+    dense = expand(codes, scales, zeros, size).to(torch.bfloat16)
+    whole = ops.grouped_linear(x, codes, scales, zeros, None, None)
+    assert torch.equal(whole, ops.linear(x, dense))
+    for num_rows in NUM_ROWS:
+        assert torch.equal(ops.grouped_linear(x[:num_rows], codes, scales, zeros, None, None), whole[:num_rows])
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])

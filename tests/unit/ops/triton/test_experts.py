@@ -1,5 +1,8 @@
 """Mixtures of experts: the kernels against torch, one token at a time, and each token by itself."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,26 +12,45 @@ from quire.attention.step import Step
 from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
-from quire.quantization.base import QuantizationMethod
+from quire.models.packings import Numbers
+from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
+from quire.quantization.grouped import TYPES, Grouped
 from quire.quantization.unquantized import Unquantized
 from quire.quantization.weight_only import WeightOnly
 
-SIZE, INNER = 40, 24
+SIZES = (40, 24)  # of hidden states, and within an expert
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mixture(method: QuantizationMethod, dtype: torch.dtype, count: int, device: str) -> MixtureOfExperts:
+class Kept(Grouped):
+    """Takes numbers, which it rounds to codes of its own."""
+
+    def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
+        return Unquantized().checkpoint_tensors(shape)
+
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
+        codes = (loaded.float() * 20 + 7).round().clamp(0, 15).to(torch.uint8)
+        scales = torch.full((len(codes), -(-codes.shape[1] // 32)), 0.05)
+        blocks = Numbers(codes, scales, torch.full_like(scales, 7), 32).blocks(False, 32)
+        super().load(weights, shape, name, blocks, start)
+
+
+def mixture(
+    method: QuantizationMethod, dtype: torch.dtype, count: int, device: str, sizes: tuple[int, int] = SIZES
+) -> MixtureOfExperts:
+    size, inner = sizes
+
     def linear(inputs: int, outputs: int, seed: int, method: QuantizationMethod = method) -> Linear:
         layer = Linear(Place("", method, dtype), inputs, outputs)
         [slot] = layer.checkpoint_slots("")
         slot.load((draw(outputs, inputs, seed=seed) / inputs**0.5).to(dtype))
         return layer
 
-    mlps = [GatedMLP(linear(SIZE, 2 * INNER, 2 * i), linear(INNER, SIZE, 2 * i + 1), "silu") for i in range(count)]
-    return MixtureOfExperts(Routing(count, 2, True), linear(SIZE, count, 99, Unquantized()), mlps).to(device)
+    mlps = [GatedMLP(linear(size, 2 * inner, 2 * i), linear(inner, size, 2 * i + 1), "silu") for i in range(count)]
+    return MixtureOfExperts(Routing(count, 2, True), linear(size, count, 99, Unquantized()), mlps).to(device)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -52,6 +74,7 @@ def test_route(installed: str, count: int, renormalize: bool) -> None:
     ("kind", "dtype", "count"),
     [
         (None, torch.float32, 3),
+        ("U4_32", torch.bfloat16, 3),
         pytest.param(None, torch.bfloat16, 17, marks=pytest.mark.slow),
         pytest.param("int8", torch.float16, 3, marks=pytest.mark.slow),
         pytest.param("int4", torch.bfloat16, 17, marks=pytest.mark.slow),
@@ -62,8 +85,11 @@ def test_route(installed: str, count: int, renormalize: bool) -> None:
     ],
 )
 def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -> None:
-    moe = mixture(Unquantized() if kind is None else WeightOnly(kind), dtype, count, installed)
-    x = draw(40, SIZE, seed=5).to(dtype).to(installed)
+    method = Unquantized() if kind is None else Kept(kind) if kind in TYPES else WeightOnly(kind)
+    sizes = (64, 32) if kind in TYPES else SIZES
+    moe = mixture(method, dtype, count, installed, sizes)
+    assert moe._all.weights is not None, "they are not multiplied together"
+    x = draw(40, sizes[0], seed=5).to(dtype).to(installed)
 
     def run(rows: Tensor) -> Tensor:
         return moe(rows, Step(torch.arange(len(rows))))
@@ -75,4 +101,11 @@ def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -
     expected = ops.mix.reference(x, weights, chosen.long(), moe._all)  # of the same products, by kernels
     rounding = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(whole.float(), expected, rtol=rounding, atol=rounding)
-    assert run(x[:0]).shape == (0, SIZE)
+    assert run(x[:0]).shape == (0, sizes[0])
+
+
+def test_experts_of_several_types_are_not_multiplied_together() -> None:
+    plain, made = (mixture(method, torch.float32, 2, "cpu").experts for method in (Unquantized(), WeightOnly("int8")))
+    gate = Linear(Place("", Unquantized(), torch.float32), SIZES[0], 2)
+    mixed: list[Any] = [plain[0], made[1]]
+    assert MixtureOfExperts(Routing(2, 1, True), gate, mixed)._all.weights is None

@@ -11,12 +11,13 @@ COUNTS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("x_bits", "weight_bits"), BITS)
-def test_tiles_fit(capability: int, x_bits: int, weight_bits: int) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_tiles_fit(capability: int, x_bits: int, weight_bits: int, grouped: bool) -> None:
     where = Processors((capability // 10, capability % 10), COUNTS[capability])
     depths: set[int] = set()
     for num_rows in (1, 2, 16, 17, 33, 64, 65, 127, 500, 8192):
         for num_columns in (1, 100, 1024, 4096, 28672, 151936):
-            tiles = choose(where, num_rows, num_columns, x_bits, weight_bits)
+            tiles = choose(where, num_rows, num_columns, x_bits, weight_bits, grouped)
             assert tiles.block_m >= LEAST_ROWS.get(capability // 10, 16)
             assert all(size & (size - 1) == 0 and size >= 16 for size in tiles[:3])
             assert tiles.block_k % (64 if weight_bits == 4 else 16) == 0
@@ -39,3 +40,4 @@ def test_few_rows_leave_no_processor_idle() -> None:
             assert tiles.num_programs >= 0.9 * 132
             assert tiles.block_m == 64
     assert choose(hopper, 8192, 4096, 16, 16)[:2] == (128, 256)
+    assert choose(hopper, 8192, 4096, 16, 4, True)[:2] == (128, 128), "expanded weights would not fit in registers"
