@@ -206,9 +206,35 @@ def small() -> Result:
     return {**found, "token_ms_one_in_flight": token_seconds(llm, 128, 256) * 1e3}
 
 
+def kept(kind: str, m: int) -> Result:
+    """m rows times codes as quantized checkpoints have them, and whether that is the product with their numbers."""
+    import torch
+
+    from quire import ops
+    from quire.ops.grouped import expand
+    from quire.quantization.base import MatrixShape
+    from quire.quantization.grouped import Grouped
+
+    n, k = 28672, 4096
+    with torch.device("cuda"):
+        made = Grouped(kind).create_weights(MatrixShape(k, n), torch.bfloat16)
+        x = torch.randn(m, k, dtype=torch.bfloat16)
+    codes, scales, zeros = made["codes"], made["scales"].normal_().mul_(0.01), made["zeros"].zero_()
+    codes.view(torch.uint8).random_(0, 120)
+    own = timed(lambda: ops.grouped_linear(x, codes, scales, zeros, None, None))
+    numbers = ops.linear(x, expand(codes, scales, zeros, k).bfloat16())
+    equal = torch.equal(ops.grouped_linear(x, codes, scales, zeros, None, None), numbers)
+    rate = {"gb_s": codes.nbytes / own / 1e9, "tflop_s": 2 * m * n * k / own / 1e12}
+    return {"kind": kind, "m": m, "own_us": own * 1e6, **rate, "equal": equal}
+
+
 def quantized() -> Result:
-    """Time per token at batch 1 of the 8B shape in int8 and int4."""
-    found: Result = {}
+    """Time per token at batch 1 of the 8B shape in int8 and int4, and products with checkpoints' own codes."""
+    from quire.ops.triton import install
+
+    install("cuda")
+    rows = [kept(kind, m) for kind in ("U4_128", "U8_128", "F8_128") for m in (1, 4096)]
+    found: Result = {"rows": rows, "all_equal": all(row["equal"] for row in rows)}
     for name in ("int8", "int4"):
         llm = engine("llama-3-8b", quantization=name, max_num_seqs=8, max_num_batched_tokens=2048)
         found[f"token_{name}_ms"] = token_seconds(llm, 128, 128) * 1e3
