@@ -12,8 +12,8 @@ namespace quire::QUIRE_NS {
 
 constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
 constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
-constexpr int kDirectRows = 4;         // up to so many rows meet keys and values as they lie in memory
-constexpr int64_t kManyRows = 48;      // of products so long that what comes is fetched during them, and not while gathering
+constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
+constexpr int64_t kManyRows = 48;      // rows of products so long that what comes is fetched during them, and not while gathering
 constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
@@ -335,17 +335,17 @@ struct DirectChunk {
 struct ColumnPairs {
     __m512bh low, high;
 
-    QUIRE_INLINE ColumnPairs() : low((__m512bh)_mm512_setzero_si512()), high(low) {}
-    // With zeros.
+    QUIRE_INLINE ColumnPairs() : ColumnPairs(_mm512_setzero_si512(), _mm512_setzero_si512()) {}
+    QUIRE_INLINE ColumnPairs(__m512i even, __m512i odd)
+        : low((__m512bh)_mm512_unpacklo_epi16(even, odd)), high((__m512bh)_mm512_unpackhi_epi16(even, odd)) {}
     template <class Cached>
-    QUIRE_INLINE explicit ColumnPairs(const Cached* even) {
-        const __m512i a = load_32(even), b = _mm512_setzero_si512();
-        low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
-    }
+    QUIRE_INLINE ColumnPairs(const Cached* even, const Cached* odd) : ColumnPairs(load_32(even), load_32(odd)) {}
     template <class Cached>
-    QUIRE_INLINE ColumnPairs(const Cached* even, const Cached* odd) {
-        const __m512i a = load_32(even), b = load_32(odd);
-        low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    QUIRE_INLINE explicit ColumnPairs(const Cached* even) : ColumnPairs(load_32(even), _mm512_setzero_si512()) {}
+
+    QUIRE_INLINE void add(uint32_t weights, __m512 (&sums)[2]) const {
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(weights));
+        sums[0] = _mm512_dpbf16_ps(sums[0], low, pair), sums[1] = _mm512_dpbf16_ps(sums[1], high, pair);
     }
 };
 
@@ -364,55 +364,49 @@ QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
 
 // Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
 template <int kRows, class Cached>
-inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>& ahead, int64_t block, const uint32_t* queries, float* scores) {
+inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t block, const uint32_t* queries, float* scores) {
     __m512 acc[kRows][2];
-    for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
+    times<kRows>([&](auto r) QUIRE_ALWAYS { acc[r][0] = acc[r][1] = _mm512_setzero_ps(); });
     const Cached* keys = c.keys[block];
-    for (int64_t d = 0; d < c.dim; d += 2) {
-        ahead.fetch(2 * 32 * sizeof(Cached));
-        const ColumnPairs columns(keys + d * 32, keys + (d + 1) * 32);
-        for (int r = 0; r < kRows; r++) {
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(int(queries[(r * c.dim + d) / 2]));
-            acc[r][0] = _mm512_dpbf16_ps(acc[r][0], columns.low, pair), acc[r][1] = _mm512_dpbf16_ps(acc[r][1], columns.high, pair);
-        }
+    const int64_t num_pairs = c.dim / 2;
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        if (ahead) ahead->fetch(2 * 32 * sizeof(Cached));
+        const ColumnPairs columns(keys + pair * 64, keys + pair * 64 + 32);
+        times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(queries[r * num_pairs + pair], acc[r]); });
     }
-    for (int r = 0; r < kRows; r++) from_pairs(acc[r], scores + r * kChunk + block * 32);
+    times<kRows>([&](auto r) QUIRE_ALWAYS { from_pairs(acc[r], scores + r * kChunk + block * 32); });
 }
 
 // out = out * keep + weighted sums of 32 * kParts features of the values from `first` on, likewise. What is not there, is
 // not read: it may be no number.
 template <int kRows, int kParts, class Cached>
-inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>& ahead, int64_t first, const uint32_t* weights, const float* keep, float* out) {
+inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t first, const uint32_t* weights, const float* keep, float* out) {
     __m512 acc[kRows][kParts][2];
-    for (int r = 0; r < kRows; r++)
-        for (int j = 0; j < kParts; j++) to_pairs(out + r * c.dim + first + j * 32, keep[r], acc[r][j]);
-    auto add = [&](int r, int j, const ColumnPairs& columns, __m512bh pair) __attribute__((always_inline)) {
-        acc[r][j][0] = _mm512_dpbf16_ps(acc[r][j][0], columns.low, pair), acc[r][j][1] = _mm512_dpbf16_ps(acc[r][j][1], columns.high, pair);
+    auto for_sums = [&](const auto& body) QUIRE_ALWAYS {
+        times<kRows>([&](auto r) QUIRE_ALWAYS { times<kParts>([&](auto j) QUIRE_ALWAYS { body(acc[r][j], out + r * c.dim + first + j * 32, keep[r]); }); });
     };
+    for_sums([](auto& sums, const float* at, float shrink) QUIRE_ALWAYS { to_pairs(at, shrink, sums); });
     for (int64_t block = 0; block < c.num_blocks; block++) {
         const Cached* values = c.values[block] + first;
-        const int64_t count = c.counts[block];
-        for (int64_t i = 0; i + 1 < count; i += 2) {
-            if (first == 0) ahead.fetch(2 * c.dim * sizeof(Cached));
-            __m512bh pairs[kRows];
-            for (int r = 0; r < kRows; r++) pairs[r] = (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + i / 2]));
-            for (int j = 0; j < kParts; j++) {
-                const ColumnPairs columns(values + i * c.dim + j * 32, values + (i + 1) * c.dim + j * 32);
-                for (int r = 0; r < kRows; r++) add(r, j, columns, pairs[r]);
-            }
+        const int64_t count = c.counts[block], num_pairs = count / 2;
+        auto add = [&](int64_t pair, const auto& columns_at) QUIRE_ALWAYS {
+            const uint32_t* x = weights + block * 16 + pair;
+            times<kParts>([&](auto j) QUIRE_ALWAYS {
+                const ColumnPairs columns = columns_at(values + 2 * pair * c.dim + j * 32);
+                times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x[r * kChunk / 2], acc[r][j]); });
+            });
+        };
+        for (int64_t pair = 0; pair < num_pairs; pair++) {
+            if (ahead) ahead->fetch(2 * 32 * kParts * sizeof(Cached));
+            add(pair, [&](const Cached* at) QUIRE_ALWAYS { return ColumnPairs(at, at + c.dim); });
         }
         if (count % 2 == 0) continue;
-        if (first == 0) ahead.fetch(c.dim * sizeof(Cached));
-        for (int j = 0; j < kParts; j++) {
-            const ColumnPairs columns(values + (count - 1) * c.dim + j * 32);
-            for (int r = 0; r < kRows; r++) add(r, j, columns, (__m512bh)_mm512_set1_epi32(int(weights[r * kChunk / 2 + block * 16 + count / 2])));
-        }
+        if (ahead) ahead->fetch(32 * kParts * sizeof(Cached));
+        add(num_pairs, [](const Cached* at) QUIRE_ALWAYS { return ColumnPairs(at); });
     }
-    const ColumnPairs none;  // as pairs of zeros, which gathered chunks end with, make +0 of -0
-    for (int r = 0; r < kRows && c.counts[1] < 31; r++)
-        for (int j = 0; j < kParts; j++) add(r, j, none, none.low);
-    for (int r = 0; r < kRows; r++)
-        for (int j = 0; j < kParts; j++) from_pairs(acc[r][j], out + r * c.dim + first + j * 32);
+    if (c.counts[1] < 31)  // pairs of zeros, which gathered chunks end with, make +0 of -0
+        for_sums([](auto& sums, float*, float) QUIRE_ALWAYS { ColumnPairs().add(0, sums); });
+    for_sums([](const auto& sums, float* at, float) QUIRE_ALWAYS { from_pairs(sums, at); });
 }
 
 template <class Cached, bool kCapped>
@@ -421,6 +415,7 @@ struct DotKernel {
     Context& context;
 
     static constexpr bool kScaled = sizeof(Cached) == 1;
+    static constexpr int64_t kMostDirect = kScaled ? kDirectRows : kManyRows - 1;  // rows that do so: eight bits are converted once for all
 
     // Which keys of a chunk rows from `row` of the range on see; false if that is all.
     bool look(const Sight& sight, const DotScratch& s, int64_t row, int64_t num_rows, int64_t chunk) const {
@@ -436,9 +431,9 @@ struct DotKernel {
         return !all;
     }
 
-    // A few rows, from `row` of the range on, meet a chunk where it lies.
+    // A few rows, from `row` of the range on, meet a chunk where it lies. `ahead` is null if others did before.
     template <int kRows>
-    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, int64_t end, Ahead<Cached>& ahead,
+    void attend_direct(const Sight& sight, const DotScratch& s, int64_t row, int64_t chunk, int64_t end, Ahead<Cached>* ahead,
                        ScoreFactors factors, Partial partial) const {
         const DirectChunk<Cached> c(sight, chunk, end - chunk);
         for (int64_t block = 0; block < c.num_blocks; block++) {
@@ -455,7 +450,7 @@ struct DotKernel {
         }
         for (int r = 0; r < kRows; r++) weigh_row<kScaled>(s, r, s.scores + r * kChunk, factors.outer, highest[r]);
         add_totals(s, kRows, highest, s.totals + row * 16);
-        constexpr int kParts = kRows <= 2 ? 4 : 2;
+        constexpr int kParts = kRows <= 2 ? 4 : kRows <= 4 ? 2 : 1;
         float* weighted = partial.weighted + row * c.dim;
         int64_t d = 0;
         for (; d + 32 * kParts <= c.dim; d += 32 * kParts) direct_sums<kRows, kParts>(c, ahead, d, s.weights, s.decays, weighted);
@@ -535,11 +530,20 @@ struct DotKernel {
         const bool in_place = a.cache_shape.block_size == 32 && !a.step->tail_starts;
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
-                if (in_place && end_row - first_row <= kDirectRows && chunk >= low) {
-                    with_rows<kDirectRows>(end_row - first_row, [&](auto n) { attend_direct<n>(sight, s, first_row, chunk, end, ahead, factors, partial); });
+                const int64_t count = end_row - first_row;
+                if (in_place && count <= kMostDirect && chunk >= low) {
+                    const int64_t most = divide_up(count, divide_up(count, kDirectRows));
+                    for (int64_t row = first_row, next; row < end_row; row = next) {
+                        next = std::min(row + most, end_row);
+                        const int64_t stop = std::min(end, sight.position(range.begin + next - 1) + 1);
+                        if (stop <= chunk) continue;
+                        with_rows<kDirectRows>(next - row, [&](auto n) {
+                            attend_direct<n>(sight, s, row, chunk, stop, row == first_row ? &ahead : nullptr, factors, partial);
+                        });
+                    }
                     return;
                 }
-                const bool is_many = end_row - first_row >= kManyRows;
+                const bool is_many = count >= kManyRows;
                 gather_pairs<Cached>(sight, chunk, low > chunk ? low : chunk, end, is_many ? nullptr : &ahead, s);
                 auto sees = [&](int64_t row) { return sight.lowest_key(range.begin + row) < chunk + kChunk && sight.position(range.begin + row) >= chunk; };
                 while (first_row < end_row && !sees(first_row)) first_row++;

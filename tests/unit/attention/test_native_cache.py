@@ -67,6 +67,16 @@ def test_int8_bits_do_not_depend_on_composition(
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("group", [*range(1, 10), 12, 16, 24])
+def test_blocks_that_lie_well_change_no_bit(level: str, group: int, int8: bool) -> None:
+    """Few rows meet blocks of 32 tokens where they lie (csrc/attention_dot.h), some at a time; others are gathered."""
+    sequences = make_sequences([1, 31, 33, 64, 97, 150], (2 * group, 2), 80, torch.bfloat16)
+    steps = mixed(sequences, 4)
+    runs = (attend(NativeBackend(int8=int8), sequences, steps, size) for size in (16, 32))
+    assert all(torch.equal(gathered, direct) for gathered, direct in zip(*runs, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_is_exact_where_eight_bits_are_enough(level: str, dtype: torch.dtype) -> None:
     """Small integers whose largest is 127: scales of 1. Errors of the layout would show whole."""
