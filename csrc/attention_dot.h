@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "attention_parts.h"
+#include "expand.h"
 
 namespace quire::QUIRE_NS {
 
@@ -42,11 +43,17 @@ struct DotScratch {
     }
 };
 
+// What an i8 cache holds, -127 to 127, where bytes can be looked up (expand.h): that takes half the work of conversions.
+struct LookedUp {
+    int8_t code;
+};
+
 // Up to 16 elements as bf16, in the lower halves of words.
 inline __m512i load_halves(const bf16* p, __mmask16 there) { return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, p)); }
 inline __m512i load_halves(const int8_t* p, __mmask16 there) {  // small integers are exact in bf16
     return _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, p)))), 16);
 }
+inline __m512i load_halves(const LookedUp* p, __mmask16 there) { return load_halves(&p->code, there); }
 inline __mmask16 first_lanes(int64_t n) { return n < 16 ? __mmask16((1u << n) - 1) : __mmask16(0xffff); }
 
 // 32 elements as bf16.
@@ -55,6 +62,7 @@ inline __m512i load_32(const int8_t* p) {  // small integers are exact in bf16
     auto half = [&](int64_t i) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i)))); };
     return (__m512i)_mm512_cvtne2ps_pbh(half(16), half(0));
 }
+inline __m512i load_32(const LookedUp* p) { return load_32(&p->code); }
 
 // Which of two vectors' 32 elements make pairs from `first` on.
 inline __m512i in_turn(int first) {
@@ -331,6 +339,14 @@ struct DirectChunk {
     }
 };
 
+// Which of two halves' 32 bytes make them alternate.
+struct Alternating {
+    alignas(64) uint8_t bytes[64];
+    constexpr Alternating() : bytes() {
+        for (int i = 0; i < 64; i++) bytes[i] = uint8_t(i / 2 + i % 2 * 32);
+    }
+};
+
 // Pairs of two rows' columns in turn: of the lower halves of 128 bits, and of the upper ones.
 struct ColumnPairs {
     __m512bh low, high;
@@ -338,6 +354,14 @@ struct ColumnPairs {
     QUIRE_INLINE ColumnPairs() : ColumnPairs(_mm512_setzero_si512(), _mm512_setzero_si512()) {}
     QUIRE_INLINE ColumnPairs(__m512i even, __m512i odd)
         : low((__m512bh)_mm512_unpacklo_epi16(even, odd)), high((__m512bh)_mm512_unpackhi_epi16(even, odd)) {}
+    QUIRE_INLINE ColumnPairs(const LookedUp* even, const LookedUp* odd) {
+        static constexpr Alternating alternating;
+        __m512i codes = two_halves(even, odd);
+        asm("vpermb %0, %1, %0" : "+v"(codes) : "v"(_mm512_load_si512(alternating.bytes)));
+        const __m512i magnitudes = _mm512_abs_epi8(codes), lows = bytes_of(magnitudes, kI8Tables.low);
+        const __m512i highs = _mm512_ternarylogic_epi32(bytes_of(magnitudes, kI8Tables.high), codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // with the codes' signs
+        low = (__m512bh)_mm512_unpacklo_epi8(lows, highs), high = (__m512bh)_mm512_unpackhi_epi8(lows, highs);
+    }
     template <class Cached>
     QUIRE_INLINE ColumnPairs(const Cached* even, const Cached* odd) : ColumnPairs(load_32(even), load_32(odd)) {}
     template <class Cached>
@@ -564,11 +588,12 @@ struct DotKernel {
 inline void attention_dot(const AttentionArgs& a, Context& context) {
     if (a.type != Type::bf16 || a.scale < 0) return attention(a, context);  // the greatest product has to be the greatest score
     auto run = [&](auto kernel) { run_attention(a, context, kDotTaskRows, kernel); };
-    const bool i8 = a.cache_shape.type == Type::i8;
-    if (a.softcap > 0)
-        i8 ? run(DotKernel<int8_t, true>{a, context}) : run(DotKernel<bf16, true>{a, context});
-    else
-        i8 ? run(DotKernel<int8_t, false>{a, context}) : run(DotKernel<bf16, false>{a, context});
+    auto run_of = [&](auto cached) {
+        using Cached = decltype(cached);
+        a.softcap > 0 ? run(DotKernel<Cached, true>{a, context}) : run(DotKernel<Cached, false>{a, context});
+    };
+    if (a.cache_shape.type == Type::bf16) return run_of(bf16());
+    looks_up_bytes() ? run_of(LookedUp()) : run_of(int8_t());
 }
 
 }  // namespace quire::QUIRE_NS
