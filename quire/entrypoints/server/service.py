@@ -61,7 +61,7 @@ class Writer(Protocol):
     opens_large: bool  # choices begin with so much that a thread is to write it
 
     def chunk(self, delta: Delta) -> msgspec.Struct:
-        """The event of a piece of a choice."""
+        """The event of a piece of a choice. Two that `Turn.text` would do for differ in their text alone."""
         ...
 
     def usage_chunk(self) -> msgspec.Struct:
