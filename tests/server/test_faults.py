@@ -543,6 +543,7 @@ def test_nothing_can_be_written(tmp_path: Path) -> None:
     port = _free_port()
     command = [sys.executable, "-m", "quire", "serve", "demo", "--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"XDG_CACHE_HOME": "/dev/full", "TMPDIR": str(tmp_path)}
+    environment.pop("PYTHONUNBUFFERED", None)  # what can't be written waits for the end then
     with open("/dev/full", "wb") as full:
         process = subprocess.Popen(command, stdout=full, stderr=full, env=environment)
     try:

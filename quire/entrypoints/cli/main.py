@@ -5,10 +5,12 @@ went away. An error that is not ours to expect keeps its traceback: it is a bug.
 """
 
 import argparse
+import errno
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO, cast
 
 import quire
 from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
@@ -90,7 +92,24 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` by default) and return its exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    code, failure = 0, None
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+    except (OSError, SystemExit) as error:
+        failure = error
+    unwritten = _unwritten(sys.stdout) or failure
+    _unwritten(sys.stderr)  # a log on a full disk is no failure
+    if isinstance(unwritten, BrokenPipeError):
+        return 141
+    if isinstance(unwritten, OSError) and unwritten.errno == errno.ENOSPC:
+        print(f"error: the output can't be written: {unwritten.strerror}.", file=sys.stderr)
+        return 1
+    if unwritten is not None:
+        raise unwritten
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = build_parser()
     if not arguments:
         parser.print_help(sys.stderr)
@@ -106,7 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             namespace.parser.refuse(unknown)
         namespace.run(namespace)
-        sys.stdout.flush()
     except (QuireError, RuntimeError) as error:
         if not isinstance(error, QuireError) and "home directory" not in str(error):  # pathlib's words for ~
             raise
@@ -114,8 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, _USAGE_ERRORS) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     return 0
+
+
+def _unwritten(stream: TextIO | None) -> OSError | None:
+    """Why what a stream still holds can't be written, if so: it goes nowhere then, at the interpreter's end neither."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), cast(TextIO, stream).fileno())
+        return error
+    return None

@@ -296,3 +296,25 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("buffered", "command"), [(True, "version"), (False, "version"), (True, "--help")])
+def test_an_output_that_cannot_be_written(buffered: bool, command: str) -> None:
+    """One line and an exit code, and no traceback, at the interpreter's end neither."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = [sys.executable, *([] if buffered else ["-u"]), "-m", "quire", command]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(run, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (1, "error: the output can't be written: No space left on device.\n")
+
+
+def test_a_log_that_cannot_be_written_is_no_failure() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    script = (
+        "import sys; from quire.entrypoints.cli import main; "
+        "main._check_command = lambda *_: sys.stderr.write('x'); sys.exit(main.main(['version']))"
+    )
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, env=environment)
+    assert (done.returncode, done.stdout[:5]) == (0, b"quire")
