@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import zlib
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -166,7 +167,8 @@ class WeightStore:
         # What is written stays in memory, in pages as large as one call fills: the next start finds huge ones there.
         while offset < starts[-1]:
             end = (offset // HUGE_PAGE + 1) * HUGE_PAGE
-            views = (part[max(0, offset - at) : max(0, end - at)] for part, at in zip(parts, starts, strict=False))
+            among = range(bisect(starts, offset) - 1, min(bisect_left(starts, end), len(parts)))
+            views = (parts[i][max(0, offset - starts[i]) : end - starts[i]] for i in among)
             offset += os.pwritev(file, [view for view in views if view], offset)
 
     def _parts(self, place: StorePlace) -> Iterator[memoryview]:
