@@ -93,8 +93,8 @@ async def running(state: State) -> dict[str, Any]:
     """The models that are loaded."""
     names = [name for name in state.names if state.loaded(name) is not None]
     never = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
-    lengths = {name: {"context_length": state.card(name).max_model_len} for name in names}
-    return {"models": [{**await _entry(state, name), **never, **lengths[name]} for name in names]}
+    known = [{**await _entry(state, n), **never, "context_length": state.card(n).max_model_len} for n in names]
+    return {"models": known}
 
 
 @router.get("/version")
