@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.quantization.grouped import PIECE, PIECE_BYTES
+
 CURVES = ("nf4", "fp4", "e2m1")  # by their numbers in the kernels
 _NF4 = (
     (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
@@ -21,8 +23,6 @@ _NF4 = (
 _FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = {"nf4": _NF4, "fp4": (*_FP4, *(-x for x in _FP4)), "e2m1": (*_E2M1, *(-x for x in _E2M1))}
-_PIECE = 32  # columns with one scale, at least, in the kernels' own blocks
-_PIECE_BYTES = 40  # of which: a byte a code, the scale in float32, the zero, three unused
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,22 @@ class Numbers:
         padded = torch.nn.functional.pad(columns, (0, -num_columns % span), value=int(columns[-1])).view(-1, span)
         if not torch.equal(padded, padded[:, :1].expand_as(padded)):
             raise ValueError(f"scales are scattered over columns, where {span} ones after another should share one")
-        pieces = columns[::_PIECE]
-        rows = torch.zeros(num_rows, len(pieces), _PIECE_BYTES, dtype=torch.uint8)
+        pieces = columns[::PIECE]
+        rows = torch.zeros(num_rows, len(pieces), PIECE_BYTES, dtype=torch.uint8)
         codes, zeros = self.codes, self.zeros
         if self.kind in CURVES:
             zeros = torch.full_like(self.scales, CURVES.index(self.kind))
         elif self.kind == "integer" and eight_bits:  # signed there
             codes, zeros = codes ^ 128, (0 if zeros is None else zeros.int()) - torch.full_like(self.scales, 128)
-        rows[:, :, :_PIECE] = codes.view(num_rows, -1, _PIECE)
+        rows[:, :, :PIECE] = codes.view(num_rows, -1, PIECE)
         scales = self.scales
         if self.kind == "float8" and bool((broken := (codes & 127) == 127).any()):  # no numbers: they have to show
-            bad = broken.view(num_rows, -1, _PIECE).any(2)
-            rows[:, :, _PIECE : _PIECE + 4] = _bytes(scales[:, pieces].masked_fill(bad, math.nan))
+            bad = broken.view(num_rows, -1, PIECE).any(2)
+            rows[:, :, PIECE : PIECE + 4] = _bytes(scales[:, pieces].masked_fill(bad, math.nan))
         else:
-            rows[:, :, _PIECE : _PIECE + 4] = _bytes(scales[:, pieces])
+            rows[:, :, PIECE : PIECE + 4] = _bytes(scales[:, pieces])
         if zeros is not None:
-            rows[:, :, _PIECE + 4] = zeros[:, pieces].to(torch.int8).view(torch.uint8)
+            rows[:, :, PIECE + 4] = zeros[:, pieces].to(torch.int8).view(torch.uint8)
         return rows.flatten(1)
 
     def whole_rows(self) -> Tensor:

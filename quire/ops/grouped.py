@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.linear import linear
-from quire.ops.quantized import GROUP
+from quire.ops.quantized import GROUP, unpack_int4
 from quire.ops.table import op
 
 WIDE = 128  # the other number of columns that may share a scale
@@ -36,7 +36,7 @@ def expand(codes: Tensor, scales: Tensor, zeros: Tensor, num_columns: int) -> Te
         zeros: int8 [N, groups].
     """
     if codes.dtype == torch.uint8:
-        codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :num_columns]
+        codes = unpack_int4(codes)[:, :num_columns]
     groups = torch.arange(num_columns, device=codes.device) // group_size(scales, num_columns)
     return (codes.float() - zeros.float()[:, groups]) * scales[:, groups]
 

@@ -46,7 +46,12 @@ def pack_int4(codes: Tensor) -> Tensor:
     return padded[:, ::2] | padded[:, 1::2] << 4
 
 
+def unpack_int4(packed: Tensor) -> Tensor:
+    """What `pack_int4` packed, plus 8, uint8, with the columns that it added."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+
+
 def expand_int4(packed: Tensor, scales: Tensor, num_columns: int) -> Tensor:
     """The weights of `pack_int4`'s codes: [N, ...], [N, groups] -> float32 [N, num_columns]."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :num_columns].float() - 8.0
+    codes = unpack_int4(packed)[:, :num_columns].float() - 8.0
     return codes * scales.repeat_interleave(GROUP, dim=1)[:, :num_columns]

@@ -16,8 +16,8 @@ from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
 
 TYPES = ("U4_32", "U4_128", "U8_32", "U8_128", "F8_128")  # codes, and columns that share a scale
 _CODES = {"U4": torch.uint8, "U8": torch.int8, "F8": torch.float8_e4m3fn}
-_PIECE = 32  # columns of a block
-_PIECE_BYTES = 40  # a byte a code, the scale in float32, the zero, three unused
+PIECE = 32  # columns with one scale, at least, in the native kernels' own blocks
+PIECE_BYTES = 40  # of which: a byte a code, the scale in float32, the zero, three unused
 _ROWS_AT_ONCE = 1024  # rows taken apart at a time, so that the copies stay small
 
 
@@ -45,17 +45,17 @@ class Grouped(QuantizationMethod):
 
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
         rows, columns = shape.out_features, shape.in_features
-        blocks = TensorForm((rows, columns // _PIECE * _PIECE_BYTES), (torch.uint8,), rows * columns)
+        blocks = TensorForm((rows, columns // PIECE * PIECE_BYTES), (torch.uint8,), rows * columns)
         return super().checkpoint_tensors(shape) | {"weight": blocks}
 
     def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
         if name == "bias":
             super().load(weights, shape, name, loaded, start)
             return
-        pieces_of_group = self._span // _PIECE
+        pieces_of_group = self._span // PIECE
         for part in loaded.split(_ROWS_AT_ONCE):
-            pieces = part.to(weights["codes"].device).unflatten(1, (-1, _PIECE_BYTES))
-            codes, ends = pieces[:, :, :_PIECE].flatten(1), pieces[:, :, _PIECE:].contiguous()
+            pieces = part.to(weights["codes"].device).unflatten(1, (-1, PIECE_BYTES))
+            codes, ends = pieces[:, :, :PIECE].flatten(1), pieces[:, :, PIECE:].contiguous()
             codes = pack_int4(codes.view(torch.int8) - 8) if self._codes == torch.uint8 else codes.view(self._codes)
             scales = ends.view(torch.float32)[:, :, 0].split(pieces_of_group, dim=1)
             rows = slice(start, start := start + len(part))
