@@ -96,8 +96,8 @@ def run(namespace: Namespace) -> None:
         raise ConfigError(f"--shared-len must be from 0 to --input-len = {length}; it is {shared}.")
     namespace.enable_prefix_caching |= shared > 0
     llm, _ = load(namespace)
-    model = _native_model(llm)
-    before = _measure_limits(model)
+    model = native_model(llm)
+    before = measure_limits(model)
     prompts = random_prompts(llm, size, length)
     for prompt in prompts:
         prompt["prompt_token_ids"][:shared] = prompts[0]["prompt_token_ids"][:shared]
@@ -115,11 +115,11 @@ def run(namespace: Namespace) -> None:
             common = f", {shared} of them common" * (shared > 0)
             title = f"decoding: {size} sequences of {length + made:g} tokens{common}; of one step"
             work = Work(num_steps, size, size, *_decoding_keys(size, length + made, shared))
-        kernels = _kernels(llm, spent, work)
+        kernels = kernels_of(llm, spent, work)
         phases[phase] = seconds / num_steps, kernels
         tables.append((title, seconds / num_steps, work.num_tokens, kernels))
     # The better of two, as a machine's clock and neighbours change within a run.
-    limits = Limits(*map(max, astuple(before), astuple(_measure_limits(model))))
+    limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
     target = model.target
     print(f"{target.level}, {target.num_threads} threads: ", end="")
     print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
@@ -134,7 +134,7 @@ def run(namespace: Namespace) -> None:
         write_text(namespace.plot, "--plot", _render(llm.model_config.model, phases, limits))
 
 
-def _native_model(llm: "LLM") -> "CompiledModel":
+def native_model(llm: "LLM") -> "CompiledModel":
     from quire.executor.inprocess import InProcessExecutor
     from quire.models.compiled import CompiledModel
 
@@ -146,7 +146,7 @@ def _native_model(llm: "LLM") -> "CompiledModel":
     return model
 
 
-def _measure_limits(model: "CompiledModel") -> Limits:
+def measure_limits(model: "CompiledModel") -> Limits:
     import torch
 
     from quire.ops.native.library import loaded_library, prefault
@@ -212,7 +212,7 @@ def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[fl
     return lambda window: size * min(window, context), read
 
 
-def _kernels(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
+def kernels_of(llm: "LLM", spent: list[_Spents], work: Work) -> list[Kernel]:
     """What a step's kernels did, by kinds; of products by weights."""
     from quire.ops.native.matrix import PackedMatrix
     from quire.ops.native.structs import Type
