@@ -213,17 +213,17 @@ def kept(kind: str, m: int) -> Result:
     from quire import ops
     from quire.ops.grouped import expand
     from quire.quantization.base import MatrixShape
-    from quire.quantization.grouped import Grouped
+    from quire.quantization.coded import Coded
 
     n, k = 28672, 4096
     with torch.device("cuda"):
-        made = Grouped(kind).create_weights(MatrixShape(k, n), torch.bfloat16)
+        made = Coded(kind).create_weights(MatrixShape(k, n), torch.bfloat16)
         x = torch.randn(m, k, dtype=torch.bfloat16)
     codes, scales, zeros = made["codes"], made["scales"].normal_().mul_(0.01), made["zeros"].zero_()
     codes.view(torch.uint8).random_(0, 120)
-    own = timed(lambda: ops.grouped_linear(x, codes, scales, zeros, None, None))
+    own = timed(lambda: ops.quantized_linear(x, codes, scales, zeros=zeros))
     numbers = ops.linear(x, expand(codes, scales, zeros, k).bfloat16())
-    equal = torch.equal(ops.grouped_linear(x, codes, scales, zeros, None, None), numbers)
+    equal = torch.equal(ops.quantized_linear(x, codes, scales, zeros=zeros), numbers)
     rate = {"gb_s": codes.nbytes / own / 1e9, "tflop_s": 2 * m * n * k / own / 1e12}
     return {"kind": kind, "m": m, "own_us": own * 1e6, **rate, "equal": equal}
 

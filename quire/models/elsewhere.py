@@ -17,7 +17,7 @@ class Elsewhere(QuantizationMethod):
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
         return {}
 
-    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
         raise AssertionError("another stage has these weights")
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:

@@ -13,7 +13,6 @@ from quire.ops.attention import attend, paged_attention
 from quire.ops.embedding import embedding
 from quire.ops.experts import Experts, Owners, mix, route
 from quire.ops.gather import gather, gather_rows, own_rows, reduce
-from quire.ops.grouped import grouped_linear
 from quire.ops.host import host, on_rows
 from quire.ops.linear import linear
 from quire.ops.lora import Adapted, AdaptedRows, LoraLayer, LoraMatrices, TokenSlots, lora, lora_rows

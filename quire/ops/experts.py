@@ -31,8 +31,8 @@ class Experts:
         runs: each that is here, as a function of its rows [n, H].
         count: of all.
         owners: which rank has which; None where all are here, or parts of all.
-        weights: of both products those of all of them: "weight" as `linear` takes it, "codes" and "scales" as
-            `quantized_linear` does, or "zeros", too, as `grouped_linear`; None where they are not like that.
+        weights: of both products those of all of them: "weight" as `linear` takes it, "codes", "scales" and
+            maybe "zeros" as `quantized_linear` does; None where they are not like that.
         activation: between the two.
         addresses: where a kernel notes in its device's memory where weights are.
     """

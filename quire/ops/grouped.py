@@ -1,44 +1,38 @@
-"""Products with a quantized checkpoint's own codes, whose columns share scales by groups, where they are kept as such.
+"""Codes of weights whose columns share scales by groups, as a program on a device finds them: what they stand for.
 
 On a CPU the native kernels' blocks are that (`quire.ops.linear`). Knows no checkpoint.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.linear import linear
-from quire.ops.quantized import GROUP, unpack_int4
-from quire.ops.table import op
-
-WIDE = 128  # the other number of columns that may share a scale
-_ROWS_AT_ONCE = 1024  # rows expanded at a time, so that the wide copies stay small
+GROUP = 32  # columns that share a scale
+WIDE = 128  # the other number of them where zeros are told
 
 
-@op
-def grouped_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    """`linear` with the weights that `expand` makes, rounded to the type of `x`: [M, K], [N, ...] -> [M, N]."""
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
-    for low in range(0, weight.shape[0], _ROWS_AT_ONCE):
-        rows = slice(low, low + _ROWS_AT_ONCE)
-        dense = expand(weight[rows], scales[rows], zeros[rows], x.shape[1]).to(x.dtype)
-        out[:, rows] = linear(x, dense, None if bias is None else bias[rows])
-    return out
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes in -8..7, int8 [N, K] -> uint8 [N, 32 for each 64 columns], plus 8: of two the first in the low half."""
+    padded = F.pad(codes + 8, (0, -codes.shape[1] % (2 * GROUP))).view(torch.uint8)
+    return padded[:, ::2] | padded[:, 1::2] << 4
 
 
-def expand(codes: Tensor, scales: Tensor, zeros: Tensor, num_columns: int) -> Tensor:
+def expand(codes: Tensor, scales: Tensor, zeros: Tensor | None, num_columns: int) -> Tensor:
     """``(number of a code - zero) * scale``, float32 [N, num_columns].
 
     Args:
-        codes: int8 or float8_e4m3fn [N, num_columns], or uint8, `quire.ops.quantized.pack_int4`'s, plus 8.
-        scales: float32 [N, groups].
-        zeros: int8 [N, groups].
+        codes: int8 or float8_e4m3fn [N, num_columns], or `pack_int4`'s.
+        scales: float32 [N, 1 or groups].
+        zeros: int8, likewise; None where all are 0, or of `pack_int4`'s codes 8.
     """
-    if codes.dtype == torch.uint8:
-        codes = unpack_int4(codes)[:, :num_columns]
-    groups = torch.arange(num_columns, device=codes.device) // group_size(scales, num_columns)
-    return (codes.float() - zeros.float()[:, groups]) * scales[:, groups]
+    is_packed = codes.dtype == torch.uint8
+    zeros = torch.full_like(scales, 8.0 if is_packed else 0.0) if zeros is None else zeros.float()
+    if is_packed:
+        codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :num_columns]
+    if scales.shape[1] > 1:
+        groups = torch.arange(num_columns, device=codes.device) // group_size(scales, num_columns)
+        scales, zeros = scales[:, groups], zeros[:, groups]
+    return (codes.float() - zeros) * scales
 
 
 def group_size(scales: Tensor, num_columns: int) -> int:

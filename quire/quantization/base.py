@@ -87,13 +87,13 @@ class QuantizationMethod(ABC):
         forms = {"weight": TensorForm((shape.out_features, shape.in_features))}
         return forms | {"bias": TensorForm((shape.out_features,))} if shape.bias else forms
 
-    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
-        """Put the checkpoint tensor `name` into the output features from `start` on.
+    @abstractmethod
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
+        """Put a checkpoint's `weight` into the output features from `start` on.
 
         A merged layer is loaded in parts, in any order; the tensor has been checked against `checkpoint_tensors` of
-        that part. Here: as it is, into the parameter of that name.
+        that part.
         """
-        weights[name][start : start + loaded.shape[0]].copy_(loaded)
 
     @abstractmethod
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:

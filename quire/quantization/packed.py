@@ -65,11 +65,8 @@ class Packed(QuantizationMethod):
             forms["weight"] = TensorForm((rows, row_bytes(self.type, columns)), (torch.uint8,), rows * columns)
         return forms
 
-    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
-        if name == "bias":
-            super().load(weights, shape, name, loaded, start)
-        else:
-            self.matrix(weights, shape).pack(loaded, start)
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
+        self.matrix(weights, shape).pack(loaded, start)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         return ops.linear(x, self.matrix(weights, shape), weights.get("bias"), torch.float32 if wide else None)
@@ -101,12 +98,9 @@ class PackedParts(QuantizationMethod):
             weights |= {f"{tensor}_{first}": weight for tensor, weight in made.items()}
         return weights | ({"bias": torch.empty(shape.out_features, dtype=dtype)} if shape.bias else {})
 
-    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
-        if name == "bias":
-            super().load(weights, shape, name, loaded, start)
-            return
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
         first, method, part = [each for each in self._matrices(shape) if each[0] <= start][-1]
-        method.load({"packed": weights[f"packed_{first}"]}, part, name, loaded, start - first)
+        method.load({"packed": weights[f"packed_{first}"]}, part, loaded, start - first)
 
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         made = self._matrices(shape)

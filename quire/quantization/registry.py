@@ -2,21 +2,19 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from quire.ops.native.structs import Type
 from quire.quantization.base import QuantizationMethod
-from quire.quantization.grouped import TYPES, Grouped
+from quire.quantization.coded import MADE, Coded
+from quire.quantization.grouped import KEPT
 from quire.quantization.packed import Allocate, Packed, PackedParts
 from quire.quantization.unquantized import Unquantized
-from quire.quantization.weight_only import WeightOnly
 
-# What is made of linear layers as weights are loaded. The head decides among all tokens at once and embeddings have no
-# neighbours to average with: they keep eight bits.
-MADE = ("int8", "int4", "w8a8")
-KEPT_TYPES = frozenset(type.name for type in Type if type is Type.W8A8 or type >= Type.Q4_0)
+PACKED_AS_THEY_ARE = [type for type in Type if type is Type.W8A8 or type >= Type.Q4_0]  # blocks, of codes or integers
 
 
 class TypesByLayer(Protocol):
@@ -80,7 +78,7 @@ def select_formats(
     """The formats called `name`: packed for the native kernels, or with `allocate` None for plain torch.
 
     Args:
-        on_device: without native kernels, on a device that knows "fp8" and `Grouped` codes, too.
+        on_device: without native kernels, on a device that knows "fp8" and checkpoints' own codes, too.
         blocks: of a checkpoint whose matrices are in blocks. What the kernels have no such type for is
             kept plain, as is everything without kernels: its loader makes numbers of it.
         level: see `Packed`.
@@ -89,13 +87,15 @@ def select_formats(
     def method(made: str | None) -> QuantizationMethod:
         if allocate is not None:
             return Packed(made, dtype, allocate, filled, level=level)
-        return Unquantized() if made is None else WeightOnly(made)
+        return Unquantized() if made is None else Coded(made)
 
     plain = method(None)
     if not blocks:
-        is_made = name in MADE or (on_device and name == "fp8")  # which elsewhere is a checkpoint's own
+        is_made = name in MADE and (on_device or name != "fp8")  # which elsewhere is a checkpoint's own
+        # The head decides among all tokens at once and embeddings have no neighbours to average with: eight bits.
         return WeightFormats(method(name), method("int8"), plain) if is_made else uniform(plain)
-    kept: dict[str, QuantizationMethod] = {kind: Grouped(kind) for kind in TYPES} if on_device else {}
+    kept: dict[str, QuantizationMethod] = {kind: Coded(kind) for kind in KEPT} if on_device else {}
     if allocate is not None:
-        kept = {kind: Packed(None, dtype, allocate, filled, kept=Type[kind], level=level) for kind in KEPT_TYPES}
+        packed = partial(Packed, None, dtype, allocate, filled, level=level)
+        kept = {kind.name: packed(kept=kind) for kind in PACKED_AS_THEY_ARE}
     return WeightFormats(plain, plain, plain, blocks=blocks, kept=kept)

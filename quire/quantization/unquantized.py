@@ -18,6 +18,9 @@ class Unquantized(QuantizationMethod):
         forms = self.checkpoint_tensors(shape)
         return {tensor: torch.empty(form.shape, dtype=dtype) for tensor, form in forms.items()}
 
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
+        weights["weight"][start : start + len(loaded)].copy_(loaded)
+
     def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
         return ops.linear(x, weights["weight"], weights.get("bias"), torch.float32 if wide else None)
 

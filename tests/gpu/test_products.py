@@ -12,12 +12,11 @@ from quire.attention.step import Step
 from quire.layers.linear import Linear, Place
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
-from quire.ops.grouped import expand
-from quire.ops.quantized import pack_int4
+from quire.ops.grouped import expand, pack_int4
 from quire.quantization.base import MatrixShape
-from quire.quantization.grouped import TYPES
+from quire.quantization.coded import Coded
+from quire.quantization.grouped import KEPT
 from quire.quantization.unquantized import Unquantized
-from quire.quantization.weight_only import WeightOnly
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -59,7 +58,7 @@ def test_a_row_is_the_same_among_any_number(kind: str, num_columns: int, size: i
     x, bias = draw(4096, size, dtype=dtype, seed=2), draw(num_columns, dtype=dtype, seed=3)
     num_all = 4096 if num_columns * size < 2**26 else 2048
     if kind in ("int8", "int4", "fp8"):
-        method, shape = WeightOnly(kind), MatrixShape(size, num_columns, bias=True)
+        method, shape = Coded(kind), MatrixShape(size, num_columns, bias=True)
         with torch.device("cuda"):
             weights = method.create_weights(shape, dtype)
         method.load(weights, shape, "weight", dense, 0)
@@ -86,7 +85,7 @@ def test_a_row_is_the_same_among_any_number(kind: str, num_columns: int, size: i
 
 
 @pytest.mark.parametrize(("num_columns", "size"), [(6144, 4096), (4096, 14336), (1024, 3072), (100, 96)])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KEPT)
 def test_codes_of_a_checkpoint_are_multiplied_like_numbers(kind: str, num_columns: int, size: int) -> None:
     """To the last bit, by one row as by many."""
     generator = torch.Generator("cuda").manual_seed(1)
@@ -99,16 +98,16 @@ def test_codes_of_a_checkpoint_are_multiplied_like_numbers(kind: str, num_column
     elif kind.startswith("F8"):
         codes, zeros = codes.view(torch.float8_e4m3fn), torch.zeros_like(zeros)
     dense = expand(codes, scales, zeros, size).to(torch.bfloat16)
-    whole = ops.grouped_linear(x, codes, scales, zeros, None, None)
+    whole = ops.quantized_linear(x, codes, scales, zeros=zeros)
     assert torch.equal(whole, ops.linear(x, dense))
     for num_rows in NUM_ROWS:
-        assert torch.equal(ops.grouped_linear(x[:num_rows], codes, scales, zeros, None, None), whole[:num_rows])
+        assert torch.equal(ops.quantized_linear(x[:num_rows], codes, scales, zeros=zeros), whole[:num_rows])
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
 def test_a_token_gets_the_same_from_its_experts_among_any_number(kind: str | None) -> None:
     size, inner, count = 2048, 768, 64
-    place = Place("", Unquantized() if kind is None else WeightOnly(kind), torch.bfloat16)
+    place = Place("", Unquantized() if kind is None else Coded(kind), torch.bfloat16)
 
     def linear(inputs: int, outputs: int, seed: int, place: Place = place) -> Linear:
         layer = Linear(place, inputs, outputs)

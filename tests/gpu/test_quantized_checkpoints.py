@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
-from quire.quantization.grouped import Grouped
+from quire.quantization.coded import Coded
 from tests.gpu.conftest import HAS_GPU, TINY, Devices
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -74,7 +74,7 @@ def test_codes_are_kept(write: Write, devices: Devices, case: str) -> None:
     assert [answers(quantized, [prompt])[0] for prompt in PROMPTS] == found, "whoever shares a batch"
     layers, others = linears(quantized), linears(plain)
     assert layers
-    assert all(isinstance(layer.method, Grouped) for layer in layers)
+    assert all(isinstance(layer.method, Coded) for layer in layers)
     taken, all_bits = (sum(each.nbytes for one in some for each in one.parameters()) for some in (layers, others))
     assert taken < all_bits * (0.34 if case.startswith(("gptq-4", "awq", "ct-w4")) else 0.6)
 
@@ -94,7 +94,7 @@ def test_parts_of_several_types_are_one_plain_matrix(write: Write, devices: Devi
     """Queries are plain; what is merged with nothing else keeps its codes."""
     quantized, plain = map(load, write("ct-w4", ("q_proj",)))
     assert answers(quantized) == answers(plain)
-    kept = {layer.name.rpartition(".")[2]: isinstance(layer.method, Grouped) for layer in linears(quantized)}
+    kept = {layer.name.rpartition(".")[2]: isinstance(layer.method, Coded) for layer in linears(quantized)}
     assert kept == {"qkv_proj": False, "o_proj": True, "gate_up_proj": True, "down_proj": True}
 
 

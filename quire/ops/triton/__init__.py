@@ -12,7 +12,7 @@ from quire.ops.table import OPERATIONS
 from quire.ops.triton.activation import ACTIVATIONS
 from quire.ops.triton.embedding import embedding
 from quire.ops.triton.experts import mix, route
-from quire.ops.triton.linear import fast_linear, grouped_linear, integer_linear, linear, quantized_linear
+from quire.ops.triton.linear import fast_linear, integer_linear, linear, quantized_linear
 from quire.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 
 # By the operations' names; called as their references are.
@@ -20,7 +20,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     **ACTIVATIONS,
     "add_rms_norm": add_rms_norm,
     "embedding": embedding,
-    "grouped_linear": grouped_linear,
     "integer_linear": integer_linear,
     "layer_norm": layer_norm,
     "linear": linear,

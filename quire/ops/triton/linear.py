@@ -146,7 +146,7 @@ def quantized_linear(
     out_dtype: torch.dtype | None = None,
     zeros: Tensor | None = None,
 ) -> Tensor:
-    """As `quire.ops.quantized_linear`, with zeros `grouped_linear`; without scales weights are of the type of `x`."""
+    """As `quire.ops.quantized_linear`; without scales weights are of the type of `x`."""
     num_rows, size = x.shape
     num_columns, group = weight.shape[0], group_of(weight, scales, zeros, size)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -192,13 +192,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
 def integer_linear(x: Tensor, weight: Tensor) -> Tensor:
     """As `quire.ops.integer_linear`."""
     return quantized_linear(x, weight, None, None, torch.float32)
-
-
-def grouped_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    """As `quire.ops.grouped_linear`."""
-    return quantized_linear(x, weight, scales, bias, out_dtype, zeros)
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

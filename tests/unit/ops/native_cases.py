@@ -19,7 +19,7 @@ from quire.ops.native.builder import ProgramBuilder, Value, recorded
 from quire.ops.native.matrix import PackedMatrix, weight_format
 from quire.ops.native.program import Program, StepData
 from quire.ops.native.structs import Epilogue, Type
-from quire.quantization.weight_only import quantize_int8
+from quire.quantization.coded import quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
 # What a dense matrix is packed as.

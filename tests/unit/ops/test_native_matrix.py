@@ -9,7 +9,7 @@ from unpacking import unpacked
 from quire.ops.native.library import Target
 from quire.ops.native.matrix import PackedMatrix, weight_format
 from quire.ops.native.structs import Type
-from quire.quantization.weight_only import quantize_int4, quantize_int8
+from quire.quantization.coded import quantize_int4, quantize_int8
 
 SOURCES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

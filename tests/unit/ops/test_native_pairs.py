@@ -26,7 +26,7 @@ from unpacking import unpacked
 from quire.ops.native.library import Target, default_target, library
 from quire.ops.native.matrix import PackedMatrix, is_paired, weight_format
 from quire.ops.native.structs import GATED, Epilogue, Type
-from quire.quantization.weight_only import quantize_int4
+from quire.quantization.coded import quantize_int4
 
 BF16 = torch.bfloat16
 MADE = [Type.BF16, Type.I8, Type.W8A8, Type.I4]

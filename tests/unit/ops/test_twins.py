@@ -45,7 +45,6 @@ OF_ADAPTERS = {"lora", "lora_rows"}  # test_native_lora.py
 NOT_RECORDED = {
     "paged_attention",
     "quantized_linear",
-    "grouped_linear",
     "integer_linear",
     "rotary",
     "write_kv",

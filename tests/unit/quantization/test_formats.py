@@ -10,15 +10,15 @@ from unpacking import unpacked
 from quire import ops
 from quire.layers.embedding import Embedding, LearnedPositions, TiedHead, VocabEmbedding
 from quire.layers.linear import Linear, Matrix, Place
+from quire.ops.grouped import expand, pack_int4
 from quire.ops.native.builder import ProgramBuilder, StepIndex
 from quire.ops.native.matrix import PackedMatrix
 from quire.ops.native.structs import Type
-from quire.ops.quantized import expand_int4, pack_int4
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
+from quire.quantization.coded import Coded
 from quire.quantization.packed import Packed, PackedParts
 from quire.quantization.registry import select_formats
 from quire.quantization.unquantized import Unquantized
-from quire.quantization.weight_only import WeightOnly
 
 F32, BF16 = torch.float32, torch.bfloat16
 PARTS = {"q_proj": 21, "k_proj": 5, "v_proj": 40}
@@ -65,10 +65,10 @@ def test_registry() -> None:
         ):
             assert isinstance(method, Packed)
             assert method.type == type
-            assert isinstance(twin, Unquantized) if name is None else isinstance(twin, WeightOnly)
-            assert getattr(twin, "name", None) == {Type.BF16: None, Type.I8: "int8", Type.I4: "int4"}.get(type, name)
+            assert isinstance(twin, Unquantized) if name is None else isinstance(twin, Coded)
+            assert getattr(twin, "kind", None) == {Type.BF16: None, Type.I8: "int8", Type.I4: "int4"}.get(type, name)
     eight = select_formats("fp8", BF16, None, on_device=True)
-    assert [getattr(method, "name", None) for method in (eight.linear, eight.table)] == ["fp8", "int8"]
+    assert [getattr(method, "kind", None) for method in (eight.linear, eight.table)] == ["fp8", "int8"]
     assert isinstance(select_formats("fp8", BF16, None).linear, Unquantized)  # there it is what checkpoints are
 
 
@@ -92,7 +92,7 @@ def test_a_level_may_have_an_order_of_its_own() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | None) -> None:
     method = Packed(made, dtype, zeros)
-    twin = filled_linear(Unquantized() if made is None else WeightOnly(made), dtype, ["q_proj", "k_proj", "v_proj"])
+    twin = filled_linear(Unquantized() if made is None else Coded(made), dtype, ["q_proj", "k_proj", "v_proj"])
     layer = filled_linear(method, dtype, ["v_proj", "q_proj", "k_proj"])
     x = draw(37, 70, dtype=dtype, seed=9)
     found = recorded(layer, x, width=66, dtype=dtype)
@@ -106,11 +106,11 @@ def test_a_packed_layer_is_its_twin(level: str, dtype: torch.dtype, made: str | 
 @pytest.mark.parametrize("made", ["int8", "int4", "fp8", "w8a8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_twin_is_near_what_it_was_given(made: str, dtype: torch.dtype) -> None:
-    method, shape = WeightOnly(made), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
+    method, shape = Coded(made), MatrixShape(100, 2500, bias=True)  # more rows than are expanded at once
     weights, dense, bias = method.create_weights(shape, dtype), draw(2500, 100), draw(2500, seed=1)
     for start, stop in ((1100, 2500), (0, 7), (7, 1100)):
-        method.load(weights, shape, "weight", dense[start:stop], start)
-    method.load(weights, shape, "bias", bias, 0)
+        method.load(weights, shape, dense[start:stop], start)
+    weights["bias"].copy_(bias)
     if made == "int4":  # two a byte, in whole pairs of groups
         assert (weights["codes"].dtype, weights["codes"].shape) == (torch.uint8, (2500, 64))
     else:
@@ -138,15 +138,15 @@ def test_four_bits_are_packed_in_pairs(num_columns: int) -> None:
     packed = pack_int4(codes)
     assert packed.shape == (3, -(-num_columns // 64) * 32)
     groups = -(-num_columns // 32)
-    assert torch.equal(expand_int4(packed, torch.ones(3, groups), num_columns), codes.float())
+    assert torch.equal(expand(packed, torch.ones(3, groups), None, num_columns), codes.float())
     scales = torch.arange(1.0, groups + 1.0).expand(3, -1)
-    assert torch.equal(expand_int4(packed, scales, num_columns)[:, -1], codes[:, -1] * float(groups))
+    assert torch.equal(expand(packed, scales, None, num_columns)[:, -1], codes[:, -1] * float(groups))
 
 
 @pytest.mark.parametrize("made", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dtype, made: str | None) -> None:
-    plain = Unquantized() if made is None else WeightOnly(made)
+    plain = Unquantized() if made is None else Coded(made)
     pair = [VocabEmbedding(Place("", m, dtype), 50, 40) for m in (Packed(made, dtype, zeros), plain)]
     for embedding in pair:
         [slot] = embedding.checkpoint_slots("")
@@ -160,7 +160,7 @@ def test_a_packed_table_is_looked_up_and_multiplied(level: str, dtype: torch.dty
 
 @pytest.mark.parametrize("made", [None, "int8"])
 def test_positions_are_offset_in_every_format(level: str, made: str | None) -> None:
-    twin = Unquantized() if made is None else WeightOnly(made)
+    twin = Unquantized() if made is None else Coded(made)
     native, plain = (LearnedPositions(Place("", m, F32), 9, 40, offset=2) for m in (Packed(made, F32, zeros), twin))
     for layer in (native, plain):
         [slot] = layer.checkpoint_slots("")
@@ -239,7 +239,7 @@ def test_each_matrix_of_a_checkpoint_in_blocks_has_its_own_type() -> None:
 def test_what_an_earlier_start_packed_is_said_to_be_there() -> None:
     assert Packed("int8", F32, zeros).filled == frozenset()
     assert Packed("int8", F32, zeros, filled=True).filled == {"weight"}, "a bias is never kept"
-    assert Unquantized().filled == WeightOnly("int4").filled == frozenset()
+    assert Unquantized().filled == Coded("int4").filled == frozenset()
 
 
 def test_packed_weights_are_for_programs_only(level: str) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from quire.layers.linear import Linear, Place
 from quire.models.packings import Numbers
 from quire.quantization.base import MatrixShape
-from quire.quantization.grouped import TYPES, Grouped
+from quire.quantization.coded import Coded
+from quire.quantization.grouped import KEPT
 from quire.quantization.registry import select_formats
 from quire.quantization.unquantized import Unquantized
 
@@ -57,7 +58,7 @@ def test_values_are_those_of_the_formula(
 ) -> None:
     """Of a merged layer whose parts come in any order, and so are its products."""
     layers = [
-        Linear(Place("attn.qkv_proj", m, dtype), num_columns, PARTS, bias=True) for m in (Grouped(kind), Unquantized())
+        Linear(Place("attn.qkv_proj", m, dtype), num_columns, PARTS, bias=True) for m in (Coded(kind), Unquantized())
     ]
     plain = {slot.name: slot for slot in layers[1].checkpoint_slots("attn.qkv_proj")}
     for slot in reversed(list(layers[0].checkpoint_slots("attn.qkv_proj"))):
@@ -75,21 +76,21 @@ def test_values_are_those_of_the_formula(
     assert torch.equal(layers[0].method.lookup(weights, layers[0].shape, ids, dtype), dense[ids])
     x = torch.randn(9, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert torch.equal(*(layer(x) for layer in layers))
-    assert torch.equal(*(layer(x[:2], wide=True) for layer in layers))
+    assert torch.equal(*(layer(x[:2], wide=True).to(dtype) for layer in layers))
 
 
-@pytest.mark.parametrize(("kind", "most_bits"), [*zip(TYPES, (5.26, 4.33, 9.26, 8.33, 8.33), strict=True)])
+@pytest.mark.parametrize(("kind", "most_bits"), [*zip(KEPT, (5.26, 4.33, 9.26, 8.33, 8.33), strict=True)])
 def test_few_bits_are_kept(kind: str, most_bits: float) -> None:
-    weights = Grouped(kind).create_weights(MatrixShape(1024, 3000), BF16)
+    weights = Coded(kind).create_weights(MatrixShape(1024, 3000), BF16)
     assert sum(each.nbytes for each in weights.values()) * 8 <= most_bits * 1024 * 3000
 
 
 def test_many_rows_are_taken_apart_a_part_at_a_time() -> None:
-    method, shape, found = Grouped("U4_128"), MatrixShape(128, 2500), numbers("U4_128", 2500, 128, 128, True)
+    method, shape, found = Coded("U4_128"), MatrixShape(128, 2500), numbers("U4_128", 2500, 128, 128, True)
     weights = method.create_weights(shape, BF16)
     rows = blocks(found, "U4_128")
     for start, stop in ((1100, 2500), (0, 7), (7, 1100)):
-        method.load(weights, shape, "weight", rows[start:stop], start)
+        method.load(weights, shape, rows[start:stop], start)
     dense = found.dense(BF16)
     assert torch.equal(method.lookup(weights, shape, torch.arange(2500), BF16), dense)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
@@ -100,9 +101,9 @@ def test_many_rows_are_taken_apart_a_part_at_a_time() -> None:
 def test_codes_of_float8_that_are_no_numbers_show(column: int) -> None:
     found = numbers("F8_128", 3, 160, 128, False)
     found.codes[1, column] = 255
-    method, shape = Grouped("F8_128"), MatrixShape(160, 3)
+    method, shape = Coded("F8_128"), MatrixShape(160, 3)
     weights = method.create_weights(shape, BF16)
-    method.load(weights, shape, "weight", blocks(found, "F8_128"), 0)
+    method.load(weights, shape, blocks(found, "F8_128"), 0)
     sums = method.apply(weights, shape, torch.ones(1, 160, dtype=BF16)).flatten().tolist()
     assert [math.isnan(each) for each in sums] == [False, True, False]
 
@@ -110,7 +111,7 @@ def test_codes_of_float8_that_are_no_numbers_show(column: int) -> None:
 def test_a_device_keeps_what_its_kernels_know_and_merges_only_what_is_alike() -> None:
     kinds = {"attn.q": "U4_128", "attn.k": "U4_128", "attn.v": "U8_32", "mlp.gate": "F8_128", "mlp.up": "F8_128"}
     formats = select_formats(None, BF16, None, blocks=kinds | {"head": "C4_32"}, on_device=True)
-    assert isinstance(formats.method_for("attn.q"), Grouped)
+    assert isinstance(formats.method_for("attn.q"), Coded)
     assert formats.method_for("attn.qk", parts=("q", "k")) is formats.method_for("attn.q")
     assert formats.method_for("mlp.gate_up", parts=("gate", "up")) is formats.method_for("mlp.gate")
     for several in (formats.method_for("attn.qkv", parts=("q", "k", "v")), formats.method_for("head")):

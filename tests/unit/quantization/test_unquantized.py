@@ -16,9 +16,9 @@ def test_parts_are_loaded_side_by_side_and_cast() -> None:
     assert method.checkpoint_tensors(MatrixShape(3, 4)) == {"weight": TensorForm((4, 3))}
     assert method.checkpoint_tensors(MatrixShape(3, 4, bias=True)).keys() == {"weight", "bias"}
     whole, bias = torch.arange(18.0).view(6, 3), torch.arange(6.0)
-    method.load(weights, shape, "weight", whole[4:], 4)
-    method.load(weights, shape, "weight", whole[:4], 0)
-    method.load(weights, shape, "bias", bias, 0)
+    method.load(weights, shape, whole[4:], 4)
+    method.load(weights, shape, whole[:4], 0)
+    weights["bias"].copy_(bias)
     assert torch.equal(weights["weight"], whole.bfloat16())
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     assert torch.equal(method.apply(weights, shape, x), (whole.sum(1) + bias).bfloat16().expand(2, 6))

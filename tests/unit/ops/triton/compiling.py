@@ -31,9 +31,9 @@ from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.table import OPERATIONS
 from quire.ops.triton import install
 from quire.ops.triton.tiles import Processors
-from quire.quantization.grouped import TYPES, Grouped
+from quire.quantization.coded import Coded
+from quire.quantization.grouped import KEPT
 from quire.quantization.unquantized import Unquantized
-from quire.quantization.weight_only import WeightOnly
 from quire.sampling import SamplingState, SequenceTokens
 from quire.sampling.device import DeviceSampler
 
@@ -95,11 +95,11 @@ def every_kernel() -> None:
         ops.linear(x[:rows, :100], matrix[:, :100], None, torch.float32)
         ops.linear(x[:rows].float(), matrix.float())
         made = ("int8", "int4", *(["fp8"] if CAPABILITY >= 89 else []))
-        for method in (*map(WeightOnly, made), *map(Grouped, TYPES)):
+        for method in (*map(Coded, made), *map(Coded, KEPT)):
             layer = Linear(Place("", method, x.dtype), 256, 4096, bias=True)
             layer(x[:rows])
-        Linear(Place("", Grouped("U4_32"), torch.float32), 160, 4096)(x[:rows, :160].float())
-    for method in (Unquantized(), WeightOnly("int8"), WeightOnly("int4"), Grouped("U4_128"), Grouped("F8_128")):
+        Linear(Place("", Coded("U4_32"), torch.float32), 160, 4096)(x[:rows, :160].float())
+    for method in (Unquantized(), Coded("int8"), Coded("int4"), Coded("U4_128"), Coded("F8_128")):
         place = Place("", method, x.dtype)
         mlps = [GatedMLP(Linear(place, 256, 512), Linear(place, 256, 256), "silu") for _ in range(8)]
         gate = Linear(Place("", Unquantized(), x.dtype), 256, 8)

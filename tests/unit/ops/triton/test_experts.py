@@ -14,9 +14,9 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.models.packings import Numbers
 from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
-from quire.quantization.grouped import TYPES, Grouped
+from quire.quantization.coded import Coded
+from quire.quantization.grouped import KEPT
 from quire.quantization.unquantized import Unquantized
-from quire.quantization.weight_only import WeightOnly
 
 SIZES = (40, 24)  # of hidden states, and within an expert
 
@@ -25,17 +25,17 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Kept(Grouped):
+class Kept(Coded):
     """Takes numbers, which it rounds to codes of its own."""
 
     def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
         return Unquantized().checkpoint_tensors(shape)
 
-    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, name: str, loaded: Tensor, start: int) -> None:
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
         codes = (loaded.float() * 20 + 7).round().clamp(0, 15).to(torch.uint8)
         scales = torch.full((len(codes), -(-codes.shape[1] // 32)), 0.05)
         blocks = Numbers(codes, scales, torch.full_like(scales, 7), 32).blocks(False, 32)
-        super().load(weights, shape, name, blocks, start)
+        super().load(weights, shape, blocks, start)
 
 
 def mixture(
@@ -85,8 +85,8 @@ def test_route(installed: str, count: int, renormalize: bool) -> None:
     ],
 )
 def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -> None:
-    method = Unquantized() if kind is None else Kept(kind) if kind in TYPES else WeightOnly(kind)
-    sizes = (64, 32) if kind in TYPES else SIZES
+    method = Unquantized() if kind is None else Kept(kind) if kind in KEPT else Coded(kind)
+    sizes = (64, 32) if kind in KEPT else SIZES
     moe = mixture(method, dtype, count, installed, sizes)
     assert moe._all.weights is not None, "they are not multiplied together"
     x = draw(40, sizes[0], seed=5).to(dtype).to(installed)
@@ -105,7 +105,7 @@ def test_mix(installed: str, kind: str | None, dtype: torch.dtype, count: int) -
 
 
 def test_experts_of_several_types_are_not_multiplied_together() -> None:
-    plain, made = (mixture(method, torch.float32, 2, "cpu").experts for method in (Unquantized(), WeightOnly("int8")))
+    plain, made = (mixture(method, torch.float32, 2, "cpu").experts for method in (Unquantized(), Coded("int8")))
     gate = Linear(Place("", Unquantized(), torch.float32), SIZES[0], 2)
     mixed: list[Any] = [plain[0], made[1]]
     assert MixtureOfExperts(Routing(2, 1, True), gate, mixed)._all.weights is None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.quantized import pack_int4
-from quire.quantization.weight_only import quantize_int4, quantize_int8
+from quire.ops.grouped import pack_int4
+from quire.quantization.coded import quantize_int4, quantize_int8
 
 APART = 2**30 + 16
 

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.ops.grouped import expand
-from quire.ops.quantized import pack_int4
-from quire.quantization.weight_only import quantize_fp8, quantize_int4, quantize_int8
+from quire.ops.grouped import expand, pack_int4
+from quire.quantization.coded import quantize_fp8, quantize_int4, quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -85,15 +84,16 @@ def grouped(kind: str, num_columns: int, size: int) -> tuple[Tensor, Tensor, Ten
 @pytest.mark.parametrize(("num_columns", "size"), [(33, 32), (7, 96), (1, 160), (70, 256), (200, 288), (16, 544)])
 def test_grouped(installed: str, kind: str, dtype: torch.dtype, num_columns: int, size: int) -> None:
     """Products with a checkpoint's own codes are, to the last bit, those with what they stand for."""
-    parts = [part.to(installed) for part in grouped(kind, num_columns, size)]
+    codes, scales, zeros = (part.to(installed) for part in grouped(kind, num_columns, size))
     x, bias = draw(200, size, dtype=dtype).to(installed), draw(num_columns, dtype=dtype, seed=2).to(installed)
-    dense = expand(*parts, size).to(dtype)
-    whole = ops.grouped_linear(x, *parts, bias, None)
+    dense = expand(codes, scales, zeros, size).to(dtype)
+    whole = ops.quantized_linear(x, codes, scales, bias, zeros=zeros)
     assert torch.equal(whole, ops.linear(x, dense, bias))
-    assert_near(whole, ops.grouped_linear.reference(x, *parts, bias, None), dtype)
+    assert_near(whole, ops.quantized_linear.reference(x, codes, scales, bias, zeros=zeros), dtype)
     for num_rows in (1, 3, 16, 17, 65):
-        assert torch.equal(ops.grouped_linear(x[200 - num_rows :], *parts, bias, None), whole[200 - num_rows :])
-    wide = ops.grouped_linear(x[:3], *parts, None, torch.float32)
+        part = ops.quantized_linear(x[200 - num_rows :], codes, scales, bias, zeros=zeros)
+        assert torch.equal(part, whole[200 - num_rows :])
+    wide = ops.quantized_linear(x[:3], codes, scales, None, torch.float32, zeros)
     assert torch.equal(wide, ops.linear(x[:3], dense, None, torch.float32))
 
 

@@ -1,0 +1,120 @@
+"""Weights as codes with scales, multiplied by torch or by a device's kernels: made here, or a checkpoint's own.
+
+Made as the checkpoint is loaded, they are the twins of the packed formats, for machines without the kernels: "int8"
+keeps one scale a row, "int4" one for 32 columns of a row; both are symmetric. "w8a8" is "int8" whose activations are
+rounded to eight bits, too, with a scale for each row. Codes and scales are those of csrc/pack.h; what is saved on a CPU
+is memory, not time: a product expands the whole matrix first.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.ops.grouped import GROUP, expand, pack_int4
+from quire.quantization.base import MatrixShape, QuantizationMethod, TensorForm
+from quire.quantization.grouped import KEPT, form_of_blocks, take_apart
+
+_SCALE_DIVISORS = tuple(-(8.0 - 0.25 * (i - 2)) for i in range(9))  # candidates: the largest value's code, -8.5 .. -6.5
+_ROWS_AT_ONCE = 1024  # rows made, or taken apart, at a time, so that the copies stay small
+_MOST_FP8 = 448.0  # the largest number of float8_e4m3fn
+
+
+def quantize_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [N, K] -> codes float8_e4m3fn [N, K], scales float32 [N, 1]: a row's largest magnitude becomes 448."""
+    scales = rows.abs().amax(1, keepdim=True) / _MOST_FP8
+    return (rows / scales.clamp_min(torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn), scales
+
+
+def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [N, K] -> codes int8 [N, K], scales float32 [N, 1]: the largest magnitude of a row becomes 127."""
+    most = rows.abs().amax(1, keepdim=True)
+    most_code = torch.full_like(most, 127.0)  # a tensor: torch divides a number by multiplying with the reciprocal
+    inverse = torch.where(most > 0, most_code / most, torch.zeros_like(most))
+    return (rows * inverse).round().clamp(-127, 127).to(torch.int8), most / 127.0
+
+
+def quantize_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [N, K] -> codes int8 [N, K] in -8..7, scales float32 [N, groups] (bf16 values): the best of 9 scales."""
+    num_rows, num_columns = rows.shape
+    padded = torch.nn.functional.pad(rows, (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
+    extreme = padded.gather(2, padded.abs().argmax(2, keepdim=True))
+    best_error = torch.full_like(extreme, torch.inf)
+    best_scale, best_codes = torch.zeros_like(extreme), torch.zeros_like(padded)
+    for divisor in _SCALE_DIVISORS:
+        scale = (extreme / divisor).to(torch.bfloat16).float()
+        inverse = torch.where(scale != 0, 1.0 / scale, torch.zeros_like(scale))
+        codes = (padded * inverse).round().clamp(-8, 7)
+        error = _sum((padded - codes * scale).square())
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_codes = torch.where(better, codes, best_codes)
+    best_scale[best_error.isinf()] = torch.nan  # NaN or infinity among the weights shows
+    return best_codes.flatten(1)[:, :num_columns].to(torch.int8), best_scale.squeeze(2)
+
+
+def _sum(squares: Tensor) -> Tensor:
+    """Over the last dimension, GROUP wide: halves onto halves, as csrc/pack.h, for the same codes to the last bit."""
+    while squares.shape[-1] > 1:
+        low, high = squares.chunk(2, dim=-1)
+        squares = low + high
+    return squares
+
+
+# How codes and scales are made of rows in float32, the type of codes, and columns that share a scale: None for all.
+MADE: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], torch.dtype, int | None]] = {
+    "int8": (quantize_int8, torch.int8, None),
+    "int4": (quantize_int4, torch.uint8, GROUP),
+    "fp8": (quantize_fp8, torch.float8_e4m3fn, None),
+    "w8a8": (quantize_int8, torch.int8, None),
+}
+
+
+class Coded(QuantizationMethod):
+    """`codes` [out, in] or [out, bytes], `scales` [out, 1 or groups], `zeros` likewise of KEPT ones, maybe `bias`.
+
+    Args:
+        kind: of MADE or KEPT.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.groups = kind != "w8a8"
+        self._dtype, self._span = KEPT[kind] if kind in KEPT else MADE[kind][1:]
+
+    def create_weights(self, shape: MatrixShape, dtype: torch.dtype, name: str = "") -> dict[str, Tensor]:
+        rows, columns = shape.out_features, shape.in_features
+        num_groups = 1 if self._span is None else -(-columns // self._span)
+        columns = -(-columns // (2 * GROUP)) * GROUP if self._dtype == torch.uint8 else columns
+        weights = {"codes": torch.empty(rows, columns, dtype=self._dtype), "scales": torch.empty(rows, num_groups)}
+        if self.kind in KEPT:
+            weights["zeros"] = torch.empty(rows, num_groups, dtype=torch.int8)
+        return weights | ({"bias": torch.empty(rows, dtype=dtype)} if shape.bias else {})
+
+    def checkpoint_tensors(self, shape: MatrixShape) -> dict[str, TensorForm]:
+        forms = super().checkpoint_tensors(shape)
+        return forms | {"weight": form_of_blocks(shape)} if self.kind in KEPT else forms
+
+    def load(self, weights: Mapping[str, Tensor], shape: MatrixShape, loaded: Tensor, start: int) -> None:
+        for part in loaded.split(_ROWS_AT_ONCE):
+            rows = slice(start, start := start + len(part))
+            part = part.to(weights["codes"].device)
+            codes, *others = take_apart(part, self.kind) if self.kind in KEPT else MADE[self.kind][0](part.float())
+            weights["codes"][rows] = pack_int4(codes) if self._dtype == torch.uint8 else codes
+            for name, numbers in zip(("scales", "zeros"), others, strict=False):
+                weights[name][rows] = numbers
+
+    def apply(self, weights: Mapping[str, Tensor], shape: MatrixShape, x: Tensor, *, wide: bool = False) -> Tensor:
+        codes, scales, bias = weights["codes"], weights["scales"], weights.get("bias")
+        if self.kind == "w8a8":
+            integers, own_scales = quantize_int8(x.float())
+            out = ops.integer_linear(integers, codes) * own_scales * scales.t()
+            return (out if bias is None else out + bias).to(x.dtype)
+        out_dtype = torch.float32 if wide else None
+        return ops.quantized_linear(x, codes, scales, bias, out_dtype, weights.get("zeros"))
+
+    def lookup(self, weights: Mapping[str, Tensor], shape: MatrixShape, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        zeros = weights["zeros"][ids] if "zeros" in weights else None
+        return expand(weights["codes"][ids], weights["scales"][ids], zeros, shape.in_features).to(dtype)
