@@ -161,7 +161,8 @@ class WeightStore:
             logger.warning("packed weights are not kept on disk: %s: %s", place.path.parent, error.strerror)
 
     def _write_to(self, file: int, place: StorePlace) -> None:
-        os.posix_fallocate(file, 0, self._size)
+        if hasattr(os, "posix_fallocate"):  # a full disk is told of at once; macOS lacks it
+            os.posix_fallocate(file, 0, self._size)
         parts, offset = list(self._parts(place)), 0
         starts = list(accumulate(map(len, parts), initial=0))
         # What is written stays in memory, in pages as large as one call fills: the next start finds huge ones there.

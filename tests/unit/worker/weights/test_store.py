@@ -145,6 +145,14 @@ def test_a_full_disk_is_no_failure(
     assert tensors[0].any(), "the weights in memory are as they were"
 
 
+def test_a_system_that_can_not_reserve_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS, whose Python lacks the call."""
+    monkeypatch.delattr(weight_store.os, "posix_fallocate")
+    tensors = keep(tmp_path / "store.bin")
+    found = allocate(store_at(tmp_path / "store.bin"))
+    assert all(torch.equal(one, two) for one, two in zip(tensors, found, strict=True))
+
+
 def test_a_disk_that_fills_up_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
