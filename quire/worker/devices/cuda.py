@@ -85,10 +85,11 @@ class CudaDevice(Device):
         except torch.OutOfMemoryError as error:
             with torch.device("meta"):
                 needed = sum(weight.nbytes for weight in build().parameters())
+            fewer = "" if self._config.quantization else "quantization='int8' or 'int4', or "
             raise ConfigError(
                 f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} of the GPU's "
-                f"{self.total_bytes() / 2**30:.1f} GiB are free. Take quantization='int8' or 'int4', "
-                "or device='cpu'; to load others while an engine runs, let it sleep first."
+                f"{self.total_bytes() / 2**30:.1f} GiB are free. Take {fewer}device='cpu'; to load others while an "
+                "engine runs, let it sleep first."
             ) from error
 
     def weight_formats(

@@ -52,8 +52,10 @@ def test_too_old_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         stream.CudaStream()
 
 
-def test_weights_that_do_not_fit(config: Any) -> None:
-    device = CudaDevice(config(), HostStream())
+@pytest.mark.parametrize(("quantization", "advice"), [(None, "quantization='int8' or 'int4', or "), ("gptq", "")])
+def test_weights_that_do_not_fit(config: Any, quantization: str | None, advice: str) -> None:
+    """Of a quantized checkpoint no fewer bits can be made."""
+    device = CudaDevice(config(quantization=quantization), HostStream())
     layers = iter([torch.nn.Linear(1024, 2**20, bias=False, device="meta")])
 
     def build() -> Any:
@@ -61,9 +63,8 @@ def test_weights_that_do_not_fit(config: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory") from KeyError(layer)
         return torch.nn.Linear(1024, 2**20, bias=False)
 
-    with pytest.raises(
-        ConfigError, match=r"the weights take 4.0 GiB, and 2.0 of the GPU's 4.0 GiB are free. Take quant"
-    ):
+    left = "the weights take 4.0 GiB, and 2.0 of the GPU's 4.0 GiB are free"
+    with pytest.raises(ConfigError, match=f"{left}. Take {advice}device='cpu'"):
         device.place(build)
 
 
