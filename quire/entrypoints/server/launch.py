@@ -55,7 +55,8 @@ _DEAD_SECONDS = 2.0  # for /health to tell that the engine is dead
 _NEW_OBJECTS = 20_000  # among which cycles are looked for: a step of 256 streams makes thousands, and few cycles
 _EXIT_SECONDS = 3.0  # for the interpreter to leave by itself, which threads can hold up
 _MAX_FILES = 65536
-_STALL_SECONDS = 0.01
+_STALL_SECONDS = 0.01  # between two looks at the event loop
+_IDLE_SECONDS = 0.2  # likewise, where it has nothing to do but look
 _KEY = '-H "Authorization: Bearer $QUIRE_API_KEY" '
 _NEXT = """Try 'quire chat --url {url}/v1', a browser, or:
 curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{{"prompt": "Once", "max_tokens": 32}}'"""
@@ -122,7 +123,7 @@ def load(args: ServerArgs, engine_args: EngineArgs) -> ServerState:
 def _beside(state: ServerState) -> list[Coroutine[Any, Any, None]]:
     """What runs beside a model."""
     name = "" if state.retain is None else f"{state.model_names[0]}: "
-    return [watch_stalls(state.metrics), _log_throughput(state, name), warm_up(state), load_modules(state)]
+    return [watch_stalls(state), _log_throughput(state, name), warm_up(state), load_modules(state)]
 
 
 async def _run(
@@ -248,15 +249,16 @@ class LoopErrors:
             logger.error("a connection has to wait: no more files can be opened; raise their limit, now %d", limit)
 
 
-async def watch_stalls(metrics: ServingMetrics) -> None:
+async def watch_stalls(state: ServerState) -> None:
     """Keep the longest time for which the event loop was held up, within the last half minute or minute."""
     before = 0.0
     while True:
         longest, end = 0.0, time.monotonic() + _STALL_WINDOW
         while (start := time.monotonic()) < end:
-            await asyncio.sleep(_STALL_SECONDS)
-            longest = max(longest, time.monotonic() - start - _STALL_SECONDS)
-            metrics.event_loop_max_stall = max(before, longest)
+            seconds = _STALL_SECONDS if state.num_in_flight else _IDLE_SECONDS
+            await asyncio.sleep(seconds)
+            longest = max(longest, time.monotonic() - start - seconds)
+            state.metrics.event_loop_max_stall = max(before, longest)
         before = longest
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,18 +283,36 @@ def test_a_body_that_turns_bad_while_it_comes(make_state: State) -> None:
 # ---- the event loop
 
 
-def test_stalls_of_the_event_loop_are_measured() -> None:
-    metrics = ServingMetrics()
+@pytest.mark.parametrize(("num_in_flight", "seconds"), [(1, 0.3), (0, 0.6)])
+def test_stalls_of_the_event_loop_are_measured(num_in_flight: int, seconds: float) -> None:
+    """Of an idle server's those that are longer than it sleeps."""
+    state: Any = SimpleNamespace(metrics=ServingMetrics(), num_in_flight=num_in_flight)
 
     async def story() -> None:
-        watcher = asyncio.create_task(watch_stalls(metrics))
+        watcher = asyncio.create_task(watch_stalls(state))
         await asyncio.sleep(0.05)
-        time.sleep(0.3)
+        time.sleep(seconds)
         await asyncio.sleep(0.05)
         watcher.cancel()
 
     asyncio.run(story())
-    assert 0.2 < metrics.event_loop_max_stall < 10
+    assert 0.2 < state.metrics.event_loop_max_stall < 10
+
+
+def test_an_idle_server_looks_at_its_event_loop_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    state: Any = SimpleNamespace(metrics=ServingMetrics(), num_in_flight=0)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        state.num_in_flight = 1
+        if len(slept) == 2:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(watch_stalls(state))
+    assert slept[0] >= 10 * slept[1]
 
 
 # ---- the address
