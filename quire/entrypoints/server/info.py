@@ -61,9 +61,10 @@ async def _encode_with_lists(answer: dict[str, Any], **lists: list[Any] | None) 
     for name, entries in lists.items():
         parts[-1] += b",%b:%b" % (encode(name), b"null" if entries is None else b"[")
         for start in range(0, len(entries or ()), _PART):
+            if start:
+                await asyncio.sleep(0)  # others' turn
             part = encode((entries or [])[start : start + _PART])[1:-1]
             parts.append(b"," * (start > 0) + part)
-            await asyncio.sleep(0)  # others' turn
         parts[-1] += b"" if entries is None else b"]"
     parts[-1] += b"}"
     return parts
