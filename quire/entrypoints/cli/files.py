@@ -55,10 +55,19 @@ def read_prompts(path: str, flag: str, count: int | None, max_tokens: int) -> li
     return [(record.prompt, record.max_tokens or max_tokens) for record in records]
 
 
-def write_text(path: str, flag: str, text: str) -> None:
+def check_writable(path: str, flag: str) -> None:
+    """Refuse a file that `write_text` could not write, before work is done for it."""
+    existed = Path(path).exists()
+    write_text(path, flag, "", "a")
+    if not existed:
+        Path(path).unlink()
+
+
+def write_text(path: str, flag: str, text: str, mode: str = "w") -> None:
     """Write a file; a ConfigError says why it can't be."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}.") from None
 

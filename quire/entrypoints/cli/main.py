@@ -17,6 +17,7 @@ from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, gen
 from quire.entrypoints.cli import models as at_hand
 from quire.entrypoints.cli.bench_step import add_flags as add_step_flags
 from quire.entrypoints.cli.bench_step import run as run_step
+from quire.entrypoints.cli.files import check_writable
 from quire.entrypoints.cli.parser import Parser
 from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
@@ -124,6 +125,9 @@ def _run(arguments: Sequence[str]) -> int:
         namespace, unknown = parser.parse_known_args(arguments)
         if unknown:
             namespace.parser.refuse(unknown)
+        for name in ("output_json", "plot"):
+            if path := getattr(namespace, name, None):
+                check_writable(path, f"--{name.replace('_', '-')}")
         namespace.run(namespace)
     except (QuireError, RuntimeError) as error:
         if not isinstance(error, QuireError) and "home directory" not in str(error):  # pathlib's words for ~

@@ -99,3 +99,17 @@ def test_a_floor_is_the_longer_time() -> None:
 def test_plain_torch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "demo", *SMALL, "--kernels", "torch"]) != 0
     assert "times compiled kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--output-json"])
+def test_what_can_not_be_written_is_told_before_a_model_is_looked_for(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what can be is left as it is when the work fails."""
+    assert main(["bench", "step", str(tmp_path / "no-model"), flag, str(tmp_path / "gone" / "f")]) == 2
+    assert capsys.readouterr().err == f"error: {flag} {tmp_path / 'gone' / 'f'}: No such file or directory.\n"
+    (tmp_path / "old").write_text("as before")
+    for name in ("old", "new"):
+        assert main(["bench", "step", str(tmp_path / "no-model"), flag, str(tmp_path / name)]) != 0
+    assert (tmp_path / "old").read_text() == "as before"
+    assert not (tmp_path / "new").exists()
