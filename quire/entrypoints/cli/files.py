@@ -1,6 +1,7 @@
 """Files that subcommands read and write; an error names the flag that the file came by."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,10 +58,10 @@ def read_prompts(path: str, flag: str, count: int | None, max_tokens: int) -> li
 
 def check_writable(path: str, flag: str) -> None:
     """Refuse a file that `write_text` could not write, before work is done for it."""
-    existed = Path(path).exists()
+    existed = os.path.exists(path)  # pathlib's raises where it can't look
     write_text(path, flag, "", "a")
     if not existed:
-        Path(path).unlink()
+        os.unlink(path)
 
 
 def write_text(path: str, flag: str, text: str, mode: str = "w") -> None:
