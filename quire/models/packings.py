@@ -79,12 +79,11 @@ class Numbers:
         elif self.kind == "integer" and eight_bits:  # signed there
             codes, zeros = codes ^ 128, (0 if zeros is None else zeros.int()) - torch.full_like(self.scales, 128)
         rows[:, :, :PIECE] = codes.view(num_rows, -1, PIECE)
-        scales = self.scales
-        if self.kind == "float8" and bool((broken := (codes & 127) == 127).any()):  # no numbers: they have to show
-            bad = broken.view(num_rows, -1, PIECE).any(2)
-            rows[:, :, PIECE : PIECE + 4] = _bytes(scales[:, pieces].masked_fill(bad, math.nan))
-        else:
-            rows[:, :, PIECE : PIECE + 4] = _bytes(scales[:, pieces])
+        scales = self.scales[:, pieces]
+        if self.kind == "float8":  # codes that are no numbers have to show
+            broken = (codes & 127 == 127).view(num_rows, -1, PIECE).any(2)
+            scales = scales.masked_fill(broken, math.nan)
+        rows[:, :, PIECE : PIECE + 4] = _bytes(scales)
         if zeros is not None:
             rows[:, :, PIECE + 4] = zeros[:, pieces].to(torch.int8).view(torch.uint8)
         return rows.flatten(1)

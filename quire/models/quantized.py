@@ -213,6 +213,21 @@ class _Module:
                 )
         return QuantizedMatrix(self.name, shape, {part: self.parts[part] for part in forms}, read, group, kind)
 
+    @property
+    def scheme(self) -> Mapping[str, Any]:
+        """Of compressed-tensors, what is said of such modules."""
+        groups = (self.stated.get("config_groups") or {}).values()
+        targeted = [(target, group) for group in groups for target in group["targets"]]
+        for target, group in targeted:
+            if re.match(target[3:], self.name) if target.startswith("re:") else target == self.name:
+                return group
+        return next((group for target, group in targeted if target == "Linear"), targeted[0][1] if targeted else {})
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Of compressed-tensors, what is said of the weights of such modules."""
+        return self.scheme.get("weights", {})
+
     def group(self, size: Any, num_columns: int) -> int:
         """Columns of a group; all where none are named."""
         return num_columns if not isinstance(size, int) or size <= 0 else min(size, num_columns)
@@ -280,7 +295,7 @@ def _fp8(module: _Module) -> QuantizedMatrix | None:
     if shape in ((num_rows,), (num_rows, 1)) and num_rows > 1:
         rows = 1
     elif len(shape) == 2 and shape != (1, 1):
-        rows, group = _scale_block(module, num_rows, num_columns, shape[1])
+        rows, group = _scale_block(module, num_columns, shape[1])
         shape = -(-num_rows // rows), -(-num_columns // group)
     elif shape not in ((), (1,), (1, 1)):
         shape = (num_rows, 1)
@@ -296,13 +311,13 @@ def _fp8(module: _Module) -> QuantizedMatrix | None:
 
 def _rounds_activations(module: _Module) -> bool:
     """To integers of eight bits; each token's scale is its own here, whatever was measured."""
-    stated = _group(module).get("input_activations") or {}
+    stated = module.scheme.get("input_activations") or {}
     return stated.get("num_bits") == 8 and stated.get("type", "int") == "int"
 
 
-def _scale_block(module: _Module, num_rows: int, num_columns: int, num_groups: int) -> tuple[int, int]:
+def _scale_block(module: _Module, num_columns: int, num_groups: int) -> tuple[int, int]:
     """Rows and columns that share a scale."""
-    arguments = _arguments(module)
+    arguments = module.arguments
     stated = module.stated.get("weight_block_size") or arguments.get("block_structure")
     if isinstance(stated, list) and len(stated) == 2 and all(type(size) is int and size > 0 for size in stated):
         return stated[0], stated[1]
@@ -310,22 +325,6 @@ def _scale_block(module: _Module, num_rows: int, num_columns: int, num_groups: i
     if size or num_groups == 0 or num_columns % num_groups:
         return 1, module.group(size, num_columns)
     return 1, num_columns // num_groups
-
-
-def _arguments(module: _Module) -> Mapping[str, Any]:
-    """Of compressed-tensors, what is said of the weights of such a module."""
-    return _group(module).get("weights", {})
-
-
-def _group(module: _Module) -> Mapping[str, Any]:
-    """Of compressed-tensors, what is said of such modules."""
-    groups = (module.stated.get("config_groups") or {}).values()
-    targeted = [(target, group) for group in groups for target in group["targets"]]
-    for target, group in targeted:
-        exact = re.match(target[3:], module.name) if target.startswith("re:") else target == module.name
-        if exact:
-            return group
-    return next((group for target, group in targeted if target == "Linear"), targeted[0][1] if targeted else {})
 
 
 def _compressed(module: _Module) -> QuantizedMatrix | None:
@@ -338,7 +337,7 @@ def _compressed(module: _Module) -> QuantizedMatrix | None:
         forms = {"weight_packed": (packed.shape, ("U8",)), scale: ((num_rows, words // 16), ("U8", "F8_E8M0"))}
         read = partial(packings.read_mxfp4, num_columns=words * 2, codes="weight_packed", exponents=scale)
         return module.matrix((num_rows, words * 2), forms, read, 32, "C4")
-    arguments = _arguments(module)
+    arguments = module.arguments
     bits = arguments.get("num_bits", 4)
     num_columns = words * 32 // bits
     group = module.group(arguments.get("group_size"), num_columns)
