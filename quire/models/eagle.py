@@ -64,7 +64,6 @@ class EagleLayer(nn.Module):
         size, eps = config.hidden_size, number(config, "rms_norm_eps", 1e-6)
         hf, biased = config.hf_config, ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
         qkv_bias, output_bias, mlp_bias = (f"{builder.prefix}.{name}.bias" in tensors for name in biased)
-        self.reads_both = reads_both
         self.norm_before_residual = bool(hf.get("norm_before_residual", False))
         normed = reads_both or f"{builder.prefix}.input_layernorm.weight" in tensors
         self.input_layernorm = builder.rms_norm(size, eps) if normed else None

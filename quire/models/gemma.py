@@ -108,9 +108,8 @@ def _build(config: ModelConfig, builder: Builder, shape: GemmaShape) -> CausalLM
     body = builder.child("model")
     embedding = body.embedding("embed_tokens", config.vocab_size, size)
     layers = body.layers(config.num_layers, layer)
-    scale = (
-        torch.tensor(size**0.5, device="cpu").to(builder.context.dtype).item()
-    )  # rounded, as models were trained with
+    # Rounded, as models were trained with.
+    scale = torch.tensor(size**0.5, device="cpu").to(builder.context.dtype).item()
     decoder = Decoder(embedding, layers, body.rms_norm(size, eps, plus_one=True), embed_scale=scale)
     cap = _cap(config, "final_logit_softcapping", shape.logit_cap)
     return CausalLM(config, builder, decoder, embedding, FORMAT, logit_softcap=cap)

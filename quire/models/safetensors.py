@@ -153,6 +153,6 @@ def _windows(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
         yield window
 
 
-def first_names(names: list[str], limit: int = 5) -> str:
+def first_names(names: list[str]) -> str:
     """Some of `names`, for a message."""
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -22,7 +22,7 @@ from quire.worker.weights.cache import content_digest
 FORMAT = 1  # raised when the same tokens make other bytes for a reason that nothing below tells
 
 # What the tokens' keys and values don't depend on.
-_INDIFFERENT = ("model", "path", "max_model_len", "generation_defaults", "bos_token_id", "eos_token_ids")
+_INDIFFERENT = ("model", "path", "max_model_len", "generation_defaults", "eos_token_ids")
 
 
 def kv_fingerprint(config: WorkerConfig, kernels: str, layers: Iterable[LayerCache]) -> bytes:
