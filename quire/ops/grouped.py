@@ -29,7 +29,7 @@ def expand(codes: Tensor, scales: Tensor, zeros: Tensor | None, num_columns: int
     zeros = torch.full_like(scales, 8.0 if is_packed else 0.0) if zeros is None else zeros.float()
     if is_packed:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)[:, :num_columns]
-    if scales.shape[1] > 1:
+    if scales.shape[1] > 1:  # else one for all columns
         groups = torch.arange(num_columns, device=codes.device) // group_size(scales, num_columns)
         scales, zeros = scales[:, groups], zeros[:, groups]
     return (codes.float() - zeros) * scales

@@ -92,7 +92,7 @@ class QuantizationMethod(ABC):
         """Put a checkpoint's `weight` into the output features from `start` on.
 
         A merged layer is loaded in parts, in any order; the tensor has been checked against `checkpoint_tensors` of
-        that part.
+        that part. Biases are as they are everywhere: the layer loads them.
         """
 
     @abstractmethod
