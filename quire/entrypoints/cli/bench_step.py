@@ -61,6 +61,9 @@ class Kernel:
         return "memory" if self.num_bytes / limits.read >= self.operations / limits.multiply else "multiplication"
 
 
+_Table = tuple[str, float, float, list[Kernel]]  # title; of a step its seconds, tokens and kernels
+
+
 @dataclass(frozen=True)
 class Work:
     """What a step was asked for, of so many that were timed.
@@ -102,8 +105,7 @@ def run(namespace: Namespace) -> None:
     for prompt in prompts:
         prompt["prompt_token_ids"][:shared] = prompts[0]["prompt_token_ids"][:shared]
     _steps(llm, model, prompts, 0)  # once untimed
-    phases: dict[str, tuple[float, list[Kernel]]] = {}
-    tables: list[tuple[str, float, float, list[Kernel]]] = []
+    tables: dict[str, _Table] = {}
     for phase, most in (("prompts", 0), ("decoding", steps)):
         seconds, num_steps, spent, made = _steps(llm, model, prompts, most)
         if phase == "prompts":
@@ -115,23 +117,21 @@ def run(namespace: Namespace) -> None:
             common = f", {shared} of them common" * (shared > 0)
             title = f"decoding: {size} sequences of {length + made:g} tokens{common}; of one step"
             work = Work(num_steps, size, size, *_decoding_keys(size, length + made, shared))
-        kernels = kernels_of(llm, spent, work)
-        phases[phase] = seconds / num_steps, kernels
-        tables.append((title, seconds / num_steps, work.num_tokens, kernels))
+        tables[phase] = title, seconds / num_steps, work.num_tokens, kernels_of(llm, spent, work)
     # The better of two, as a machine's clock and neighbours change within a run.
     limits = Limits(*map(max, astuple(before), astuple(measure_limits(model))))
     target = model.target
     print(f"{target.level}, {target.num_threads} threads: ", end="")
     print(f"reads {limits.read / 1e9:.1f} GB/s, multiplies {limits.multiply / 1e9:,.0f} GFLOP/s in bare loops")
-    for table in tables:
+    for table in tables.values():
         _print_table(*table, limits)
     figures = {"limits": asdict(limits)} | {
         phase: {"seconds": seconds, "kernels": [asdict(kernel) for kernel in kernels]}
-        for phase, (seconds, kernels) in phases.items()
+        for phase, (_, seconds, _, kernels) in tables.items()
     }
     write_figures(namespace.output_json, {"model": llm.model_config.model} | figures)
     if namespace.plot is not None:
-        write_text(namespace.plot, "--plot", _render(llm.model_config.model, phases, limits))
+        write_text(namespace.plot, "--plot", _render(llm.model_config.model, tables, limits))
 
 
 def native_model(llm: "LLM") -> "CompiledModel":
@@ -261,11 +261,11 @@ def _print_table(title: str, step: float, tokens: float, kernels: list[Kernel], 
     print(f"The floor is {floor * 1e3:.3f} ms, {share}: {floor / step:.0%} of the step.")
 
 
-def _render(model: str, phases: dict[str, tuple[float, list[Kernel]]], limits: Limits) -> str:
+def _render(model: str, tables: dict[str, _Table], limits: Limits) -> str:
     """Bars of each kernel's time, and in them its floor."""
     parts: list[str] = []
     top = 90.0
-    for phase, (step, kernels) in phases.items():
+    for phase, (_, step, _, kernels) in tables.items():
         rest = Kernel("outside of kernels", seconds=max(0.0, step - sum(kernel.seconds for kernel in kernels)))
         shown = sorted([*kernels, rest], key=lambda kernel: -kernel.seconds)
         box = 220.0, top, 560.0, 24.0 * len(shown)

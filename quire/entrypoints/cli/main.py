@@ -14,9 +14,8 @@ from typing import TextIO, cast
 
 import quire
 from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
+from quire.entrypoints.cli import bench_step as steps
 from quire.entrypoints.cli import models as at_hand
-from quire.entrypoints.cli.bench_step import add_flags as add_step_flags
-from quire.entrypoints.cli.bench_step import run as run_step
 from quire.entrypoints.cli.files import check_writable
 from quire.entrypoints.cli.parser import Parser
 from quire.entrypoints.cli.speculation import bench_spec
@@ -47,7 +46,7 @@ def build_parser() -> Parser:
     spec_help = "compare ways of speculative decoding with plain decoding"
     _add_leaf(measures, "spec", spec_help, bench_spec.add_flags, bench_spec.run)
     step_help = "show where a step's time goes, kernel by kernel, beside this machine's limits"
-    _add_leaf(measures, "step", step_help, add_step_flags, run_step)
+    _add_leaf(measures, "step", step_help, steps.add_flags, steps.run)
     _add_leaf(measures, "serve", "put load on a running server", bench.add_serve_flags, bench.run_serve)
     _add_leaf(commands, "models", "list the hub's models that are on this disk", None, at_hand.list_models)
     _add_leaf(commands, "pull", "have a model of the hub on this disk", at_hand.add_name_flag, at_hand.pull)
