@@ -174,7 +174,7 @@ class LLMEngine:
         """Call a function on the worker's model, where that is in this process."""
         if not isinstance(self.executor, InProcessExecutor):
             raise NotYetSupportedError("apply_model needs a model in this process, and this engine's is elsewhere.")
-        return self.executor.apply_model(function)
+        return [function(self.executor.worker.model)]
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges at this moment."""

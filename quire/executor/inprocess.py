@@ -1,8 +1,6 @@
 """The in-process executor: one worker, called directly. The engine's default on a single device."""
 
 import zlib
-from collections.abc import Callable
-from typing import Any
 
 from quire.config.worker import WorkerConfig
 from quire.errors import EngineDeadError
@@ -71,10 +69,6 @@ class InProcessExecutor(Executor):
     def call(self, call: WorkerCall) -> list[WorkerReply]:
         assert self._keeper is not None, "the executor is not started, or is stopped"
         return [self._keeper.call(call)]
-
-    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call the function on the worker's model (inspection, surgery); its result, in a list."""
-        return [function(self.worker.model)]
 
     def stop(self) -> None:
         if self._keeper is not None:
