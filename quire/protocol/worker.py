@@ -24,7 +24,6 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int  # of the weights as they lie in the files
     weight_bytes: int  # of the weights as they lie in memory, those of what drafts too
     seconds: float  # that loading took
-    from_store: bool  # packed weights were mapped from the weight store
 
 
 class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):

@@ -133,7 +133,6 @@ class Worker:
             num_bytes=loaded.num_bytes,
             weight_bytes=sum({weight.data_ptr(): weight.nbytes for weight in held}.values()),
             seconds=loaded.seconds,
-            from_store=self._store.filled,
         )
 
     def cache_report(self) -> CacheReport:

@@ -169,7 +169,6 @@ class SimulatedExecutor(Executor):
             weight_bytes=0,
             num_bytes=0,
             seconds=0.0,
-            from_store=False,
         )
         return self.report
 
