@@ -108,7 +108,7 @@ def _host_blocks(num_blocks: list[int], request: CacheRequest, report: CacheRepo
     """The numbers of host blocks, divided among the groups as the device's are."""
     device_bytes = num_bytes(num_blocks, report)
     left = max(0, report.available_bytes - report.activation_bytes - device_bytes)
-    if request.swap_bytes > left:
+    if request.swap_bytes > left and not report.total_bytes:  # a GPU's is not the host's
         raise ConfigError(
             f"swap_space={request.swap_bytes / GIB:g} GiB is larger than the memory that is left beside model and KV "
             f"cache: {left / GIB:.1f} GiB. Lower swap_space, or the KV cache (num_kv_blocks, kv_cache_memory)."

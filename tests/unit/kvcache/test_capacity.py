@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from quire.errors import ConfigError
 from quire.kvcache.capacity import CPU_SHARE, CacheRequest, plan_cache
@@ -114,3 +115,9 @@ def test_host_memory_that_is_not_there_is_refused_by_name() -> None:
         plan_cache(asked, report(10_000 * BLOCK))
     with pytest.raises(ConfigError, match="holds no KV block of 1048576 bytes"):
         plan_cache(request(num_kv_blocks=32, swap_bytes=1000), report())
+
+
+def test_what_a_gpu_has_left_does_not_limit_host_memory() -> None:
+    measured = structs.replace(report(100 * BLOCK), total_bytes=100 * BLOCK)
+    layout = plan_cache(request(num_kv_blocks=32, swap_bytes=500 * BLOCK), measured)
+    assert layout.num_host_blocks == [500]
