@@ -53,6 +53,9 @@ class MixtureOfExperts(nn.Module):
         gate: the router, H -> E.
         shared: an expert that is computed for every token, with the gate H -> 1 that weighs it.
         owners: which rank has which of the experts; None where all are here, or parts of all.
+
+    Attributes:
+        waits: the host asks the device how many rows each expert has.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class MixtureOfExperts(nn.Module):
         # An expert's rows are not the step's tokens: it sees no step.
         runs = {i: partial(experts[i], step=None) for i in here}
         self._all = ops.Experts(runs, routing.num_experts, owners, _weights(experts), experts[0].activation)
+        self.waits = self._all.weights is None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T, H] -> [T, H]."""

@@ -3,6 +3,7 @@
 Without a GPU the device is the CPU in its place: every kernel is Triton's, interpreted, and two steps are in flight.
 """
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import quire
 from quire import LLM, LLMEngine, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
-from tests.gpu.conftest import HAS_GPU, Build, Devices
+from tests.gpu.conftest import HAS_GPU, TINY, Build, Devices
 
 Request = tuple[list[int], SamplingParams]
 
@@ -230,6 +231,22 @@ def test_grammars(build: Build) -> None:
     assert found == alone(build(**options, enforce_eager=True), asked)
     tokens = [one[0][1] for one in found]
     assert tokens == [one[0][1] for one in alone(build(**options, device="cpu", kernels="torch"), asked)]
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_experts(build: Build, devices: Devices, tmp_path: Path, quantization: str | None) -> None:
+    """Where the host asks how many rows each expert has, no step is a graph."""
+    if devices.interpreted:
+        pytest.skip("takes long, interpreted")
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    mixtral |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(TINY | mixtral))
+    options: dict[str, Any] = {"model": str(tmp_path), "quantization": quantization}
+    few = requests()[:3]
+    assert drain(build(**options), few) == alone(build(**options, enforce_eager=True), few)
+    if not HAS_GPU:
+        stream: Any = devices.made[0].stream
+        assert bool(stream.num_captured) == (quantization is None)
 
 
 def test_vectors(devices: Devices) -> None:

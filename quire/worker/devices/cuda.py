@@ -110,6 +110,7 @@ class CudaDevice(Device):
 
     def compile(self, model: CausalLM, tapped: Sequence[int] = ()) -> RunnableModel:
         config, is_eager = self._config, self._config.enforce_eager or self.kernels == TORCH
+        is_eager |= any(getattr(each, "waits", False) for each in model.modules())  # mixtures of experts
         run = Run(self.stream, self.backend.build)
         longest, block = config.model.max_model_len + config.max_num_drafts, config.block_size
         most = 0 if is_eager else min(config.max_num_seqs, SIZES[-1])
