@@ -33,11 +33,14 @@ class Done:
 
 
 class HostStream(CudaStream):
-    """See `quire.worker.devices.stream.CudaStream`; `num_captured` and `num_replayed` count."""
+    """See `quire.worker.devices.stream.CudaStream`; `num_entered`, `num_captured` and `num_replayed` count."""
 
     def __init__(self) -> None:
         self.device, self.capability = torch.device("cpu"), (9, 0)
-        self.num_captured = self.num_replayed = 0
+        self.num_entered = self.num_captured = self.num_replayed = 0
+
+    def enter(self) -> None:
+        self.num_entered += 1
 
     def mark(self) -> Done:
         return Done()

@@ -149,6 +149,7 @@ class CudaDevice(Device):
         self.stream.mark().synchronize()  # whoever reads or writes host blocks next does not ask the device
 
     def computing(self) -> AbstractContextManager[None]:
+        self.stream.enter()
         return torch.inference_mode()
 
     def send(self, arrays: Sequence[Ints]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

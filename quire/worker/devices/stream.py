@@ -32,6 +32,10 @@ class CudaStream:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.capability = torch.cuda.get_device_capability(self.device)
 
+    def enter(self) -> None:
+        """Let this thread, to which the first GPU is the current one whatever it is to others, work on this one."""
+        torch.cuda.set_device(self.device)
+
     def mark(self) -> Any:
         """The place that the host has got to; its `synchronize` waits until the device has."""
         event = torch.cuda.Event()
@@ -89,7 +93,6 @@ def why_no_gpu() -> str | None:
             "CUDA_VISIBLE_DEVICES hides them all. nvidia-smi says which; device='cpu' does without."
         )
     if (has := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
-        name = torch.cuda.get_device_name()
-        least = ".".join(map(str, MIN_CAPABILITY))
+        name, least = torch.cuda.get_device_name(), ".".join(map(str, MIN_CAPABILITY))
         return f"{name} has compute capability {has[0]}.{has[1]}, below {least}: too old. Use device='cpu'."
     return None

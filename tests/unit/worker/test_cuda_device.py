@@ -108,6 +108,12 @@ def test_the_device_is_chosen(config: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(make_device(config(device="cuda")), CudaDevice)
 
 
+def test_a_step_is_of_this_gpu_in_whichever_thread(config: Any) -> None:
+    device = CudaDevice(config(), (stream := HostStream()))
+    with device.computing():
+        assert stream.num_entered == 1
+
+
 def test_a_share_of_a_gpu_is_of_all_its_memory() -> None:
     report = CacheReport(
         total_bytes=1000, available_bytes=700, activation_bytes=100, groups=[CacheGroup([0])], block_bytes=[10]
