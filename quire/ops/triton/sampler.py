@@ -289,3 +289,15 @@ def draw(launch: Launch, logits: Tensor, counts: Tensor, last_tokens: Tensor) ->
     if num_jobs > num_draws:
         rank[(num_jobs - num_draws,)](*row, maxima, sums, lists, drawn, facts, num_draws, *sizes, **parts, **whole)
     return drawn, facts, listed[num_draws:]
+
+
+def rehearse(logits: Tensor) -> None:
+    """Draw from each row in every way that has kernels of its own, so that they are compiled; for nobody."""
+    num, most = len(logits), min(jobs.MAX_LISTED, logits.shape[1])
+    for k in (1, most):
+        draws, lists = (jobs.list_records([*range(num)], [k] * num, 1.0) for _ in range(2))
+        draws["kind"], draws["processed"] = jobs.DRAW.value, range(num)
+        records = np.concatenate([draws, lists])
+        table = torch.from_numpy(records.view(np.int64)).to(logits.device)
+        last_tokens, counts = table.new_empty(num, dtype=torch.int32), table.new_empty(0, dtype=torch.int32)
+        draw(Launch(table, records, num, num), logits, counts, last_tokens)

@@ -118,8 +118,9 @@ class CudaDevice(Device):
 
     def meter(self, model: RunnableModel, layers: Sequence[LayerCache], num_groups: int) -> Meter:
         plain, config = super().meter(model, layers, num_groups), self._config
-        most, context = config.max_num_seqs, config.model.max_model_len
-        return DeviceMeter(**vars(plain), num_seqs=most, context=context, peak_bytes=self.stream.peak_bytes)
+        most, context, peak = config.max_num_seqs, config.model.max_model_len, self.stream.peak_bytes
+        draw = importlib.import_module("quire.ops.triton.sampler").rehearse if self.kernels == TRITON else None
+        return DeviceMeter(**vars(plain), num_seqs=most, context=context, peak_bytes=peak, draw=draw)
 
     def reserve(self, model: RunnableModel, max_tokens: int) -> None:
         if isinstance(model, GraphedModel):

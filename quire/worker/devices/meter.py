@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor, autograd
 from torch._C._profiler import _ExperimentalConfig
+from tqdm import tqdm
 
 from quire.attention.step import Step
 from quire.models.causal_lm import RunnableModel
@@ -120,25 +121,33 @@ class DeviceMeter(Meter):
         num_seqs: most sequences of one token each.
         context: most tokens of one.
         peak_bytes: of the device.
+        draw: draws from logits in every way that has kernels of its own, for nobody; None where none is compiled.
     """
 
     num_seqs: int
     context: int
     peak_bytes: Callable[[Callable[[], Any]], int]
+    draw: Callable[[Tensor], Any] | None
 
     def activation_bytes(self, max_tokens: int, max_rows: int) -> int:
-        several = [min(BLOCK_SIZE, max_tokens - start) for start in range(0, max_tokens, BLOCK_SIZE)]
-        found: list[int] = []
-        with self.computing():
-            for size in (1, 17, 65):  # kernels are compiled for so many rows and more: nobody waits for them later
-                rows = self.model(*self.upload(self._sequences([1] * min(size, self.num_seqs), BLOCK_SIZE)))
-                self.model.compute_logits(rows)
-            for lengths, context in ((several, BLOCK_SIZE), ([1] * self.num_seqs, self.context)):
+        draw, found = self.draw or (lambda logits: None), list[int]()
+        several = [[1] * min(size, self.num_seqs) for size in (1, 17, 65)]
+        several += [_parts(min(2**i + 1, max_tokens), self.context) for i in range(6, 20) if 2**i < max(65, max_tokens)]
+        with self.computing():  # kernels are compiled for so many rows and more: nobody waits for them later
+            for lengths in tqdm(several if self.draw else [], "Compiling kernels", leave=False, disable=None):
+                rows = self.model(*self.upload(self._sequences(lengths, self.context)))
+                draw(self.model.compute_logits(rows[: self.num_seqs]))
+            for lengths, context in ((_parts(max_tokens, BLOCK_SIZE), BLOCK_SIZE), ([1] * self.num_seqs, self.context)):
                 ids, step = self.upload(self._sequences(lengths, context))
                 found.append(self.peak_bytes(partial(self.model, ids, step)))
             hidden = self.model(ids, step)[:1].expand(max_rows, -1).contiguous()
-            found.append(self.peak_bytes(partial(self.model.compute_logits, hidden)))
+            found.append(self.peak_bytes(lambda: draw(self.model.compute_logits(hidden))))
         return sum(found)
+
+
+def _parts(total: int, most: int) -> list[int]:
+    """`total` in parts of `most` each, and what is left."""
+    return [min(most, total - start) for start in range(0, total, most)]
 
 
 def _at(measured: list[int], count: int) -> int:

@@ -61,7 +61,6 @@ class CudaStream:
 
     def free_bytes(self) -> int:
         """Memory of the device that is not in use."""
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
@@ -71,7 +70,6 @@ class CudaStream:
 
     def peak_bytes(self, function: Callable[[], Any]) -> int:
         """Most bytes of new tensors that were alive at once while the function ran."""
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function()

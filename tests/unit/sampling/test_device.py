@@ -19,6 +19,7 @@ if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 triton = pytest.importorskip("triton")
 
+from quire.ops.triton import sampler as kernels  # noqa: E402
 from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, sampler  # noqa: E402
 from quire.sampling.device import DeviceSampler  # noqa: E402
 from quire.sampling.state import Mask, masks_of  # noqa: E402
@@ -177,6 +178,25 @@ def test_draws_what_the_host_draws_with_two_steps_in_flight(seed, vocab, dtype, 
 @given(seeds, vocabs | st.sampled_from([511, 8193, 20_011]), dtypes, st.integers(1, 4), st.integers(1, 4))
 def test_draws_what_the_host_draws_for_longer(seed, vocab, dtype, num_rows, num_steps) -> None:
     compare(seed, vocab, dtype, num_rows, num_steps)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(5, torch.bfloat16), (1100, torch.float32)])
+def test_a_rehearsal_draws_in_every_way(vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of logits are processed, cut to few and to many tokens, drawn from and ranked."""
+    launches: list[tuple[kernels.Launch, list[Tensor]]] = []
+    draw = kernels.draw
+
+    def watched(launch: kernels.Launch, *told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        launches.append((launch, [x.cpu() for x in draw(launch, *told)]))
+        return draw(launch, *told)
+
+    monkeypatch.setattr(kernels, "draw", watched)
+    kernels.rehearse(normal_logits(3, vocab).to(DEVICE, dtype))
+    assert all(launch.num_draws == launch.num_processed == 3 for launch, _ in launches)
+    for k, (_, (drawn, facts, listed)) in zip((1, min(vocab, 1024)), launches, strict=True):
+        assert drawn[:, 1].tolist() == [0] * 3
+        assert (facts[:, 0] > 0).all()
+        assert listed.shape == (3, 64 if k <= 64 else 1024)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="takes an hour, interpreted")

@@ -1,5 +1,6 @@
 """What a GPU can't do here is said before anything is loaded: with the reason, the numbers and what to do instead."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from quire.worker.devices import stream
 from quire.worker.devices.cpu import CpuDevice
 from quire.worker.devices.cuda import CudaDevice
 from quire.worker.devices.select import make_device
+from quire.worker.gather import StepArrays
+from quire.worker.worker import Place, Worker
 from tests.host_stream import HostStream
 
 
@@ -112,6 +115,26 @@ def test_a_step_is_of_this_gpu_in_whichever_thread(config: Any) -> None:
     device = CudaDevice(config(), (stream := HostStream()))
     with device.computing():
         assert stream.num_entered == 1
+
+
+def test_the_start_runs_what_is_compiled_for_numbers_of_rows(config: Any) -> None:
+    """Single tokens, whole prompts, and draws; nothing that is larger than what requests bring."""
+    place = Place(CudaDevice(given := config(max_num_batched_tokens=300, load_format="dummy"), HostStream()))
+    worker = Worker(given, place)
+    worker.load(progress=False)
+    meter = place.device.meter(worker._loaded(), worker._layers, 1)
+    seen: list[StepArrays] = []
+    drawn: list[int] = []
+    watched: Any = dataclasses.replace(
+        meter,
+        upload=lambda arrays: (seen.append(arrays), meter.upload(arrays))[1],
+        draw=lambda logits: drawn.append(len(logits)),
+    )
+    assert watched.activation_bytes(300, 4) > 0
+    assert {1, 4, 65, 129, 257, 300} == {len(arrays.input_ids) for arrays in seen}
+    assert {(1,), (1, 1, 1, 1), (65,), (96, 33), (96, 96, 65)} <= {tuple(arrays.seq_lens) for arrays in seen}
+    assert all(arrays.seq_lens.max() <= given.model.max_model_len for arrays in seen)
+    assert max(drawn) == drawn[-1] == 4
 
 
 def test_a_share_of_a_gpu_is_of_all_its_memory() -> None:
