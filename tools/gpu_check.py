@@ -2,12 +2,15 @@
 
     python tools/gpu_check.py --out gpu_results        # gpu_results.json, and gpu_results.md to read
 
-Needs Quire, torch with CUDA and Triton; models are made here, of random weights in the shapes of Llama 3 8B and Qwen3
-0.6B. Each section runs in a process of its own and has a time of its own, so that one that fails leaves the others.
-Sections are given by name to run only those.
+Needs what Quire needs, torch with CUDA and Triton; models are made here, of random weights in the shapes of Llama 3 8B
+and Qwen3 0.6B. Each section runs in a process of its own and has a time of its own, so that one that fails leaves the
+others; the cheapest come first. What is found is written at once, whatever comes after it. Sections are given by name
+to run only those.
 """
 
 import argparse
+import contextlib
+import faulthandler
 import importlib.util
 import json
 import math
@@ -17,15 +20,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 540
 MARK = "RESULT "
+DEVICE = "cuda"
 Result = dict[str, Any]
+Section = Callable[[float], Iterator[Result]]  # of the seconds that it may take; yields what it finds, piece by piece
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
 SHAPES: dict[str, Result] = {
@@ -54,7 +62,7 @@ def model(name: str) -> str:
 def engine(name: str, **options: Any) -> Any:
     from quire import LLM
 
-    given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "max_model_len": 8192, **options}
+    given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": DEVICE, "max_model_len": 8192, **options}
     return LLM(model=model(name), **given)
 
 
@@ -79,6 +87,26 @@ def token_seconds(llm: Any, prompt: int, tokens: int, size: int = 1, rounds: int
     return (min(run(llm, [(prompt, tokens + 1)] * size) for _ in range(rounds)) - one) / tokens
 
 
+def kernels(function: Callable[[], Any], most: int = 12) -> list[Result]:
+    """Which kernels the device was busy with while the function ran, and for how long: those that took most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        function()
+    found = sorted(profiled.key_averages(), key=lambda each: -each.self_device_time_total)[:most]
+    return [{"kernel": each.key[:60], "calls": each.count, "ms": each.self_device_time_total / 1e3} for each in found]
+
+
+@contextlib.contextmanager
+def told_of_failure() -> Iterator[Result]:
+    """What goes wrong inside is noted, and no more."""
+    failed: Result = {}
+    try:
+        yield failed
+    except Exception as error:
+        failed["not_profiled"] = repr(error)
+
+
 def timed(function: Callable[[], Any], rounds: int = 20) -> float:
     """Seconds of work on the device, by its own clock: the least of some rounds."""
     import torch
@@ -101,44 +129,91 @@ def timed(function: Callable[[], Any], rounds: int = 20) -> float:
 # ---- sections
 
 
-def limits() -> Result:
-    """What the device reads and multiplies in bare loops; the other sections divide by that."""
+def limits(seconds: float) -> Iterator[Result]:
+    """What the device is, reads and multiplies in bare loops; the other sections divide by that."""
     import torch
 
-    device = torch.device("cuda")
-    big = torch.ones(2**31, dtype=torch.bfloat16, device=device)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
-    read = big.nbytes / timed(lambda: big.view(torch.int64).sum(), 10)
-    multiply = 2 * 8192**3 / timed(lambda: a @ b, 10)
-    found = torch.cuda.get_device_properties(device)
-    facts = {"name": found.name, "memory_gib": found.total_memory / 2**30, "torch": torch.__version__}
-    return {**facts, "cuda": torch.version.cuda, "read_gb_s": read / 1e9, "multiply_tflop_s": multiply / 1e12}
+    found = torch.cuda.get_device_properties(DEVICE)
+    yield {"name": found.name, "memory_gib": found.total_memory / 2**30, "capability": f"{found.major}.{found.minor}"}
+    yield {"torch": torch.__version__, "cuda": torch.version.cuda}
+    yield {"triton": importlib.import_module("triton").__version__}
+    with contextlib.suppress(OSError):
+        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+        yield {"driver": subprocess.run(asked, capture_output=True, text=True).stdout.strip()}
+    big = torch.ones(2**31, dtype=torch.bfloat16, device=DEVICE)
+    yield {"read_gb_s": big.nbytes / timed(lambda: big.view(torch.int64).sum(), 10) / 1e9}
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    yield {"multiply_tflop_s": 2 * 8192**3 / timed(lambda: a @ b, 10) / 1e12}
 
 
-def tests() -> Result:
-    """The kernels' tests, compiled, and the engine's on the device."""
-    folders = ["tests/gpu", "tests/unit/ops/triton", "tests/unit/sampling/test_device.py"]
-    given = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--ignore=tests/unit/ops/triton/test_compiled.py"]
+def first(seconds: float) -> Iterator[Result]:
+    """The bundled model in each way: the tokens are the CPU's, or others (as of int8 and int4), or there are none."""
+    from quire import LLM, SamplingParams
+
+    def tokens(**options: Any) -> list[Any]:
+        llm = LLM("demo", dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, **options)
+        asked = [{"temperature": 0.0}, {"top_p": 0.9, "seed": 1, "presence_penalty": 0.5}, {"top_k": 20, "seed": 2}]
+        params = [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1, **each) for each in asked]
+        outputs = llm.generate(["Once upon a time", "The ship", "A"], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected = tokens(device="cpu", kernels="torch")
+    ways: dict[str, Result] = {"eager": {"enforce_eager": True}, "graphs": {}, "int8 cache": {"kv_cache_dtype": "int8"}}
+    ways |= {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}, "plain torch": {"kernels": "torch"}}
+    for name, options in ways.items():
+        start = time.perf_counter()
+        try:
+            found = tokens(device=DEVICE, **options)
+            told = "the CPU's tokens" if found == expected else f"others: {found}, and not {expected}"
+        except Exception:
+            told = traceback.format_exc()[-3000:]
+            yield {"error": f"{name} failed"}
+        yield {name: told, f"{name}, seconds": time.perf_counter() - start}
+
+
+def tests_of(paths: list[str], seconds: float) -> Iterator[Result]:
+    """What pytest says of those tests, compiled; it is interrupted in time to say what failed so far."""
+    given = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=20", "-o", "faulthandler_timeout=60"]
     if importlib.util.find_spec("xdist") is not None:
         given += ["-n", "8"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([*given, *folders], cwd=ROOT, env=environment, text=True, capture_output=True)
-    return {"rc": done.returncode, "tail": done.stdout[-6000:] + done.stderr[-1000:]}
+    with tempfile.TemporaryFile("w+") as told:
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}
+        child = subprocess.Popen([*given, *paths], cwd=ROOT, env=environment, stdout=told, stderr=subprocess.STDOUT)
+        try:
+            child.wait(max(1.0, seconds - 25))
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(15)
+        told.seek(0)
+        yield {"rc": child.poll(), "tail": told.read()[-8000:]}
 
 
-def products() -> Result:
+def engines(seconds: float) -> Iterator[Result]:
+    """The engine's tests: the same tokens alone, together, in pieces, preempted, in graphs and without."""
+    return tests_of(["tests/gpu/test_engine.py"], seconds)
+
+
+def tests(seconds: float) -> Iterator[Result]:
+    """The kernels' tests, and those of quantized checkpoints."""
+    folders = ["tests/gpu", "tests/unit/ops/triton", "tests/unit/sampling/test_device.py"]
+    left_out = ["--ignore=tests/gpu/test_engine.py", "--ignore=tests/unit/ops/triton/test_compiled.py"]
+    return tests_of([*folders, *left_out], seconds)
+
+
+def products(seconds: float) -> Iterator[Result]:
     """The persistent product beside cuBLAS at M = 1 .. 8,192, and whether a row's bits depend on M."""
     import torch
 
     from quire.ops.triton import install
 
     install("cuda")
-    rows: list[Result] = []
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
-        weight = torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * 0.02
-        x = torch.randn(8192, k, dtype=torch.bfloat16, device="cuda")
-        rows += [product(x, weight, m) for m in (1, 8, 32, 64, 128, 256, 1024, 8192) if n * m <= 2**30]
-    return {"rows": rows, "all_equal": all(row["equal"] for row in rows)}
+        weight = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * 0.02
+        x = torch.randn(8192, k, dtype=torch.bfloat16, device=DEVICE)
+        for m in (1, 8, 32, 64, 128, 256, 1024, 8192):
+            if n * m <= 2**30:
+                yield {"rows": [product(x, weight, m)]}
 
 
 def product(x: Any, weight: Any, m: int) -> Result:
@@ -154,56 +229,50 @@ def product(x: Any, weight: Any, m: int) -> Result:
     return {"n": n, "k": k, "m": m, "own_us": own * 1e6, "cublas_us": theirs * 1e6, **rate, "equal": equal}
 
 
-def decode() -> Result:
-    """Time per token of the 8B shape at batch 1, with graphs and without, and what of the bandwidth that is."""
-    found: Result = {"weights_gb": 15.0}
-    for name, eager in (("graphs", False), ("eager", True)):
-        start = time.perf_counter()
-        llm = engine("llama-3-8b", max_num_seqs=8, enforce_eager=eager, max_num_batched_tokens=2048)
-        found[f"start_{name}_s"] = time.perf_counter() - start
-        found[f"token_{name}_ms"] = token_seconds(llm, 128, 256) * 1e3
-        del llm
-    return found
-
-
-def batches() -> Result:
-    """Tokens a second of the 8B shape at batch 32, 128 and 256 with contexts of 1,024."""
+def llama(seconds: float) -> Iterator[Result]:
+    """The 8B shape: a token at batch 1, long prompts, 1,000 requests with lengths like ShareGPT's, large batches."""
+    start = time.perf_counter()
     llm = engine("llama-3-8b", max_num_seqs=256, max_num_batched_tokens=8192)
-    return {f"tokens_s_{size}": size / token_seconds(llm, 1024, 128, size, rounds=1) for size in (32, 128, 256)}
-
-
-def prefill() -> Result:
-    """Prompts of 8,000 tokens of the 8B shape: operations a second."""
-    llm = engine("llama-3-8b", max_num_seqs=16, max_num_batched_tokens=8192, enable_prefix_caching=False)
+    yield {"start_s": time.perf_counter() - start}
+    yield {"weights_gb": 15.0, "token_ms": token_seconds(llm, 128, 256) * 1e3}
+    with told_of_failure() as failed:
+        yield {"rows": [{"what": "decode", **row} for row in kernels(lambda: run(llm, [(128, 8)], seed=11))]}
+    yield failed
     run(llm, [(8000, 1)])
-    seconds = min(run(llm, [(8000, 1)] * 4, seed=seed) for seed in (1, 2, 3)) / 4
+    prompt = min(run(llm, [(8000, 1)] * 4, seed=seed) for seed in (1, 2, 3)) / 4
     parameters = 7.5e9 - 128256 * 4096
     operations = 2 * parameters * 8000 + 2 * 2 * 32 * 128 * 32 * 8000**2 / 2
-    return {"seconds": seconds, "tflop_s": operations / seconds / 1e12}
-
-
-def offline() -> Result:
-    """1,000 requests with lengths like ShareGPT's (log-normal: 220 and 190 tokens in the mean), the 8B shape."""
+    yield {"prompt_s": prompt, "prompt_tflop_s": operations / prompt / 1e12}
+    with told_of_failure() as failed:
+        yield {"rows": [{"what": "prompt", **row} for row in kernels(lambda: run(llm, [(8000, 1)], seed=12))]}
+    yield failed
     rng = random.Random(7)
 
     def length(mean: float, most: int) -> int:
         return max(4, min(most, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))))
 
     lengths = [(length(220, 1024), length(190, 1024)) for _ in range(1000)]
-    llm = engine("llama-3-8b", max_num_seqs=256, max_num_batched_tokens=8192)
     run(llm, [(1100, 300), *((16, m) for m in range(4, 259))])  # graphs of all sizes
-    seconds = run(llm, lengths, seed=1)
-    tokens = sum(m for _, m in lengths)
-    return {"seconds": seconds, "output_tokens_s": tokens / seconds, "tokens_s": sum(map(sum, lengths)) / seconds}
+    offline = run(llm, lengths, seed=1)
+    yield {"offline_s": offline, "offline_output_tokens_s": sum(m for _, m in lengths) / offline}
+    yield {"offline_tokens_s": sum(map(sum, lengths)) / offline}
+    for size in (32, 128, 256):
+        yield {f"tokens_s_{size}": size / token_seconds(llm, 1024, 128, size, rounds=1)}
 
 
-def small() -> Result:
+def eager(seconds: float) -> Iterator[Result]:
+    """A token of the 8B shape at batch 1, kernel by kernel."""
+    llm = engine("llama-3-8b", max_num_seqs=8, enforce_eager=True, max_num_batched_tokens=2048)
+    yield {"token_ms": token_seconds(llm, 128, 128) * 1e3}
+
+
+def small(seconds: float) -> Iterator[Result]:
     """The 0.6B shape: time per token at batch 1, with one step in flight too, and throughput at 256."""
     llm = engine("qwen3-0.6b", max_num_seqs=256, max_num_batched_tokens=8192)
-    found = {"token_ms": token_seconds(llm, 128, 256) * 1e3}
-    found["tokens_s_256"] = 256 / token_seconds(llm, 128, 128, 256, rounds=1)
+    yield {"token_ms": token_seconds(llm, 128, 256) * 1e3}
+    yield {"tokens_s_256": 256 / token_seconds(llm, 128, 128, 256, rounds=1)}
     llm.llm_engine.core.executor.max_in_flight = 1
-    return {**found, "token_ms_one_in_flight": token_seconds(llm, 128, 256) * 1e3}
+    yield {"token_ms_one_in_flight": token_seconds(llm, 128, 256) * 1e3}
 
 
 def kept(kind: str, m: int) -> Result:
@@ -216,7 +285,7 @@ def kept(kind: str, m: int) -> Result:
     from quire.quantization.coded import Coded
 
     n, k = 28672, 4096
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         made = Coded(kind).create_weights(MatrixShape(k, n), torch.bfloat16)
         x = torch.randn(m, k, dtype=torch.bfloat16)
     codes, scales, zeros = made["codes"], made["scales"].normal_().mul_(0.01), made["zeros"].zero_()
@@ -228,50 +297,74 @@ def kept(kind: str, m: int) -> Result:
     return {"kind": kind, "m": m, "own_us": own * 1e6, **rate, "equal": equal}
 
 
-def quantized() -> Result:
+def quantized(seconds: float) -> Iterator[Result]:
     """Time per token at batch 1 of the 8B shape in int8 and int4, and products with checkpoints' own codes."""
     from quire.ops.triton import install
 
     install("cuda")
-    rows = [kept(kind, m) for kind in ("U4_128", "U8_128", "F8_128") for m in (1, 4096)]
-    found: Result = {"rows": rows, "all_equal": all(row["equal"] for row in rows)}
+    for kind in ("U4_128", "U8_128", "F8_128"):
+        yield {"rows": [kept(kind, m) for m in (1, 4096)]}
     for name in ("int8", "int4"):
         llm = engine("llama-3-8b", quantization=name, max_num_seqs=8, max_num_batched_tokens=2048)
-        found[f"token_{name}_ms"] = token_seconds(llm, 128, 128) * 1e3
+        yield {f"token_{name}_ms": token_seconds(llm, 128, 128) * 1e3}
         del llm
-    return found
 
 
 # By name, with the seconds that each may take; what comes last gets what is left.
-SECTIONS: dict[str, tuple[Callable[[], Result], int]] = {
-    "limits": (limits, 40),
-    "decode": (decode, 150),
+SECTIONS: dict[str, tuple[Section, int]] = {
+    "limits": (limits, 30),
+    "first": (first, 90),
     "products": (products, 60),
-    "prefill": (prefill, 60),
-    "offline": (offline, 90),
-    "small": (small, 60),
-    "batches": (batches, 60),
+    "small": (small, 75),
+    "engines": (engines, 120),
+    "llama": (llama, 140),
+    "eager": (eager, 50),
     "quantized": (quantized, 90),
     "tests": (tests, 240),
 }
 
 
-def run_section(name: str, seconds: float) -> Result:
-    """What a section printed, or how it failed."""
-    given = [sys.executable, __file__, "--section", name]
-    start = time.perf_counter()
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(given, cwd=ROOT, start_new_session=True, **pipes) as child:
-        try:
-            out, errors = child.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # its own children, too: they would disturb what comes next
-            out, errors = child.communicate()
-            return {"error": f"not done after {seconds:.0f} s", "tail": (out + errors)[-4000:]}
-    for line in reversed(out.splitlines()):
-        if line.startswith(MARK):
-            return {**json.loads(line.removeprefix(MARK)), "seconds_taken": round(time.perf_counter() - start, 1)}
-    return {"error": f"exit code {child.returncode}", "tail": (out + errors)[-4000:]}
+def add(found: Result, piece: Result) -> None:
+    """To what is found; rows follow those there are."""
+    rows = found.get("rows", []) + piece.get("rows", [])
+    found.update(piece | ({"rows": rows} if rows else {}))
+
+
+def run_section(name: str, seconds: float, note: Callable[[Result], None]) -> None:
+    """Run it, and note what it has found so far whenever that is more; at the end, how it failed."""
+    given = [sys.executable, "-u", __file__, "--section", name, "--seconds", str(seconds)]
+    found, start = Result(), time.time()
+    tail: deque[str] = deque(maxlen=60)
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # this checkout, installed or not
+    place: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": paths}, "start_new_session": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(given, **place, **pipes) as child:
+        # Its own children, too: they would disturb what comes next.
+        timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
+        timer.start()
+        for line in child.stdout or ():
+            if line.startswith(MARK):
+                add(found, json.loads(line.removeprefix(MARK)))
+                note(found)
+            else:
+                tail.append(line[-500:])
+        child.wait()
+        timer.cancel()
+    found["seconds_taken"] = round(time.time() - start, 1)
+    if child.returncode:
+        late = time.time() - start >= seconds - 4
+        found["error"] = f"not done after {seconds:.0f} s" if late else f"exit code {child.returncode}"
+        found.setdefault("tail", "".join(tail)[-6000:])
+    note(found)
+
+
+def carry_out(name: str, seconds: float) -> None:
+    """A section in this process; where it hangs it says so, before it is killed."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, seconds - 3), exit=True)
+    for piece in SECTIONS[name][0](seconds):
+        print(MARK + json.dumps(piece), flush=True)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def shown(value: Any) -> str:
@@ -283,19 +376,21 @@ def page(results: Result) -> str:
     lines = ["# On a GPU", ""]
     for name, found in results.items():
         lines += [f"## {name}", "", (SECTIONS[name][0].__doc__ or "").strip(), ""]
-        lines += [f"- {key}: {shown(value)}" for key, value in found.items() if key != "rows"]
+        lines += [f"- {key}: {shown(value)}" for key, value in found.items() if key not in ("rows", "tail")]
         if rows := found.get("rows"):
             lines += ["", f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
             lines += [f"| {' | '.join(map(shown, row.values()))} |" for row in rows]
+        lines += ["", "```", found["tail"].strip(), "```"] if "tail" in found else []
         lines.append("")
-    limit, one, many = (results.get(name, {}) for name in ("limits", "decode", "prefill"))
-    if "read_gb_s" in limit and "token_graphs_ms" in one:
-        share = one["weights_gb"] / one["token_graphs_ms"] * 1e3 / limit["read_gb_s"]
-        lines.append(f"Batch 1, 8B: {share:.2f} of the read bandwidth (0.8 is asked).")
-    if "multiply_tflop_s" in limit and "tflop_s" in many:
-        lines.append(
-            f"Prefill, 8B: {many['tflop_s'] / limit['multiply_tflop_s']:.2f} of the matrix rate (0.6 is asked)."
-        )
+    limit, made = results.get("limits", {}), results.get("llama", {})
+    if "read_gb_s" in limit and "token_ms" in made:
+        share = made["weights_gb"] / made["token_ms"] * 1e3 / limit["read_gb_s"]
+        lines.append(f"- Batch 1, 8B: {share:.2f} of the read bandwidth (0.8 is asked).")
+    if "multiply_tflop_s" in limit and "prompt_tflop_s" in made:
+        share = made["prompt_tflop_s"] / limit["multiply_tflop_s"]
+        lines.append(f"- Prompts, 8B: {share:.2f} of the matrix rate (0.6 is asked).")
+    if differing := [row for found in results.values() for row in found.get("rows", ()) if not row.get("equal", True)]:
+        lines.append(f"- Products whose bits depend on the number of rows: {len(differing)}.")
     return "\n".join(lines) + "\n"
 
 
@@ -305,24 +400,32 @@ def main() -> int:
     parser.add_argument("sections", nargs="*", metavar="section", help=f"default: all of {', '.join(SECTIONS)}")
     parser.add_argument("--out", default="gpu_results", help="path of the results, without suffix")
     parser.add_argument("--section", choices=[*SECTIONS], help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of them (default: {SECONDS})")
     args = parser.parse_args()
     if unknown := [name for name in args.sections if name not in SECTIONS]:
         parser.error(f"there is no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     if args.section:
-        print(MARK + json.dumps(SECTIONS[args.section][0]()))
+        carry_out(args.section, args.seconds)
         return 0
     import torch
 
     if not torch.cuda.is_available():
         print("no GPU that torch can use: nothing was run", file=sys.stderr)
         return 1
-    end, results = time.perf_counter() + SECONDS, {}
+    end, results = time.time() + args.seconds, {}
     for name in args.sections or SECTIONS:
-        left = end - time.perf_counter()
-        results[name] = run_section(name, min(left, SECTIONS[name][1])) if left > 5 else {"error": "no time was left"}
+
+        def note(found: Result, name: str = name) -> None:
+            results[name] = found
+            Path(args.out + ".json").write_text(json.dumps(results, indent=1))
+            Path(args.out + ".md").write_text(page(results))
+
+        left = end - time.time()
+        if left > 10:
+            run_section(name, min(left, SECTIONS[name][1]), note)
+        else:
+            note({"error": "no time was left"})
         print(f"{name}: {results[name].get('error', 'done')}", flush=True)
-        Path(args.out).with_suffix(".json").write_text(json.dumps(results, indent=1))
-    Path(args.out).with_suffix(".md").write_text(page(results))
     print(f"results: {args.out}.json, {args.out}.md")
     return int(any("error" in found or found.get("rc") for found in results.values()))
 

@@ -1,0 +1,70 @@
+"""What the check on a GPU has found is kept, whatever comes after it."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("gpu_check", Path(__file__).parents[3] / "tools/gpu_check.py")
+assert _spec is not None
+assert _spec.loader is not None
+gpu_check = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gpu_check)
+
+FOUND = 'print("RESULT " + \'{"a": 1, "rows": [{"n": 1}]}\'); print("RESULT " + \'{"rows": [{"n": 2}]}\')\n'
+PIECES = {"a": 1, "rows": [{"n": 1}, {"n": 2}]}
+
+
+def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, seconds: float) -> list[dict[str, Any]]:
+    """What is noted, time after time, of a section whose process runs this."""
+    path = tmp_path / "section.py"
+    path.write_text("import os, sys, time\n" + section)
+    monkeypatch.setattr(gpu_check, "__file__", str(path))
+    noted: list[dict[str, Any]] = []
+    gpu_check.run_section("limits", seconds, lambda found: noted.append({**found}))
+    return noted
+
+
+def test_all_pieces_are_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, last = outcome(tmp_path, monkeypatch, FOUND + 'print("anything else")', 60)
+    assert first == {"a": 1, "rows": [{"n": 1}]}
+    assert second == PIECES
+    assert last == PIECES | {"seconds_taken": last["seconds_taken"]}
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds", "error"),
+    [
+        ('sys.stderr.write("a cause"); sys.exit(3)', 60, "exit code 3"),
+        ('print("a cause", flush=True); os.kill(os.getpid(), 11)', 60, "exit code -11"),
+        ('print("a cause", flush=True); time.sleep(60)', 3, "not done after 3 s"),
+    ],
+)
+def test_what_fails_leaves_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, seconds: float, error: str
+) -> None:
+    last = outcome(tmp_path, monkeypatch, FOUND + end, seconds)[-1]
+    assert last.pop("seconds_taken") < 30
+    assert last == PIECES | {"error": error, "tail": last["tail"]}
+    assert "a cause" in last["tail"]
+
+
+def test_the_page_shows_whatever_there_is() -> None:
+    results: dict[str, Any] = {
+        "limits": {"read_gb_s": 3000.0, "multiply_tflop_s": 700.0},
+        "first": {"error": "exit code 1", "tail": "Traceback"},
+        "products": {"rows": [{"n": 1, "equal": True}, {"n": 2, "equal": False}]},
+        "llama": {"weights_gb": 15.0, "token_ms": 6.25, "rows": [{"kernel": "_linear", "ms": 1.0}]},
+    }
+    page = gpu_check.page(results)
+    for line in ("- error: exit code 1", "Traceback", "| 2 | False |", "| _linear | 1 |"):
+        assert line in page.splitlines()
+    assert "Batch 1, 8B: 0.80 of the read bandwidth" in page
+    assert "Products whose bits depend on the number of rows: 1." in page
+    assert "Prompts, 8B" not in page
+
+
+def test_all_sections_but_the_last_have_their_time() -> None:
+    *first, _ = [seconds for _, seconds in gpu_check.SECTIONS.values()]
+    assert sum(first[:6]) <= gpu_check.SECONDS
