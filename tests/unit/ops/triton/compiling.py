@@ -9,17 +9,18 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 from quire import SamplingParams, ops
 from quire.attention.base import AttentionBatch, Tails
@@ -30,6 +31,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MixtureOfExperts, Routing
 from quire.ops.table import OPERATIONS
 from quire.ops.triton import install
+from quire.ops.triton.sampler import rehearse
 from quire.ops.triton.tiles import Processors
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
@@ -37,47 +39,57 @@ from quire.quantization.unquantized import Unquantized
 from quire.sampling import SamplingState, SequenceTokens
 from quire.sampling.device import DeviceSampler
 
-NAMES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv",
-    torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8",
-}  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CAPABILITY = int(sys.argv[1])
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # that a program can have
 PRODUCTS = r"(?:wgmma.mma_async|mma.sync|tcgen05.mma)\.[\w.:]+|fma.rn.f32"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **told: Any) -> None:
-    """In place of a launch."""
-    options = {name: told.pop(name) for name in OPTIONS if name in told}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | told
-    for i, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        specialized = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
-            signature[parameter.name], constants[i,] = "constexpr", value
-            continue
-        if isinstance(value, TensorDescriptor):
-            kind = f"{NAMES[value.base.dtype]}{list(value.block_shape)}"
-            signature[parameter.name] = f"tensordesc<{kind}>"
-            continue
-        if isinstance(value, Tensor):
-            signature[parameter.name] = "*" + NAMES[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
-        number = value.data_ptr() if isinstance(value, Tensor) else value
-        if specialized and not isinstance(number, float) and number % 16 == 0:
-            attributes[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    kinds = {re.sub(r"n\d+k", "nk", found) for found in re.findall(PRODUCTS, ptx)}
-    early = ptx.count("cp.async.cg"), ptx.count("cp.async.bulk.tensor")
-    kind = signature[kernel.arg_names[0]]
-    told = {"kernel": kernel.__name__, "x": kind, "products": sorted(kinds), "early": early}
-    print(json.dumps(told | {"bytes": compiled.metadata.shared}), flush=True)
+class Driver:
+    """Stands for a GPU: it has the limits of one, takes what is compiled for it, and runs nothing."""
+
+    launcher_cls = staticmethod(lambda source, metadata: lambda *launch: None)
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_KIB[CAPABILITY] << 10}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, int, int, int, int]:
+        """A module, a function, its registers, the bytes that spill, and the threads that there are registers for."""
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(binary)
+            told = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
+        [(registers, spilled)] = re.findall(r"REG:(\d+) STACK:(\d+)", told.stdout)
+        return object(), 1, int(registers), int(spilled), min(1024, 65536 // int(registers) // 32 * 32)
+
+
+LAUNCH = JITFunction.run
+compiled: set[str] = set()
+
+
+def run(kernel: Any, *args: Any, **told: Any) -> Any:
+    """A launch, of which each kernel's first is told of."""
+    made = LAUNCH(kernel, *args, **told)
+    if made.hash not in compiled:
+        compiled.add(made.hash)
+        ptx = made.asm["ptx"]
+        kinds = {re.sub(r"n\d+k", "nk", found) for found in re.findall(PRODUCTS, ptx)}
+        early = ptx.count("cp.async.cg"), ptx.count("cp.async.bulk.tensor")
+        facts = {"kernel": kernel.__name__, "x": made.src.signature[kernel.arg_names[0]], "products": sorted(kinds)}
+        facts |= {"early": early, "bytes": made.metadata.shared, "registers": made.n_regs, "spilled": made.n_spills}
+        print(json.dumps(facts), flush=True)
+    return made
 
 
 def every_kernel() -> None:
@@ -133,7 +145,8 @@ def every_attention() -> None:
 
 def every_draw() -> None:
     for vocab, dtype in ((152064, torch.float32), (1000, torch.bfloat16)):
-        sampler = DeviceSampler(torch.zeros(8, dtype=torch.int32), vocab)
+        rehearse(torch.zeros(1, vocab, dtype=dtype))
+        known, sampler = {*compiled}, DeviceSampler(torch.zeros(8, dtype=torch.int32), vocab)
         for several in (
             [SamplingParams(temperature=0)],
             [SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, presence_penalty=0.5, repetition_penalty=1.1)],
@@ -145,10 +158,12 @@ def every_draw() -> None:
                 sampler.assign(row, SamplingState(params, tokens, seed=1, sequence_index=0, vocab_size=vocab))
             logits = torch.zeros(len(several), vocab, dtype=dtype)
             sampler.launch(logits, range(len(several)), [1] * len(several))
+        assert compiled == known, "a request would have waited for a kernel"
 
 
 if __name__ == "__main__":
-    triton.runtime.jit.JITFunction.run = run
+    JITFunction.run = run
+    triton.runtime.driver.set_active(Driver())
     there = Processors((CAPABILITY // 10, CAPABILITY % 10), 132)
     for name in ("experts", "linear"):
         importlib.import_module(f"quire.ops.triton.{name}").processors = lambda device: there  # type: ignore[attr-defined]
