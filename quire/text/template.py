@@ -4,6 +4,7 @@
 copied to plain JSON first, so that a template sees nothing else. It knows nothing of token ids.
 """
 
+import copy
 import json
 import re
 import secrets
@@ -86,10 +87,10 @@ class ChatTemplate:
             "messages": conversation,
         }
         if not continue_final_message:
-            return _run_either_way(template, variables)
+            return _run_any_way(template, variables)
         mark = f"FINALMESSAGE{secrets.token_hex(8)} "  # letters only, so that no filter changes it
         final = _mark_final_message(conversation, mark, text)
-        return _cut_at_mark(_run_either_way(template, variables), mark, final)
+        return _cut_at_mark(_run_any_way(template, variables), mark, final)
 
 
 @cache
@@ -111,11 +112,26 @@ def _compile(text: str) -> jinja2.Template:
     raise InvalidRequestError(f"the chat template is no valid Jinja: {reason}.", "chat_template")
 
 
+def _run_any_way(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """A message without content, as of calls alone, has no such entry, or None, or an empty text: what renders first.
+
+    Most templates take all three. Some ask for None before they write calls, and some concatenate the content.
+    """
+    bare = [message for message in variables["messages"] if "content" not in message]
+    for content in (None, "") if bare else ():
+        with suppress(InvalidRequestError):
+            return _run_either_way(template, variables)
+        for message in bare:
+            message["content"] = content
+    return _run_either_way(template, variables)
+
+
 def _run_either_way(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """Arguments of tool calls are objects to most templates, and text to those that fail with objects."""
     try:
         return _run(template, variables)
     except InvalidRequestError as error:
+        variables = copy.deepcopy(variables)
         functions = [
             call["function"]
             for message in variables["messages"]

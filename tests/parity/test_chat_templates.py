@@ -136,11 +136,25 @@ def theirs(template: str, messages: list[dict[str, Any]], arguments: dict[str, A
         return None
 
 
+def theirs_with(
+    content: str | None, template: str, messages: list[dict[str, Any]], arguments: dict[str, Any]
+) -> str | None:
+    """As `theirs`, with a content for the messages without, which apply_chat_template gives no such entry."""
+    filled = [message | {"content": message["content"] or content} for message in messages]
+    try:
+        return theirs_module.render_jinja_template([filled], chat_template=template, **arguments, **SPECIAL)[0][0]
+    except Exception:
+        return None
+
+
 def compare(template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
     arguments = {"add_generation_prompt": True} | options
     expected = theirs(template, copy.deepcopy(messages), arguments)
-    if expected is None and any(message.get("tool_calls") for message in messages):
-        expected = theirs(template, with_text_arguments(messages), arguments)
+    if any(message.get("tool_calls") for message in messages):
+        either = messages, with_text_arguments(messages)
+        tries = [theirs(template, form, arguments) for form in either]
+        tries += [theirs_with(content, template, form, arguments) for content in (None, "") for form in either]
+        expected = next((text for text in [expected, *tries] if text is not None), None)
     variables = {
         name: arguments.pop(name) for name in ("enable_thinking", "thinking", "reasoning_effort") if name in arguments
     }

@@ -102,6 +102,19 @@ def test_tool_calls() -> None:
     assert render("{{ messages[0].tool_calls is defined }}", [USER | {"tool_calls": []}]) == "False"
 
 
+def test_calls_without_content_where_a_template_reads_it() -> None:
+    """Clients send null; a template that can't do without content gets None, or else an empty text."""
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    name = "{{ m.tool_calls[0].function.name }}"
+    asks = EACH.replace("BODY", "{% if m.content is none %}" + name + "{% else %}{{ m.content + '|' }}{% endif %}")
+    assert render(asks, [USER, called]) == "Hi|f"
+    text = "{{ m.content + '|' + m.tool_calls[0].function.arguments if m.tool_calls }}"
+    assert render(EACH.replace("BODY", text), [USER, called]) == '|{"x": [1, "é"]}'
+    cut = {"role": "assistant", "content": None, "reasoning": "hm"}
+    assert render(EACH.replace("BODY", "{{ m.content.split('x') }};"), [USER, cut, USER]) == "['Hi'];[''];['Hi'];"
+    assert "never" in str(refused("{{ messages[1].content + raise_exception('never') }}", [USER, called]))
+
+
 def test_reasoning_has_all_its_names() -> None:
     show = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
     for name in ("reasoning_content", "thinking", "reasoning"):
