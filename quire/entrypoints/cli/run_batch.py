@@ -37,8 +37,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add_option_flags(parser.add_argument_group("server options"), ServerArgs, only=_SERVER_OPTIONS)
     add_engine_flags(parser)
     parser.epilog = (
-        'A request is {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": '
-        '{...}}. "-" stands for standard input or output.'
+        'A request is {"custom_id": ..., "method": "POST", "url": "/v1/completions", "/v1/chat/completions" or '
+        '"/v1/embeddings", "body": {...}}. "-" stands for standard input or output.'
     )
 
 
@@ -186,11 +186,13 @@ class Batch:
     def __init__(self, state: "ServerState") -> None:
         from quire.entrypoints.server.chat_request import ChatCompletionRequest
         from quire.entrypoints.server.completion_request import CompletionRequest
-        from quire.entrypoints.server.turn_routes import chat_service, completion_service
+        from quire.entrypoints.server.embedding_request import EmbeddingRequest
+        from quire.entrypoints.server.turn_routes import chat_service, completion_service, embedding_service
 
         self._routes: dict[str, tuple[Callable[..., Any], Any]] = {
             "/v1/completions": (CompletionRequest.model_validate, completion_service(state)),
             "/v1/chat/completions": (ChatCompletionRequest.model_validate, chat_service(state)),
+            "/v1/embeddings": (EmbeddingRequest.model_validate, embedding_service(state)),
         }
 
     async def answer(self, line: bytes) -> Answer:
@@ -219,7 +221,7 @@ class Batch:
 
     async def _create(self, request: Request, request_id: str) -> list[bytes]:
         if request.method != "POST" or request.url not in self._routes:
-            urls = " and ".join(self._routes)
+            urls = ", ".join(self._routes)
             raise InvalidRequestError(f"a batch takes POST to {urls}, not {request.method} to {request.url}.", "url")
         validate, service = self._routes[request.url]
         body = validate(request.body)

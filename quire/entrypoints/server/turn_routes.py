@@ -1,7 +1,8 @@
 """The routes that have the model write: completions, chat, Anthropic's messages; and what they would give the model.
 
-`quire run-batch` uses the services behind the first two. /render is for who wants to see a template's work, or to send
-the tokens elsewhere, count_tokens for who wants their number: the dialects read the bodies, as for an answer.
+`quire run-batch` uses the services behind completions, chat and vectors. /render is for who wants to see a template's
+work, or to send the tokens elsewhere, count_tokens for who wants their number: the dialects read the bodies, as for an
+answer.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/embeddings", tags=["embeddings"])
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
     """Texts as vectors."""
-    return await respond(request, EventService(get_state(request), read_embedding), body)
+    return await respond(request, embedding_service(get_state(request)), body)
 
 
 @router.post("/invocations", include_in_schema=False)  # as SageMaker calls it
@@ -74,6 +75,11 @@ def completion_service(state: ServerState, outlet: Outlet | None = None) -> Turn
 def chat_service(state: ServerState, outlet: Outlet | None = None) -> TurnService[ChatCompletionRequest]:
     """What answers chat requests, over HTTP or not."""
     return TurnService(state, read_chat, outlet)
+
+
+def embedding_service(state: ServerState) -> EventService[EmbeddingRequest]:
+    """What answers requests for vectors, over HTTP or not."""
+    return EventService(state, read_embedding)
 
 
 class TokenCount(BaseModel):

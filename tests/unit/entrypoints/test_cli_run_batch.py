@@ -18,7 +18,7 @@ from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, Quir
 
 
 class FakeService:
-    """In the place of both services: answers with the id of the request, or fails as the test says."""
+    """In the place of all services: answers with the id of the request, or fails as the test says."""
 
     def __init__(self, state: Any) -> None:
         self._fail: Callable[[Any], None] = state
@@ -41,15 +41,14 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
             case "deadly":
                 raise EngineDeadError("the engine died.")
 
-    monkeypatch.setattr("quire.entrypoints.server.turn_routes.chat_service", FakeService)
-    monkeypatch.setattr("quire.entrypoints.server.turn_routes.completion_service", FakeService)
+    for kind in ("chat", "completion", "embedding"):
+        monkeypatch.setattr(f"quire.entrypoints.server.turn_routes.{kind}_service", FakeService)
     return Batch(fail)  # type: ignore[arg-type]
 
 
 def line(custom_id: str, url: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
-    body = (
-        {"model": "m", "prompt": "x"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    )
+    question: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    body = {"/v1/completions": {"model": "m", "prompt": "x"}, "/v1/embeddings": {"input": ["x"]}}.get(url, question)
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body} | fields
 
 
@@ -59,7 +58,7 @@ def answer(batch: Batch, value: Any) -> dict[str, Any]:
 
 
 def test_an_answer(batch: Batch) -> None:
-    for url in ("/v1/completions", "/v1/chat/completions"):
+    for url in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
         found = answer(batch, line("a", url))
         assert found["id"].startswith("batch_req_")
         assert (found["custom_id"], found["error"], found["response"]["status_code"]) == ("a", None, 200)
@@ -74,7 +73,7 @@ def test_an_answer(batch: Batch) -> None:
         (line("a", body={"prompt": "x", "temperature": 9}), 400, "temperature", "temperature"),
         (line("a", body={"prompt": "x", "stream": True}), 400, "can't stream", "stream"),
         (line("a", "/v1/chat/completions", body={}), 400, "messages", "messages"),
-        (line("a", "/v1/rerank"), 400, "a batch takes POST to /v1/completions and", "url"),
+        (line("a", "/v1/rerank"), 400, "a batch takes POST to /v1/completions, /v1/chat", "url"),
         (line("a", method="GET"), 400, "not GET to /v1/completions", "url"),
     ],
 )
@@ -228,6 +227,7 @@ def test_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         line("one", body={"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}),
         line("bad", body={"prompt": "x", "model": "other"}),
         line("chat", "/v1/chat/completions", body={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}),
+        line("vector", "/v1/embeddings", body={"input": "Hi", "dimensions": 3}),
         *(line(str(n), body={"prompt": f"{n}", "max_tokens": n % 7 + 1, "ignore_eos": True}) for n in range(40)),
     ]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, requests)) + "\nnonsense\n")
@@ -239,7 +239,8 @@ def test_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert statuses == [404 if r["custom_id"] == "bad" else 200 for r in requests]
     assert answers[0]["response"]["body"]["usage"]["completion_tokens"] == 5
     assert answers[2]["response"]["body"]["object"] == "chat.completion"
-    assert [a["response"]["body"]["usage"]["completion_tokens"] for a in answers[3:-1]] == [
+    assert len(answers[3]["response"]["body"]["data"][0]["embedding"]) == 3
+    assert [a["response"]["body"]["usage"]["completion_tokens"] for a in answers[4:-1]] == [
         n % 7 + 1 for n in range(40)
     ]
-    assert capsys.readouterr().err.endswith("42 requests answered, 2 refused or failed.\n")
+    assert capsys.readouterr().err.endswith("43 requests answered, 2 refused or failed.\n")
