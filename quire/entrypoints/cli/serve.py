@@ -3,6 +3,7 @@
 The web libraries and the engine come in once the command line is known to be in order.
 """
 
+import logging
 import os
 import signal
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -13,6 +14,8 @@ from quire.entrypoints.cli.flags import add_engine_flags, add_option_flags, engi
 from quire.entrypoints.server.catalog import Catalog, is_catalog, read_catalog
 from quire.entrypoints.server.options import ServerArgs
 from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -33,8 +36,10 @@ def run(namespace: Namespace) -> None:
     given, models = options_given(namespace, ServerArgs), list(namespace.model_argument)
     namespace.model_argument = models[0] if models else None
     _refuse_swallowed_model(namespace, given)
-    if "api_key" not in given and (key := os.environ.get("QUIRE_API_KEY")):
+    if "api_key" not in given and (key := os.environ.get("QUIRE_API_KEY") or os.environ.get("VLLM_API_KEY")):
         given["api_key"] = [key]
+    if unread := ", ".join(sorted(name for name in os.environ if name.startswith("VLLM_") and name != "VLLM_API_KEY")):
+        logger.warning("%s in the environment: no effect here, where options are flags; see --help.", unread)
     args, engine_args = ServerArgs(**given), engine_args_from(namespace)
     if len(models) > 1 and hasattr(namespace, "model"):
         raise ConfigError(f"the models are named twice: {len(models)} of them and --model {namespace.model!r}.")

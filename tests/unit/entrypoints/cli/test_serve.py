@@ -28,7 +28,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerArgs, EngineArgs
     module.serve = lambda *given: calls.append(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quire.entrypoints.server.launch", module)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    for name in ("QUIRE_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     return calls
 
 
@@ -83,6 +84,21 @@ def test_a_key_from_the_environment(served: list[Any], monkeypatch: pytest.Monke
     monkeypatch.setenv("QUIRE_API_KEY", "sesame")
     assert main(["serve"]) == main(["serve", "--api-key", "other"]) == 0
     assert [args.api_key for args, _ in served] == [["sesame"], ["other"]]
+
+
+def test_vllms_variables(served: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that had a key has one here; what is not read is said."""
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert main(["serve"]) == 0
+    assert not caplog.messages
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    monkeypatch.setenv("QUIRE_API_KEY", "own")
+    assert main(["serve"]) == 0
+    assert [args.api_key for args, _ in served] == [["sesame"], ["own"]]
+    told = "VLLM_ALLOW_LONG_MAX_MODEL_LEN, VLLM_CPU_KVCACHE_SPACE in the environment: no effect here"
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(told)
 
 
 def test_a_model_taken_for_a_value_is_refused(
