@@ -18,6 +18,8 @@ class EmbeddingRequest(AnyRequest):
     """Keep the first k numbers of a vector."""
     normalize: bool | None = None
     """To length 1, by default."""
+    use_activation: bool | None = None
+    """vLLM's newer name of the same."""
     add_special_tokens: bool | None = None
     """By default true."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)

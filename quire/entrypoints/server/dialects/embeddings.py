@@ -38,7 +38,7 @@ async def read_embedding(
     model = state.admit(body)
     if (adapter := state.adapters.get(model)) is not None and hasattr(adapter, "prompt_adapter_id"):
         raise NotYetSupportedError("vectors of prompt adapters are not supported: they are trained to write.")
-    wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize)
+    wanted = PoolingParams(body.truncate_prompt_tokens, body.dimensions, body.normalize, body.use_activation)
     params = wanted.sampling_params(state.llm.config.model.hidden_size)
     state.llm.check_room(len(body.input))
     prompts = []

@@ -27,6 +27,7 @@ def test_openais_form(server: Any, client: TestClient) -> None:
     plain = post(client, "/v1/embeddings", input=[[5, 6]], normalize=False, dimensions=2, encoding_format="base64")
     assert struct.unpack("<2f", base64.b64decode(plain["data"][0]["embedding"])) == (3, 4)
     assert server.core.requests[-1].prompt_token_ids == [5, 6]
+    assert post(client, "/v1/embeddings", input="a", use_activation=False)["data"][0]["embedding"] == [3, 4, 12]
     bare = post(client, "/embeddings", input="a", dimensions=2)  # a base URL without /v1
     assert bare["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
 
