@@ -109,3 +109,5 @@ def _check_content_type(request: Request) -> None:
     # Asked for, and not assumed where it is missing: a foreign page can't send it without a preflight.
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise HTTPException(415, "the body must be JSON; send it with 'Content-Type: application/json'.")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HTTPException(415, "the body is compressed, as its Content-Encoding says; send it as it is.")

@@ -1,5 +1,6 @@
 """The application as a whole: bad bodies, unknown routes, and what its OpenAPI description says."""
 
+import gzip
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_bad_bodies(client: TestClient, body: bytes, message: str) -> None:
 def test_other_content_types(client: TestClient, kind: str) -> None:
     answer = client.post("/tokenize", content=b'{"prompt": "x"}', headers={"Content-Type": kind} if kind else {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_compressed_body_is_called_so(client: TestClient) -> None:
+    body, headers = gzip.compress(b'{"prompt": "x"}'), JSON | {"Content-Encoding": "gzip"}
+    answer = client.post("/tokenize", content=body, headers=headers)
+    assert (answer.status_code, "Content-Encoding" in answer.json()["error"]["message"]) == (415, True)
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
