@@ -28,7 +28,7 @@ _USAGE_ERRORS = (ConfigError, InvalidRequestError, NotYetSupportedError)
 def build_parser() -> Parser:
     """The whole command line; each leaf sets `run` (its function) and `parser` (itself, for error messages)."""
     parser = Parser(prog="quire", description="Run large language models.")
-    parser.add_argument("-V", "--version", action="version", version=f"quire {quire.__version__}")
+    parser.add_argument("-v", "-V", "--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_leaf(commands, "serve", "serve a model behind OpenAI's HTTP API", serve.add_flags, serve.run)
     _add_leaf(commands, "generate", "continue prompts", generate.add_flags, generate.run)

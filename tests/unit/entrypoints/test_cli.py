@@ -111,7 +111,12 @@ def test_both_ways_to_name_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"), [(["help"], "usage: quire [-h]"), (["help", "bench", "step"], "usage: quire bench step")]
+    ("arguments", "told"),
+    [
+        (["help"], "usage: quire [-h]"),
+        (["help", "bench", "step"], "usage: quire bench step"),
+        (["-v"], "quire "),
+    ],
 )
 def test_help_is_a_command_too(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
