@@ -86,6 +86,7 @@ def test_flags_without_effect(line: str, warnings: list[str], caplog: pytest.Log
         ("--enable-eplb", "^--enable-eplb is not supported yet: experts stay on their ranks. Leave it out.$"),
         ("--eplb_config.window_size 3", "^--eplb-config is not supported yet"),
         ("-dcp 2", "^-dcp is not supported yet: .* Use tensor_parallel_size.$"),
+        ("--task embed", "^--task is not an option any more, .* embed by LLM.embed and /v1/embeddings.$"),
         ("--api-server-count=4", "has one value here, 1: one process answers HTTP .* behind a load balancer.$"),
     ],
 )
