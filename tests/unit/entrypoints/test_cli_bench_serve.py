@@ -77,6 +77,19 @@ def test_words_where_the_server_tells_no_vocabulary(server: Any, bench: Any) -> 
     assert [len(body["messages"][0]["content"].split()) for body in bodies] == [50] * 2
 
 
+def test_a_command_line_of_vllms(server: Any, bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The path is given beside the backend, and what has no effect is taken."""
+    flags = ["--num-prompts", "2", "--random-input-len", "5", "--disable-tqdm", "--percentile-metrics", "ttft,tpot"]
+    bench("--endpoint-type", "openai-chat", "--endpoint", "/v1/chat/completions", *flags)
+    assert len(server.bodies(CHAT)) == 2
+    bench("--backend", "vllm", "--endpoint", "/v1/completions", *flags)
+    assert len(server.bodies(COMPLETIONS)) == 2
+    assert main(["bench", "serve", "--url", server.url, "--endpoint", "elsewhere", *flags]) == 0
+    assert server.requests[-1][0] == "/elsewhere"
+    assert main(["bench", "serve", "--url", server.url, *flags, "--save-result"]) == 2
+    assert "--save-result is not an option here: --output-json FILE" in capsys.readouterr().err
+
+
 def test_requests_keep_connections_and_the_limit(server: Any, bench: Any) -> None:
     tell_vocabulary(server)
     figures = bench("--num-prompts", "12", "--max-concurrency", "3", "--random-input-len", "4")

@@ -36,9 +36,10 @@ def run(args: LoadArgs) -> None:
     requests = make_requests(fitted, vocab_size, max_model_len)
     bodies = [_body(args, server.model, request) for request in requests]
     _allow_many_connections()
-    route = "/chat/completions" if args.backend == "openai-chat" else "/completions"
+    base, route = server.address.path, "/chat/completions" if args.backend == "openai-chat" else "/completions"
     client, arrivals = Client(server.address, server.headers), [request.arrival for request in requests]
-    path, warmups = server.address.path + route, bodies[: args.num_warmups]
+    path = f"{base.removesuffix('/v1')}/{args.endpoint.lstrip('/')}" if args.endpoint else base + route
+    warmups = bodies[: args.num_warmups]
     if warmups:
         asyncio.run(send_all(client, path, warmups, [0.0] * len(warmups), args.max_concurrency))
     start, cpu_start = time.perf_counter(), time.process_time()

@@ -25,8 +25,10 @@ class LoadArgs:
     """The server's host."""
     port: int = option(8000, 1, 65535)
     """The server's port."""
-    backend: Literal["openai", "openai-chat", "vllm"] = option("openai")
+    backend: Literal["openai", "openai-chat", "vllm"] = option("openai", aliases=("endpoint_type",))
     """Completions (vllm, too) or chat."""
+    endpoint: str | None = option(None)
+    """Path that requests go to; /v1/completions or /v1/chat/completions by default, as the backend says."""
     model: str | None = option(None)
     """Model to ask for; the server's first by default."""
     api_key: str | None = option(None)
