@@ -8,7 +8,11 @@
 namespace quire {
 namespace {
 
-int64_t stride_of(const Buffer& buffer) { return round_up(buffer.width, 32); }
+// Not whole pages: the rows that a kernel reads at once would meet in the same few lines of L1.
+int64_t stride_of(const Buffer& buffer) {
+    const int64_t stride = round_up(buffer.width, 32);
+    return stride * type_bytes(buffer.type) % 4096 ? stride : stride + 32;
+}
 
 // One run: where each buffer is.
 struct Run {

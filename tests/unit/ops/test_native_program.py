@@ -88,6 +88,17 @@ def test_values_live_as_long_as_they_are_needed(level: str, dtype: torch.dtype, 
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True)), "an input was written to"
 
 
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 1024), (torch.bfloat16, 2048)])
+def test_rows_of_whole_pages(level: str, dtype: torch.dtype, width: int) -> None:
+    """A program's own rows of that size lie further apart than those of a caller's tensor, and hold the same."""
+    wide, narrow = packed(draw(width, 40), Type.BF16), packed(draw(40, width, seed=1), Type.BF16)
+    x = draw(70, 40, dtype=dtype)
+    builder = ProgramBuilder(dtype)
+    value = product_of(ops.layer_norm(product_of(builder.input(40), wide), None, None, 1e-5), narrow)
+    inner = elementwise(lambda value: ops.layer_norm(value, None, None, 1e-5), Product(wide, dtype)(x))
+    assert torch.equal(run(builder.finish(value), [x], 40, dtype), Product(narrow, dtype)(inner))
+
+
 def test_reserving_changes_nothing(level: str) -> None:
     product, x = Product(packed(draw(40, 24), Type.F32), F32, function=Epilogue.SILU_MUL), draw(50, 24)
     expected = product(x)
