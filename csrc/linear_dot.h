@@ -10,6 +10,8 @@
 // the same sums, added at the end in the same order.
 #pragma once
 
+#include <algorithm>
+
 #include "expand.h"
 #include "linear.h"
 
@@ -443,10 +445,12 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     if constexpr (has_nibbles(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
     else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
     const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
-    context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int thread) {
-        const int64_t begin = task * group, end = begin + group < blocks.count ? begin + group : blocks.count;
+    // As many for each thread, and none larger than the others by more than a block.
+    const int64_t tasks = std::min(round_up(divide_up(blocks.count, group), threads), blocks.count);
+    auto begin_of = [&](int64_t task) { return blocks.count * std::min(task, tasks) / tasks; };
+    context.pool.run(tasks, [&](int64_t task, int thread) {
         uint8_t* turned = turning.turn_block ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
-        multiply(blocks, rows, {begin, end, begin + threads * group}, turning, turned);
+        multiply(blocks, rows, {begin_of(task), begin_of(task + 1), begin_of(task + threads)}, turning, turned);
     });
 }
 

@@ -100,6 +100,16 @@ def test_rows_apart_from_each_other(level: str, dtype: torch.dtype, rows: int) -
     assert (room[:, 26:] == 7).all()
 
 
+@pytest.mark.parametrize("type", DENSE)
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_blocks_that_no_number_of_threads_divides(level: str, type: Type, threads: int) -> None:
+    matrix, x = packed(draw(16 * 37 - 5, 64), type), draw(200, 64, dtype=torch.bfloat16)
+    product = Product(matrix, torch.bfloat16)
+    alone = product(x)
+    with Threads(threads):
+        assert torch.equal(product(x), alone)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_output_may_be_the_residual(level: str, dtype: torch.dtype) -> None:
     matrix, x, residual = packed(draw(33, 40), Type.I8), draw(50, 40, dtype=dtype), draw(50, 33, dtype=dtype, seed=1)
