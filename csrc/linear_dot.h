@@ -20,8 +20,10 @@ namespace quire::QUIRE_NS {
 constexpr int64_t kBytesAhead = 4096;  // of weights, to prefetch while they are expanded
 constexpr int kFewRows = 6;            // rows whose sums with all of a block's features stay in registers
 constexpr int kPairRows = 12;          // rows whose sums with half of them do
+constexpr int kOwnRows = 2 * kPairRows;  // rows of x that each thread copies for itself
 constexpr int kTurningRows = 3;        // rows that meet codes of four bits while those are looked up, and hide half of what that takes
 constexpr int64_t kMostRows = 96, kMostBlocks = 16;
+constexpr int64_t kTaskBytes = 65536;  // of weights: threads are done at about the same time, and seldom write to the same line of memory
 
 // Up to how many rows weights are multiplied as they come from memory. Of blocks fewer, or just one: six copies of what expands each of
 // their types take minutes to build.
@@ -307,34 +309,50 @@ struct DotRows {
     int64_t num_rows, stride;
     int64_t panel = kMostRows;  // rows that are grouped by themselves: a multiple of kPairRows
     bool grouped = false;
+    bool own = false;  // each thread makes a copy of its own: what another core has written comes slowly where cores are far apart
 
     DotRows(const LinearArgs& a, Context& context) : x(static_cast<const bf16*>(a.x)), num_rows(a.num_rows), stride(a.weight.num_tiles() * 32) {
         const int64_t most = context.cache / 4 / (stride * 2) / kPairRows * kPairRows;  // the blocks have half of L2, x a quarter
         if (num_rows > kMostRows && most < kMostRows) panel = most < kPairRows ? kPairRows : most;
         grouped = num_rows <= kPairRows || a.weight.type == Type::i8_turned || a.weight.cols != stride || a.out == a.x;
+        own = grouped && num_rows <= kOwnRows && a.out != a.x;
         if (!grouped) {
             stride = a.x_stride;
             return;
         }
+        if (own) return;
         bf16* copy = context.shared.get<bf16>(num_rows * stride);
-        context.pool.run(divide_up(num_rows, kPairRows), [&](int64_t task, int) {
-            const int64_t first = task * kPairRows / panel * panel;
-            const RowGroup group(in_panel(first), task - first / kPairRows);
-            const bf16* from = static_cast<const bf16*>(a.x) + (first + group.first) * a.x_stride;
-            bf16* to = copy + (first + group.first) * stride;
-            for (int64_t c = 0; c < stride; c += 32) {
-                const int64_t left = a.weight.cols - c;
-                const __mmask32 there = left >= 32 ? ~__mmask32(0) : left > 0 ? (__mmask32(1) << left) - 1 : 0;
-                for (int64_t row = 0; row < group.count; row++, to += 32)
-                    _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c));
-            }
-        });
+        context.pool.run(divide_up(num_rows, kPairRows), [&](int64_t task, int) { copy_rows(a, task * kPairRows, copy); });
         x = copy;
+    }
+    // As a thread reads them.
+    DotRows here(const LinearArgs& a, Scratch& scratch) const {
+        DotRows rows = *this;
+        if (!own) return rows;
+        bf16* copy = scratch.get<bf16>(num_rows * stride);
+        for (int64_t row = 0; row < num_rows; row += kPairRows) copy_rows(a, row, copy);
+        rows.x = copy;
+        return rows;
     }
     int64_t in_panel(int64_t first) const { return num_rows - first < panel ? num_rows - first : panel; }
     RowsOfX group(int64_t first, int64_t count) const {
         const bf16* rows = x + first * stride;
         return grouped ? RowsOfX{rows, 32, 32 * count} : RowsOfX{rows, stride, 32};
+    }
+
+private:
+    // The group of rows that row `at`, a multiple of kPairRows, would begin if all groups had so many.
+    void copy_rows(const LinearArgs& a, int64_t at, bf16* copy) const {
+        const int64_t first = at / panel * panel;
+        const RowGroup group(in_panel(first), (at - first) / kPairRows);
+        const bf16* from = static_cast<const bf16*>(a.x) + (first + group.first) * a.x_stride;
+        bf16* to = copy + (first + group.first) * stride;
+        for (int64_t c = 0; c < stride; c += 32) {
+            const int64_t left = a.weight.cols - c;
+            const __mmask32 there = left >= 32 ? ~__mmask32(0) : left > 0 ? (__mmask32(1) << left) - 1 : 0;
+            for (int64_t row = 0; row < group.count; row++, to += 32)
+                _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(there, from + row * a.x_stride + c));
+        }
     }
 };
 
@@ -348,40 +366,34 @@ struct DotBlocks {
     explicit DotBlocks(const LinearArgs& args)
         : a(args), parts(is_gated(a.epilogue) ? 2 : 1), count(a.weight.num_blocks() / parts), bytes(a.weight.num_tiles() * a.weight.tile_bytes()) {}
     const uint8_t* weights(int64_t block, int part) const { return a.weight.tile(block + part * count, 0); }
-    // `ahead`: blocks from this one to the thread's next one.
-    void finish(int64_t block, int64_t ahead, const float* gate, const float* up, int64_t first_row, int64_t num_rows) const {
-        QUIRE_NS::finish(a, {gate, parts == 2 ? up : nullptr, 16, 16, block * 16, (block + count) * 16, first_row, num_rows, ahead});
+    void finish(int64_t block, const float* gate, const float* up, int64_t first_row, int64_t num_rows) const {
+        QUIRE_NS::finish(a, {gate, parts == 2 ? up : nullptr, 16, 16, block * 16, (block + count) * 16, first_row, num_rows});
     }
 };
 
-template <Type kType, bool kBytes>
-inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, Context& context) {
-    static_assert(streamed_rows(kType) <= kPairRows, "they lie in one group");
-    const LinearArgs& a = blocks.a;
-    const int64_t group = divide_up(131072, blocks.bytes * blocks.parts);  // enough to stream, few enough to share out evenly
-    context.pool.run(divide_up(blocks.count, group), [&](int64_t task, int) {
-        alignas(64) float sums[2][streamed_rows(kType) * 16];
-        for (int64_t block = task * group; block < blocks.count && block < (task + 1) * group; block++) {
-            for (int part = 0; part < blocks.parts; part++)
-                with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
-                    stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums[part]);
-                });
-            blocks.finish(block, 1, sums[0], sums[1], 0, a.num_rows);
-        }
-    });
-}
-
-// Blocks [begin, end) of the result. `next` is what this thread is likely to do next: it is fetched meanwhile.
+// Blocks [begin, end) of the result.
 struct BlockRange {
-    int64_t begin, end, next;
+    int64_t begin, end;
 };
 
-// The item-th block of weights of a range, in the order in which they are multiplied; beyond the last one the first of what comes next.
-inline const uint8_t* weights_ahead(const DotBlocks& blocks, BlockRange range, int64_t item) {
-    const int64_t items = (range.end - range.begin) * blocks.parts;
-    const int64_t block = item < items ? range.begin + item / blocks.parts : range.next;
-    const bool there = block < blocks.count;  // or it is fetched again
-    return blocks.weights(there ? block : range.begin, there ? int(item % blocks.parts) : 0);
+template <Type kType, bool kBytes>
+inline void stream_rows(const DotBlocks& blocks, const DotRows& rows, BlockRange range) {
+    static_assert(streamed_rows(kType) <= kPairRows, "they lie in one group");
+    const LinearArgs& a = blocks.a;
+    alignas(64) float sums[2][streamed_rows(kType) * 16];
+    for (int64_t block = range.begin; block < range.end; block++) {
+        for (int part = 0; part < blocks.parts; part++)
+            with_rows<streamed_rows(kType)>(a.num_rows, [&](auto count) {
+                stream_block<kType, kBytes, count>(blocks.weights(block, part), a.weight.num_tiles(), a.weight.tile_bytes(), rows.group(0, count), sums[part]);
+            });
+        blocks.finish(block, sums[0], sums[1], 0, a.num_rows);
+    }
+}
+
+// The block of weights that is multiplied after this one; after the last of all it is fetched again.
+inline const uint8_t* weights_ahead(const DotBlocks& blocks, int64_t block, int part) {
+    if (part + 1 < blocks.parts) return blocks.weights(block, part + 1);
+    return blocks.weights(block + 1 < blocks.count ? block + 1 : block, 0);
 }
 
 // Rows of x as many at a time as stay in L2 with the range's blocks. Blocks are turned into `turned`, one place for each of the
@@ -408,7 +420,7 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     }
                     weights = place;
                 }
-                const uint8_t* ahead = weights_ahead(blocks, range, item + 1);
+                const uint8_t* ahead = weights_ahead(blocks, block, part);
                 int64_t fetched = first == 0 ? 0 : blocks.bytes;
                 for (int64_t i = 0; i < divide_up(count, kPairRows); i++, done = 0) {
                     const RowGroup group(count, i);
@@ -420,21 +432,20 @@ inline void multiply_blocks(const DotBlocks& blocks, const DotRows& rows, BlockR
                     });
                 }
             }
-            blocks.finish(block, block + 1 < range.end ? 1 : range.next - block, sums[0], sums[1], first, count);
+            blocks.finish(block, sums[0], sums[1], first, count);
         }
     }
 }
 
 template <Type kType, bool kBytes = false>
 inline void linear_dot_of(const LinearArgs& a, Context& context) {
-    const DotRows rows(a, context);
+    const DotRows all_rows(a, context);
     const DotBlocks blocks(a);
     constexpr bool kTurned = is_turned(kType);
-    if (a.num_rows <= streamed_rows(kType)) return stream_rows<kType, kBytes>(blocks, rows, context);
-    const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024, threads = context.pool.size();
-    int64_t group = divide_up(131072, blocks.bytes * blocks.parts), places = 1;
+    const int64_t turned_bytes = kTurned ? blocks.bytes : a.weight.num_tiles() * 1024;
+    int64_t group = divide_up(kTaskBytes, blocks.bytes * blocks.parts), places = 1;
     if (a.num_rows > kMostRows) {
-        const int64_t fair = blocks.count / (4 * threads);  // no thread waits long for another
+        const int64_t fair = blocks.count / (4 * context.pool.size());  // no thread waits long for another
         group = context.cache / 2 / (turned_bytes * blocks.parts);
         group = group < fair ? group : fair;
         group = group < 1 ? 1 : group > kMostBlocks ? kMostBlocks : group;
@@ -445,12 +456,17 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     if constexpr (has_nibbles(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
     else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
     const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
-    // As many for each thread, and none larger than the others by more than a block.
-    const int64_t tasks = std::min(round_up(divide_up(blocks.count, group), threads), blocks.count);
-    auto begin_of = [&](int64_t task) { return blocks.count * std::min(task, tasks) / tasks; };
-    context.pool.run(tasks, [&](int64_t task, int thread) {
+    // As many tasks for each thread, and none larger than the others by more than a block.
+    const int64_t num_tasks = std::min(round_up(divide_up(blocks.count, group), int64_t(context.pool.size())), blocks.count);
+    auto begin_of = [&](int64_t task) { return blocks.count * task / num_tasks; };
+    context.pool.run_parts(num_tasks, [&](ThreadPool::Tasks& tasks, int thread) {
+        const DotRows rows = all_rows.here(a, context.thread_scratch2[thread]);
         uint8_t* turned = turning.turn_block ? context.thread_scratch[thread].get<uint8_t>(places * turned_bytes) : nullptr;
-        multiply(blocks, rows, {begin_of(task), begin_of(task + 1), begin_of(task + threads)}, turning, turned);
+        for (int64_t task; tasks.take(task);) {
+            const BlockRange range{begin_of(task), begin_of(task + 1)};
+            if (a.num_rows <= streamed_rows(kType)) stream_rows<kType, kBytes>(blocks, rows, range);
+            else multiply(blocks, rows, range, turning, turned);
+        }
     });
 }
 

@@ -24,7 +24,7 @@ inline void relax() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads) : parts_(num_threads) {
     for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 

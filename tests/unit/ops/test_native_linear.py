@@ -146,6 +146,20 @@ def test_no_rows(level: str, dtype: torch.dtype, type: Type) -> None:
     assert Product(packed(draw(5, 8), type), dtype)(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("type", DENSE)
+@pytest.mark.parametrize("features", [5, 40, 700])
+def test_threads_share_a_product_out(level: str, type: Type, features: int) -> None:
+    """There may be more of them than blocks; who is done takes from others, and each copies a few rows of x itself."""
+    x, matrix = draw(40, 3100, dtype=torch.bfloat16), packed(draw(features, 3100), type)
+    whole = Product(matrix, x.dtype)(x)
+    for num_threads in (2, 3, 5):
+        with Threads(num_threads):
+            product = Product(matrix, x.dtype)
+            for rows in (1, 4, 12, 24, 25, 40):
+                assert torch.equal(product(x[:rows]), whole[:rows]), (num_threads, rows)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 20, 40])
 def test_int4_weights_are_the_bfloat16_ones_that_unpack_tells(level: str, rows: int) -> None:
     """Bit for bit, with scales large and small: kernels expand int4 codes by other means than `unpack`."""
