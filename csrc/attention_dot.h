@@ -14,7 +14,7 @@ namespace quire::QUIRE_NS {
 constexpr int kDotRows = 4;            // rows whose sums of 64 columns stay in registers, beside what the softmax needs
 constexpr int64_t kDotTaskRows = 192;  // of a task, which share each gathered chunk
 constexpr int kDirectRows = 8;         // rows that at a time meet keys and values as they lie in memory, the first ones of which bring them near
-constexpr int64_t kManyRows = 48;      // rows of products so long that what comes is fetched during them, and not while gathering
+constexpr int64_t kManyRows = 48;      // rows that share gathered chunks: in their long products what comes is fetched, and not while gathering
 constexpr int64_t kLead = 16384;       // bytes that are fetched before they are read, where that goes on at any time
 
 // Where a task keeps what it works on. D is the padded head size; a word is a pair of bf16.
@@ -386,6 +386,27 @@ QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(sums[0], second, sums[1]));
 }
 
+// Calls add(pair, part, columns) with columns_at(pair, part) of so many pairs of rows. `kEarly`: what a cache holds is looked up for the
+// next pair while this one is multiplied.
+template <bool kEarly, int kParts, class ColumnsAt, class Add>
+QUIRE_INLINE void for_columns(int64_t num_pairs, const ColumnsAt& columns_at, const Add& add) {
+    if constexpr (!kEarly) {
+        for (int64_t pair = 0; pair < num_pairs; pair++)
+            times<kParts>([&](auto part) QUIRE_ALWAYS { add(pair, part, columns_at(pair, part)); });
+        return;
+    }
+    constexpr std::integral_constant<int, 0> part;
+    ColumnPairs next = columns_at(0, part);
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        const ColumnPairs columns = next;
+        next = columns_at(pair + 1 < num_pairs ? pair + 1 : pair, part);
+        add(pair, part, columns);
+    }
+}
+// Whether there are products enough beside which to do that, and registers: more rows have one part at a time.
+template <class Cached>
+constexpr bool is_early(int num_rows) { return sizeof(Cached) == 1 && num_rows > 4; }
+
 // Scores of a block's 32 keys: as dot_pairs has them. Of those that are not there, anything: nobody looks at them.
 template <int kRows, class Cached>
 inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int64_t block, const uint32_t* queries, float* scores) {
@@ -393,11 +414,11 @@ inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, in
     times<kRows>([&](auto r) QUIRE_ALWAYS { acc[r][0] = acc[r][1] = _mm512_setzero_ps(); });
     const Cached* keys = c.keys[block];
     const int64_t num_pairs = c.dim / 2;
-    for (int64_t pair = 0; pair < num_pairs; pair++) {
+    auto columns_at = [&](int64_t pair, int) QUIRE_ALWAYS { return ColumnPairs(keys + pair * 64, keys + pair * 64 + 32); };
+    for_columns<is_early<Cached>(kRows), 1>(num_pairs, columns_at, [&](int64_t pair, auto, const ColumnPairs& columns) QUIRE_ALWAYS {
         if (ahead) ahead->fetch(2 * 32 * sizeof(Cached));
-        const ColumnPairs columns(keys + pair * 64, keys + pair * 64 + 32);
         times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(queries[r * num_pairs + pair], acc[r]); });
-    }
+    });
     times<kRows>([&](auto r) QUIRE_ALWAYS { from_pairs(acc[r], scores + r * kChunk + block * 32); });
 }
 
@@ -413,20 +434,21 @@ inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int6
     for (int64_t block = 0; block < c.num_blocks; block++) {
         const Cached* values = c.values[block] + first;
         const int64_t count = c.counts[block], num_pairs = count / 2;
-        auto add = [&](int64_t pair, const auto& columns_at) QUIRE_ALWAYS {
-            const uint32_t* x = weights + block * 16 + pair;
-            times<kParts>([&](auto j) QUIRE_ALWAYS {
-                const ColumnPairs columns = columns_at(values + 2 * pair * c.dim + j * 32);
-                times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x[r * kChunk / 2], acc[r][j]); });
-            });
+        auto columns_at = [&](int64_t pair, int part) QUIRE_ALWAYS {
+            const Cached* even = values + 2 * pair * c.dim + part * 32;
+            return ColumnPairs(even, even + c.dim);
         };
-        for (int64_t pair = 0; pair < num_pairs; pair++) {
-            if (ahead) ahead->fetch(2 * 32 * kParts * sizeof(Cached));
-            add(pair, [&](const Cached* at) QUIRE_ALWAYS { return ColumnPairs(at, at + c.dim); });
-        }
+        auto add = [&](int64_t pair, auto part, const ColumnPairs& columns) QUIRE_ALWAYS {
+            const uint32_t* x = weights + block * 16 + pair;
+            times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x[r * kChunk / 2], acc[r][part]); });
+        };
+        for_columns<is_early<Cached>(kRows), kParts>(num_pairs, columns_at, [&](int64_t pair, auto part, const ColumnPairs& columns) QUIRE_ALWAYS {
+            if (part == 0 && ahead) ahead->fetch(2 * 32 * kParts * sizeof(Cached));
+            add(pair, part, columns);
+        });
         if (count % 2 == 0) continue;
         if (ahead) ahead->fetch(32 * kParts * sizeof(Cached));
-        add(num_pairs, [](const Cached* at) QUIRE_ALWAYS { return ColumnPairs(at); });
+        times<kParts>([&](auto part) QUIRE_ALWAYS { add(num_pairs, part, ColumnPairs(values + (count - 1) * c.dim + part * 32)); });
     }
     if (c.counts[1] < 31)  // pairs of zeros, which gathered chunks end with, make +0 of -0
         for_sums([](auto& sums, float*, float) QUIRE_ALWAYS { ColumnPairs().add(0, sums); });
@@ -439,7 +461,6 @@ struct DotKernel {
     Context& context;
 
     static constexpr bool kScaled = sizeof(Cached) == 1;
-    static constexpr int64_t kMostDirect = kScaled ? kDirectRows : kManyRows - 1;  // rows that do so: eight bits are converted once for all
 
     // Which keys of a chunk rows from `row` of the range on see; false if that is all.
     bool look(const Sight& sight, const DotScratch& s, int64_t row, int64_t num_rows, int64_t chunk) const {
@@ -555,7 +576,7 @@ struct DotKernel {
         for (int64_t chunk = low / kChunk * kChunk; chunk < high; chunk += kChunk)
             for_views(sight, chunk, high, [&](int64_t end, int64_t first_row, int64_t end_row) {
                 const int64_t count = end_row - first_row;
-                if (in_place && count <= kMostDirect && chunk >= low) {
+                if (in_place && count < kManyRows && chunk >= low) {
                     const int64_t most = divide_up(count, divide_up(count, kDirectRows));
                     for (int64_t row = first_row, next; row < end_row; row = next) {
                         next = std::min(row + most, end_row);
