@@ -28,7 +28,8 @@ constexpr int64_t kTaskBytes = 65536;  // of weights: threads are done at about 
 // Up to how many rows weights are multiplied as they come from memory. Of blocks fewer, or just one: six copies of what expands each of
 // their types take minutes to build.
 constexpr int streamed_rows(Type type) {
-    return type == Type::i4 ? 5 : is_turned(type) ? 4 : !is_blocks(type) ? kFewRows : has_nibbles(type) ? 4 : 1;
+    if (is_blocks(type)) return has_nibbles(type) ? 4 : block_format(type).bits == 8 ? 3 : 1;
+    return type == Type::i4 ? 5 : is_turned(type) ? 4 : kFewRows;
 }
 
 // Rows 4i + 2 * pair and the one after it of a tile, i = 0..3, of eight bits or more a weight.
