@@ -386,18 +386,21 @@ QUIRE_INLINE void from_pairs(const __m512 (&sums)[2], float* to) {
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(sums[0], second, sums[1]));
 }
 
-// Calls add(pair, part, columns) with columns_at(pair, part) of so many pairs of rows. `kEarly`: what a cache holds is looked up for the
-// next pair while this one is multiplied.
-template <bool kEarly, int kParts, class ColumnsAt, class Add>
-QUIRE_INLINE void for_columns(int64_t num_pairs, const ColumnsAt& columns_at, const Add& add) {
+// Of so many pairs of rows calls fetch() and add(pair, part, columns) with columns_at(pair, part). `kEarly`: what a cache holds is looked
+// up for the next pair while this one is multiplied.
+template <bool kEarly, int kParts, class Fetch, class ColumnsAt, class Add>
+QUIRE_INLINE void for_columns(int64_t num_pairs, const Fetch& fetch, const ColumnsAt& columns_at, const Add& add) {
     if constexpr (!kEarly) {
-        for (int64_t pair = 0; pair < num_pairs; pair++)
+        for (int64_t pair = 0; pair < num_pairs; pair++) {
+            fetch();
             times<kParts>([&](auto part) QUIRE_ALWAYS { add(pair, part, columns_at(pair, part)); });
+        }
         return;
     }
     constexpr std::integral_constant<int, 0> part;
     ColumnPairs next = columns_at(0, part);
     for (int64_t pair = 0; pair < num_pairs; pair++) {
+        fetch();
         const ColumnPairs columns = next;
         next = columns_at(pair + 1 < num_pairs ? pair + 1 : pair, part);
         add(pair, part, columns);
@@ -415,8 +418,10 @@ inline void direct_scores(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, in
     const Cached* keys = c.keys[block];
     const int64_t num_pairs = c.dim / 2;
     auto columns_at = [&](int64_t pair, int) QUIRE_ALWAYS { return ColumnPairs(keys + pair * 64, keys + pair * 64 + 32); };
-    for_columns<is_early<Cached>(kRows), 1>(num_pairs, columns_at, [&](int64_t pair, auto, const ColumnPairs& columns) QUIRE_ALWAYS {
+    auto fetch = [&]() QUIRE_ALWAYS {
         if (ahead) ahead->fetch(2 * 32 * sizeof(Cached));
+    };
+    for_columns<is_early<Cached>(kRows), 1>(num_pairs, fetch, columns_at, [&](int64_t pair, auto, const ColumnPairs& columns) QUIRE_ALWAYS {
         times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(queries[r * num_pairs + pair], acc[r]); });
     });
     times<kRows>([&](auto r) QUIRE_ALWAYS { from_pairs(acc[r], scores + r * kChunk + block * 32); });
@@ -442,10 +447,10 @@ inline void direct_sums(const DirectChunk<Cached>& c, Ahead<Cached>* ahead, int6
             const uint32_t* x = weights + block * 16 + pair;
             times<kRows>([&](auto r) QUIRE_ALWAYS { columns.add(x[r * kChunk / 2], acc[r][part]); });
         };
-        for_columns<is_early<Cached>(kRows), kParts>(num_pairs, columns_at, [&](int64_t pair, auto part, const ColumnPairs& columns) QUIRE_ALWAYS {
-            if (part == 0 && ahead) ahead->fetch(2 * 32 * kParts * sizeof(Cached));
-            add(pair, part, columns);
-        });
+        auto fetch = [&]() QUIRE_ALWAYS {
+            if (ahead) ahead->fetch(2 * 32 * kParts * sizeof(Cached));
+        };
+        for_columns<is_early<Cached>(kRows), kParts>(num_pairs, fetch, columns_at, add);
         if (count % 2 == 0) continue;
         if (ahead) ahead->fetch(32 * kParts * sizeof(Cached));
         times<kParts>([&](auto part) QUIRE_ALWAYS { add(num_pairs, part, ColumnPairs(values + (count - 1) * c.dim + part * 32)); });
