@@ -20,7 +20,7 @@ from quire.engine.input_processor import ProcessedInput
 from quire.engine.monitor import Monitor
 from quire.engine.observer import Observer
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.output_stream import OutputStream
+from quire.engine.output_stream import OutputStream, Source
 from quire.engine.tokenizer import Tokenizer, config_tokenizer
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, RequestFailedError
 from quire.inputs import PreparedPrompt, PromptType
@@ -181,18 +181,17 @@ class AsyncLLM:
         self._monitor.attach()
         self.check_room()
         number, arrival = next(self._ids), time.monotonic() if came is None else came
-        given = (prompt.params if isinstance(prompt, PreparedPrompt) else params) or self.get_default_sampling_params()
         external = str(number) if request_id is None else request_id
         # What a stranger may have named is in the engine's logs under this id: made harmless, and cut.
         internal = f"{quoted(str(external)[:_LONGEST_ID])[1:-1]}#{number}"
-        stream = self._streams[internal] = OutputStream(merge=given.output_kind == RequestOutputKind.DELTA)
+        stream = self._streams[internal] = OutputStream()
         self._external[internal] = external
         self._queued.add(internal)
         try:
             if not isinstance(prompt, PreparedPrompt):
-                prompt, params = await self.prepare(prompt, given), None
+                prompt, params = await self.prepare(prompt, params or self.get_default_sampling_params()), None
             processed = self._inputs.processor.process(external, prompt, params, arrival, terms)
-            self._submit(processed.renamed(internal))
+            stream.source = self._submit(processed.renamed(internal), external)
             yield stream
         finally:
             self._close(internal)
@@ -334,15 +333,17 @@ class AsyncLLM:
 
     # On the way down.
 
-    def _submit(self, processed: ProcessedInput) -> None:
+    def _submit(self, processed: ProcessedInput, external: str) -> Source:
         self._monitor.check()
         request, internal = processed.request, processed.request.request_id
-        self._outputs.add(processed)
+        record = self._outputs.add(processed)
+        record.shown.request_id = external
         num_prompt, arrival = len(request.prompt_token_ids), request.arrival_time
         self.observer.on_arrival(internal, num_prompt, request.task.max_tokens, processed.params.n, arrival)
         self._client.send(Add(request))
         if internal in self._aborted_early:
             self._client.send(Abort([internal]))
+        return record
 
     def _close(self, internal: str) -> None:
         del self._streams[internal], self._external[internal]
@@ -391,22 +392,16 @@ class AsyncLLM:
             observer.on_tokens(item.request_id, item.sequence_index, len(item.new_token_ids), now)
         if processed.stopped:
             self._client.send(Finish(processed.stopped))
-        for output in processed.outputs:
-            error, internal = output.error, output.request_id
-            if output.finished:
-                reasons = [part.finish_reason or "abort" for part in output.outputs]
-                observer.on_finished(internal, reasons, output.num_cached_tokens or 0, now)
-                error = error or (RequestFailedError(_FAILED) if "error" in reasons else None)
-            if (stream := self._streams.get(internal)) is None:
-                continue
-            if error is not None:
-                stream.fail(error)
-                continue
-            output.request_id = self._external[internal]
-            stream.put(output)
-            if not self._fresh:  # of several steps whose news have come at once, readers hear once
-                asyncio.get_running_loop().call_soon(self._wake_readers)
-            self._fresh.append(stream)
+        if processed.ready and not self._fresh:  # of several steps whose news have come at once, readers hear once
+            asyncio.get_running_loop().call_soon(self._wake_readers)
+        for record in processed.ready:
+            internal, shown = record.request.request_id, record.shown
+            stream, reasons = self._streams[internal], record.finish_reasons()
+            if reasons:
+                observer.on_finished(internal, reasons, shown.num_cached_tokens or 0, now)
+            error = shown.error or (RequestFailedError(_FAILED) if "error" in reasons else None)
+            stream.is_fresh = error is None
+            self._fresh.append(stream) if error is None else stream.fail(error)
 
     def _wake_readers(self) -> None:
         fresh, self._fresh = self._fresh, []

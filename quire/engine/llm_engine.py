@@ -125,7 +125,7 @@ class LLMEngine:
             processed = self._outputs.process(news, time.monotonic())
             for request_id, sequence_index in processed.stopped:
                 self.core.finish_sequence(request_id, sequence_index)
-            self._undelivered += processed.outputs
+            self._undelivered += [record.output() for record in processed.ready]
         # Where leaving raises KeyboardInterrupt, the next step returns them.
         outputs, self._undelivered = self._undelivered, []
         return outputs

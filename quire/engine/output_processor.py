@@ -29,7 +29,7 @@ class ProcessedOutputs(NamedTuple):
     """What a step's news came to."""
 
     taken: list[SequenceOutput]  # the news that somebody awaits; a sequence that a stop string ended may get more
-    outputs: list[RequestOutput]  # to hand out
+    ready: list["_RequestRecord"]  # which have an output to hand out, each once
     stopped: list[tuple[str, int]]  # sequences that a stop string ended: (request_id, sequence_index)
 
 
@@ -78,6 +78,7 @@ class _RequestRecord:
         self._interval, self._delta = args.stream_interval, params.output_kind == RequestOutputKind.DELTA
         self._is_ranked = self.num_left > params.n
         self._waits = self._is_ranked or params.output_kind == RequestOutputKind.FINAL_ONLY
+        self._tells_text = self._delta and self.num_left == args.stream_interval == 1 and params.detokenize
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
         if not self.params.detokenize:
@@ -136,28 +137,38 @@ class _RequestRecord:
             self._end(self.sequences[index], "error", message)
         return [(self.request.request_id, index) for index in unfinished]
 
-    def output(self, now: float) -> RequestOutput | None:
-        """The output to hand out after a step, or None when there is nothing to say yet."""
-        finished, delta, chosen = not self.num_left, self._delta, self.sequences
-        if self._waits and not finished:
-            return None
-        if self._is_ranked:
-            # Stable: equal likelihoods keep the order of their draw.
-            chosen = sorted(chosen, key=lambda s: -s.cumulative_logprob)[: self.params.n]
-        if finished and self.shown.metrics is not None:
-            self.shown.metrics.finished_time = now
-        outputs: list[CompletionOutput] = []
-        for index, sequence in enumerate(chosen):
-            if finished or not delta or self._is_due(sequence):
-                outputs.append(sequence.completion(self.params, delta, index))
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to say after a step."""
+        return not (self.num_left and (self._waits or (self._delta and not any(map(self._is_due, self.sequences)))))
+
+    def output(self) -> RequestOutput:
+        """The output to hand out; of deltas what is new since the last one, however many steps ago."""
+        finished, delta = not self.num_left, self._delta
+        every, chosen = finished or not delta, enumerate(self._chosen())
+        outputs = [s.completion(self.params, delta, index) for index, s in chosen if every or self._is_due(s)]
         return structs.replace(self.shown, outputs=outputs, finished=finished)
+
+    def finish_reasons(self) -> list[str]:
+        """Why its sequences ended; none before all have."""
+        return [] if self.num_left else [sequence.finish_reason or "abort" for sequence in self._chosen()]
+
+    def _chosen(self) -> list[_SequenceRecord]:
+        if not self._is_ranked:
+            return self.sequences
+        # Stable: equal likelihoods keep the order of their draw.
+        return sorted(self.sequences, key=lambda s: -s.cumulative_logprob)[: self.params.n]
+
+    def text(self) -> str | None:
+        """What is new of an only sequence's text while it goes on: its tokens come with the next output."""
+        if not (self._tells_text and self.num_left):
+            return None
+        return self.sequences[0].detokenizer.get_next_output_text(False, True)  # type: ignore[union-attr]
 
     def _is_due(self, sequence: _SequenceRecord) -> bool:
         """Whether a stream's next piece of a sequence is large enough, or its first, or its last."""
-        num_new = len(sequence.token_ids) - sequence.num_sent
-        if num_new >= self._interval:
-            return True
-        return num_new > 0 and (not sequence.num_sent or sequence.finish_reason is not None)
+        num_new, ends = len(sequence.token_ids) - sequence.num_sent, sequence.finish_reason is not None
+        return num_new >= self._interval or (num_new > 0 and (ends or not sequence.num_sent))
 
     def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         # By position: a request that was preempted within its prompt computes, and reports, a part twice.
@@ -186,9 +197,10 @@ class OutputProcessor:
         self._tokenizer, self._args = tokenizer, args
         self.records: dict[str, _RequestRecord] = {}
 
-    def add(self, processed: ProcessedInput) -> None:
+    def add(self, processed: ProcessedInput) -> _RequestRecord:
         """Open a record."""
-        self.records[processed.request.request_id] = _RequestRecord(processed, self._tokenizer, self._args)
+        record = self.records[processed.request.request_id] = _RequestRecord(processed, self._tokenizer, self._args)
+        return record
 
     def note_scheduled(self, request_ids: list[str], now: float) -> None:
         """Note when requests were first part of a step; later times, after a preemption, do not count."""
@@ -203,7 +215,7 @@ class OutputProcessor:
         return self.records.pop(request_id, None) is not None
 
     def process(self, news: list[SequenceOutput], now: float) -> ProcessedOutputs:
-        """Turn a step's news into outputs, at most one per request, in the order of the batch.
+        """Take in a step's news, in the order of the batch.
 
         `now`, in seconds of the clock of arrival times, is when the step brought them.
         """
@@ -222,8 +234,10 @@ class OutputProcessor:
                 logger.exception("request %s: its output could not be processed", quoted(item.request_id))
                 result.stopped.extend(record.fail(f"{type(error).__name__} while its output was processed"))
         for request_id, record in touched.items():
-            if (output := record.output(now)) is not None and (output.finished or output.outputs):
-                result.outputs.append(output)
-                if output.finished:
-                    del self.records[request_id]
+            if record.is_ready:
+                result.ready.append(record)
+            if not record.num_left:
+                del self.records[request_id]
+                if record.shown.metrics is not None:
+                    record.shown.metrics.finished_time = now
         return result

@@ -1,46 +1,59 @@
 """One request's outputs on their way from the engine to whoever awaits them.
 
-`AsyncLLM` puts, one reader gets. A reader that is slow never makes a queue: what it has not fetched is merged with what
-comes, so that memory is bounded by the request's own output.
+`AsyncLLM` says that something has come, one reader takes it. A reader that is slow never makes a queue: an output is
+made when it is taken, of all that has come by then.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from quire.outputs import RequestOutput
 
 
+class Source(Protocol):
+    """The request's record: see there."""
+
+    def output(self) -> RequestOutput: ...
+    def text(self) -> str | None: ...
+
+
 class OutputStream:
-    """Holds at most one output, and an error.
+    """Gives what has come of a request, and then its error.
 
     Attributes:
+        source: of outputs, once the engine has the request.
+        is_fresh: whether an output is there to be taken.
         listener: called in the engine's callback when something has come; it must not raise. `get` sets its own.
     """
 
-    __slots__ = ("_error", "_merge", "_output", "listener")
+    __slots__ = ("_error", "is_fresh", "listener", "source")
+    source: Source
 
-    def __init__(self, merge: bool) -> None:
-        """`merge`: outputs are deltas, to be joined; otherwise the newest one replaces the one before."""
-        self._merge = merge
-        self._output: RequestOutput | None = None
+    def __init__(self) -> None:
         self._error: Exception | None = None
+        self.is_fresh = False
         self.listener: Callable[[], object] = bool
 
-    def put(self, output: RequestOutput) -> None:
-        """Hand over an output; who put it calls the listener, once nothing more is to be put at the moment."""
-        self._output = _joined(self._output, output) if self._merge and self._output else output
-
     def fail(self, error: Exception) -> None:
-        """End the stream; what was put before is still fetched first."""
+        """End the stream; what came before is still fetched first."""
         self._error = error
         self.listener()
 
     def take(self) -> RequestOutput | None:
         """What has come since the last time, if anything. Raises what `fail` was given, when nothing else is left."""
-        output, self._output = self._output, None
-        if output is None and self._error is not None:
+        if self.is_fresh:
+            self.is_fresh = False
+            return self.source.output()
+        if self._error is not None:
             raise self._error
-        return output
+        return None
+
+    def text(self) -> str | None:
+        """The text that has come, where it is all there is to say; else it is for `take` to give."""
+        text = self.source.text() if self.is_fresh else None
+        self.is_fresh &= text is None
+        return text
 
     async def get(self) -> RequestOutput:
         """The next output; waits for it. Raises as `take`."""
@@ -49,16 +62,3 @@ class OutputStream:
             self.listener = come.set
             await come.wait()
         return output
-
-
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two deltas as one."""
-    parts = {part.index: part for part in first.outputs}
-    for part in second.outputs:
-        if (before := parts.get(part.index)) is not None:
-            part.text, part.token_ids = before.text + part.text, before.token_ids + part.token_ids
-            if before.logprobs is not None and part.logprobs is not None:
-                part.logprobs = before.logprobs + part.logprobs
-        parts[part.index] = part
-    second.outputs = [parts[index] for index in sorted(parts)]
-    return second

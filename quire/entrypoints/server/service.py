@@ -6,7 +6,7 @@ is built and encoded in a thread. Knows nothing of any dialect's form.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +61,7 @@ class Writer(Protocol):
     opens_large: bool  # choices begin with so much that a thread is to write it
 
     def chunk(self, delta: Delta) -> msgspec.Struct:
-        """The event of a piece of a choice. Two that `Turn.text` would do for differ in their text alone."""
+        """The event of a piece of a choice. Where `Turn.tells_text`, they differ in their text alone."""
         ...
 
     def usage_chunk(self) -> msgspec.Struct:
@@ -96,13 +96,18 @@ class Outlet(Protocol):
 
 
 class Outputs:
-    """What the engine makes of a request's prompts, as it comes: places and outputs, those of one step together."""
+    """What the engine makes of a request's prompts, as it comes: places and outputs, those of one step together.
+
+    Attributes:
+        around: what goes to an outlet before and after each text from now on, if text is all that is to be written.
+    """
 
     def __init__(self, streams: list[OutputStream]) -> None:
         self._streams = dict(enumerate(streams))  # of those that go on
         self._fresh = {*self._streams}  # where something may have come
         self._waiter: asyncio.Future[None] | None = None
         self._outlet: Outlet | None = None
+        self.around: Sequence[bytes] = ()
         for place, stream in self._streams.items():
             stream.listener = partial(self._listen, place)
 
@@ -135,6 +140,10 @@ class Outputs:
             return
         try:
             if self._outlet is not None and self._outlet.is_ready:
+                if self.around and (text := self._streams[place].text()) is not None:
+                    if text:
+                        self._outlet.write(encode(text).join(self.around))
+                    return
                 if (output := self._streams[place].take()) is not None:
                     self._outlet.write(self._write([(place, output)]))
                 if output is None or not output.finished:
@@ -176,7 +185,7 @@ class TurnService(Generic[_Body]):
     async def stream(self, body: _Body, request_id: str, client: str | None = None) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, [DONE] included; what one engine step brings is one item. See `create`."""
         request, writer = await self._read(self._state, body, request_id)
-        turn, write, outlet = writer.turn, batch_writer(writer), None if writer.opens_large else self._outlet
+        turn, write, outlet = writer.turn, partial(_written, writer), None if writer.opens_large else self._outlet
         async with opened(self._state, request, client) as outputs:
             while batch := await outputs.next(outlet, write):
                 if writer.opens_large and turn.num_begun < turn.num_choices:
@@ -184,6 +193,8 @@ class TurnService(Generic[_Body]):
                         yield part
                 elif events := write(batch):
                     yield events
+                if outlet is not None:
+                    outputs.around = around_text(writer)
 
 
 @asynccontextmanager
@@ -223,19 +234,16 @@ def _log(request: TurnRequest, longest: int | None) -> None:
         logger.info("request %s: %d more prompts", quoted(request.request_id), num_more)
 
 
-def batch_writer(writer: Writer) -> Callable[[Batch], bytes]:
-    """What writes a stream's batches as bytes of its body."""
-    around: list[bytes] = []  # the text of an event in the middle, where events differ in nothing else
+def around_text(writer: Writer) -> Sequence[bytes]:
+    """What stands before and after the text in all events to come, as far as they differ in nothing else."""
+    if not writer.turn.tells_text:
+        return ()
+    delta = Delta(0, 0, writer.turn.outputs[0], [TextDelta(_MARK)], [], (), False, None)
+    return event(writer.chunk(delta)).rsplit(encode(_MARK), 1)
 
-    def write(batch: Batch) -> bytes:
-        if (text := writer.turn.text(batch[0][1])) is None:
-            return b"".join(_events(writer, batch))
-        if not around:
-            delta = Delta(0, 0, batch[0][1], [TextDelta(_MARK)], [], (), False, None)
-            around.extend(event(writer.chunk(delta)).rsplit(encode(_MARK), 1))
-        return encode(text).join(around) if text else b""
 
-    return write
+def _written(writer: Writer, batch: Batch) -> bytes:
+    return b"".join(_events(writer, batch))
 
 
 def _events(writer: Writer, batch: Batch) -> list[bytes]:

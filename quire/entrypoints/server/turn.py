@@ -120,14 +120,10 @@ class Turn:
                 deltas.append(Delta(place, index, output, events, part.token_ids, entries, begins, finish))
         return deltas
 
-    def text(self, output: RequestOutput) -> str | None:
-        """What an output adds to the only choice, where it is text and no more is told of it; else it is to `take`."""
-        choice, part = self._choices[0], output.outputs[0]
-        if not (self._tells_text and choice.begun) or part.finish_reason is not None:
-            return None
-        self._outputs[0] = output
-        choice.num_tokens += len(part.token_ids)
-        return part.text
+    @property
+    def tells_text(self) -> bool:
+        """Whether no more is told of the only choice but its text, until it ends."""
+        return self._tells_text and self._choices[0].begun
 
     @property
     def outputs(self) -> list[RequestOutput]:

@@ -23,7 +23,7 @@ from quire.utils.hub import resolve_model_path
 
 
 class _FakeStream:
-    """An `OutputStream` that merges nothing."""
+    """An `OutputStream` that merges nothing, and gives all text in outputs."""
 
     def __init__(self, outputs: AsyncGenerator[RequestOutput, None]) -> None:
         self.listener: Callable[[], object] = bool
@@ -39,6 +39,9 @@ class _FakeStream:
         except Exception as error:
             self._come.append(error)
             self.listener()
+
+    def text(self) -> str | None:
+        return None
 
     def take(self) -> RequestOutput | None:
         if not self._come:

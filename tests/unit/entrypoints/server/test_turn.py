@@ -173,35 +173,27 @@ def test_deltas(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_text_that_is_all_there_is(name: str) -> None:
-    """Without a delta, and with the same books, where one choice goes on whose text is told and no more."""
+    """Where one choice goes on whose text is told and no more, a delta has nothing else to tell."""
     transcript = COMPLETIONS[name]
-    turn, other = turn_of(transcript), turn_of(transcript)
+    turn = turn_of(transcript)
     for (place, one), deltas in zip(transcript.outputs, transcript.deltas, strict=True):
-        other.take(place, one)
-        begun = turn.num_begun
-        if (found := turn.text(one)) is None:
-            turn.take(place, one)
-            continue
-        assert (turn.num_choices, begun, transcript.rules.every_token) == (1, 1, False)
-        assert [found] * bool(found) == [text for _, text, *_ in deltas]
-        assert (turn.counts(), turn.outputs, turn.num_unfinished) == (other.counts(), other.outputs, 1)
-    assert (turn.counts(), turn.num_unfinished) == (other.counts(), 0)
+        tells_text, begun = turn.tells_text, turn.num_begun
+        turn.take(place, one)
+        if tells_text and turn.num_unfinished:
+            assert (turn.num_choices, begun, transcript.rules.every_token) == (1, 1, False)
+            assert {(index, begins, reason) for index, _, _, begins, reason in deltas} <= {(0, False, None)}
 
 
 def test_only_plain_text_is_all_there_is() -> None:
     """Where a parser reads the text, or choices stand side by side, there may be more to it."""
-    first, more = output(part(0, "a", [1])), output(part(0, "b", [2]))
-    found: list[str | None] = []
-    for turn in (
+    plain, others = (
         Turn(1, 1),
-        Turn(1, 2),
-        Turn(2, 1),
-        Turn(1, 1, Rules(every_token=True)),
-        Turn(1, 1, Rules(), Doubling),
-    ):
-        turn.take(0, first)
-        found.append(turn.text(more))
-    assert found == ["b", None, None, None, None]
+        [Turn(1, 2), Turn(2, 1), Turn(1, 1, Rules(every_token=True)), Turn(1, 1, Rules(), Doubling)],
+    )
+    assert not plain.tells_text, "an answer's first event has more to tell"
+    for turn in (plain, *others):
+        turn.take(0, output(part(0, "a", [1])))
+        assert turn.tells_text == (turn is plain)
 
 
 class Doubling(TextParser):

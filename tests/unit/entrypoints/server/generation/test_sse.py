@@ -259,15 +259,16 @@ def sent_past(server: Any, ready: list[bool], **fields: Any) -> tuple[Wire, Shor
 
 
 @pytest.mark.parametrize("ready", [[True], [True, False], [True, True, False], [False]])
-def test_the_middle_of_a_stream_goes_past_the_application(server: Any, ready: list[bool]) -> None:
-    """Whatever goes which way, the body is the same, and only its middle takes the shortcut."""
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_middle_of_a_stream_goes_past_the_application(server: Any, ready: list[bool], n: int) -> None:
+    """Whatever goes which way, the body is the same, usage and all, and only its middle takes the shortcut."""
     texts = []
     for outlets in ([False], ready):
-        wire, outlet = sent_past(server, outlets, n=2)
+        wire, outlet = sent_past(server, outlets, n=n, stream_options={"include_usage": True})
         assert outlet.num_written <= len(wire.sent) - 3, "headers, the first piece and the end are the application's"
         assert wire.body.endswith(b"[DONE]\n\n")
         assert wire.body.count(b"[DONE]") == 1
-        texts.append(texts_of(wire.body))
+        texts.append([*texts_of(wire.body), wire.body.partition(b'"usage":{')[2]])
     assert texts[0] == texts[1]
     assert (outlet.num_written > 3) == (True in ready)
 
