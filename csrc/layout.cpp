@@ -5,6 +5,7 @@
 #include "api.h"
 #include "lora.h"
 #include "rounds.h"
+#include "step_inputs.h"
 
 namespace quire {
 namespace {
@@ -46,6 +47,10 @@ constexpr Field kFields[] = {
     FIELD(RoundsArgs, group_stride), FIELD(RoundsArgs, num_groups), FIELD(RoundsArgs, block_size), FIELD(RoundsArgs, caches),
     FIELD(RoundsArgs, cache_type), FIELD(RoundsArgs, hidden_type), FIELD(RoundsArgs, hidden), FIELD(RoundsArgs, hidden_stride),
     FIELD(RoundsArgs, logits), FIELD(RoundsArgs, vocab_size), FIELD(RoundsArgs, drafts),
+    WHOLE(StepInputs), FIELD(StepInputs, token_ids), FIELD(StepInputs, token_stride), FIELD(StepInputs, block_tables),
+    FIELD(StepInputs, table_stride), FIELD(StepInputs, group_stride), FIELD(StepInputs, num_groups), FIELD(StepInputs, block_size),
+    FIELD(StepInputs, num_rows), FIELD(StepInputs, num_tokens), FIELD(StepInputs, rows), FIELD(StepInputs, max_blocks),
+    FIELD(StepInputs, out),
 };
 
 // With those of the operations' own structs, which every level has alike.

@@ -1,24 +1,31 @@
-"""A step's input arrays, gathered from the persistent rows with a handful of numpy calls.
+"""A step's input arrays, gathered from the persistent rows by the compiled library (csrc/step_inputs.cpp), or numpy.
 
 The model runner calls `gather` once a step. The arrays are made anew each time: what a device may still be reading
 is never written again. It knows the rows and the plan, and nothing of models, devices or sampling.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from ctypes import addressof
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.ops.native.library import library, loaded_library
+from quire.ops.native.structs import c_struct
 from quire.protocol.step import ScheduledSequence
+from quire.sampling.lanes import Lane
 from quire.worker.rows import Row, RowTable
 
 INT = np.int32  # of all that kernels index by
 _NO_TAIL = np.iinfo(INT).max
 
 Ints = npt.NDArray[INT]
+Numbers = Sequence[int]
 
 
 class TailArrays(NamedTuple):
@@ -78,38 +85,42 @@ def gather(scheduled: Sequence[ScheduledSequence], table: RowTable) -> StepBatch
 
 def gather_tokens(rows: list[Row], first: Sequence[int], counts: Sequence[int], table: RowTable) -> StepBatch:
     """Likewise for `counts[i]` tokens, drafts included, of row i from position `first[i]` on."""
-    if len(rows) == 1:
-        count = counts[0]
-        one = _next_token(rows[0], first[0], table) if count == 1 else _next_tokens(rows[0], first[0], count, table)
-        return StepBatch(rows, [count], one)
-    indices = np.array([row.index for row in rows])
-    starts = np.array(first, INT)
-    if max(counts) == 1:  # all decode: most steps are this
-        ends = list(range(1, len(rows) + 1))
-        query_start_loc = np.arange(len(rows) + 1, dtype=INT)
-        positions, row_of_token, seq_lens = starts, indices, starts + 1
-    else:
-        query_start_loc = np.zeros(len(rows) + 1, INT)
-        np.cumsum(counts, out=query_start_loc[1:])
-        ends = query_start_loc[1:].tolist()
-        # Token t of sequence s: position = starts[s] + (t - query_start_loc[s]).
-        positions = np.arange(ends[-1], dtype=INT) + np.repeat(starts - query_start_loc[:-1], counts)
-        row_of_token = np.repeat(indices, counts)
-        seq_lens = starts + np.array(counts, INT)
-    block_size = table.block_size
-    block, offset = np.divmod(positions, block_size)
-    num_blocks = -(-max(map(add, first, counts)) // block_size)
-    block_tables: list[Ints] = []
-    slot_mappings: list[Ints] = []
-    for tables in table.block_tables:
-        slots = tables[row_of_token, block]
-        slots *= block_size
-        slots += offset
-        slot_mappings.append(slots)
-        block_tables.append(tables[indices, :num_blocks])
-    input_ids = table.token_ids[row_of_token, positions]
-    arrays = StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slot_mappings, block_size)
-    return StepBatch(rows, ends, arrays)
+    num_blocks = -(-max(map(add, first, counts)) // table.block_size)
+    assert num_blocks <= table.block_tables.shape[2], "a step goes on where no block can be"
+    make = _in_numpy if library() is None else _natively
+    return StepBatch(rows, [*accumulate(counts)], make([row.index for row in rows], first, counts, num_blocks, table))
+
+
+def _natively(places: Numbers, first: Numbers, counts: Numbers, num_blocks: int, table: RowTable) -> StepArrays:
+    """The arrays, in one piece of memory: a call of numpy for each would take most of a step's time here."""
+    num_rows, num_tokens, (num_groups, table_rows, width) = len(places), sum(counts), table.block_tables.shape
+    of_tokens, of_rows = (2 + num_groups) * num_tokens, 2 * num_rows + 1
+    numbers = array("q", [*places, *first, *counts])
+    out = array("i", bytes(4 * (of_tokens + of_rows + num_groups * num_rows * num_blocks)))
+    inputs = c_struct("StepInputs")(
+        token_ids=table.addresses[0], token_stride=table.token_ids.shape[1], block_tables=table.addresses[1],
+        table_stride=width, group_stride=table_rows * width, num_groups=num_groups, block_size=table.block_size,
+        num_rows=num_rows, num_tokens=num_tokens, rows=numbers.buffer_info()[0], max_blocks=num_blocks,
+        out=out.buffer_info()[0],
+    )  # fmt: skip
+    loaded_library().quire_step_inputs(addressof(inputs))
+    made = np.frombuffer(out, INT)
+    input_ids, positions, *slots = made[:of_tokens].reshape(-1, num_tokens)
+    starts, lengths = made[of_tokens:][: num_rows + 1], made[of_tokens + num_rows + 1 :][:num_rows]
+    tables = [*made[of_tokens + of_rows :].reshape(num_groups, num_rows, num_blocks)]
+    return StepArrays(input_ids, positions, starts, lengths, tables, slots, table.block_size)
+
+
+def _in_numpy(places: Numbers, first: Numbers, counts: Numbers, num_blocks: int, table: RowTable) -> StepArrays:
+    """The same without a compiled library."""
+    indices, starts, lengths = np.array(places), np.array(first, INT), np.array(counts, INT)
+    query_start_loc = np.cumsum([0, *counts], dtype=INT)
+    # Token t of sequence s: position = starts[s] + (t - query_start_loc[s]).
+    positions = np.arange(query_start_loc[-1], dtype=INT) + np.repeat(starts - query_start_loc[:-1], lengths)
+    row_of_token = np.repeat(indices, lengths)
+    tables, slots = [held[indices, :num_blocks] for held in table.block_tables], table.slots(row_of_token, positions)
+    input_ids, seq_lens = table.token_ids[row_of_token, positions], starts + lengths
+    return StepArrays(input_ids, positions, query_start_loc, seq_lens, tables, slots, table.block_size)
 
 
 def gather_nodes(
@@ -162,25 +173,14 @@ def gather_nodes(
     return StepBatch(rows, ends, arrays)
 
 
-def _next_tokens(row: Row, start: int, count: int, table: RowTable) -> StepArrays:
-    """Some tokens of one sequence, as a lone stream has them where it drafts."""
-    block_size, num_blocks = table.block_size, -(-(start + count) // table.block_size)
-    positions = np.arange(start, start + count, dtype=INT)
-    block, offset = np.divmod(positions, block_size)
-    block_tables = [held[row.index : row.index + 1, :num_blocks].copy() for held in table.block_tables]
-    input_ids = row.tokens.ids[start : start + count].copy()
-    slots = [held[0, block] * INT(block_size) + offset for held in block_tables]
-    query_start_loc, seq_lens = np.array([0, count], INT), np.array([start + count], INT)
-    return StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slots, block_size)
+def path_moves(rows: Sequence[Row], lanes: Mapping[int, Lane], table: RowTable) -> tuple[list[Ints], list[Ints]] | None:
+    """From and to which slots keys and values of trees' accepted paths move, to lie where a chain's would.
 
-
-def _next_token(row: Row, position: int, table: RowTable) -> StepArrays:
-    """One token of one sequence: a lone stream's every step, where each call of numpy shows in a small model's time."""
-    block_size = table.block_size
-    place = position // block_size
-    slots = [int(held[row.index, place]) * block_size + position % block_size for held in table.block_tables]
-    slot_mappings = [np.array([slot], INT) for slot in slots]
-    input_ids, positions = row.tokens.ids[position : position + 1].copy(), np.array([position], INT)
-    query_start_loc, seq_lens = np.array([0, 1], INT), np.array([position + 1], INT)
-    block_tables = [held[row.index : row.index + 1, : place + 1].copy() for held in table.block_tables]
-    return StepArrays(input_ids, positions, query_start_loc, seq_lens, block_tables, slot_mappings, block_size)
+    `lanes`: by their rows' places; None where none moves.
+    """
+    moves: list[tuple[int, int, int]] = []
+    for row, lane in ((rows[place], lane) for place, lane in lanes.items()):
+        base = row.num_computed - lane.num_drafts
+        moves += [(row.index, base + at - 1, base + i) for i, at in enumerate(lane.path[1:]) if at - 1 != i]
+    whose, sources, destinations = np.array(moves, INT).reshape(-1, 3).T
+    return (table.slots(whose, sources), table.slots(whose, destinations)) if moves else None

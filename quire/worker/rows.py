@@ -90,6 +90,7 @@ class RowTable:
         token_ids: int32 [num_rows, max_model_len + 1 + max_drafts]; see `SequenceTokens`.
         block_tables: int32 [num_groups, num_rows, max_blocks].
         rows: by the sequence's id.
+        addresses: of the two, for the compiled library.
         requests: what sequences refer to, by request id.
         tree: the shape of drafts, where they are no chain.
         num_with_prompt_logprobs: rows whose request asks for prompt logprobs.
@@ -155,6 +156,7 @@ class RowTable:
         """Wipe all rows and forget all requests; relies on nothing that an interrupt may have left half done."""
         self.token_ids = np.zeros(self._tokens_shape, np.int32)
         self.block_tables = np.zeros(self._blocks_shape, np.int32)
+        self.addresses = self.token_ids.ctypes.data, self.block_tables.ctypes.data
         self.requests: dict[str, NewRequest] = {}
         self.num_with_prompt_logprobs = 0
         self.rows: dict[int, Row] = {}

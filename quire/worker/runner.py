@@ -42,7 +42,7 @@ from quire.worker.adapters import Adapters
 from quire.worker.ahead import Ahead
 from quire.worker.cache import KVCache
 from quire.worker.devices.base import Device
-from quire.worker.gather import gather
+from quire.worker.gather import gather, path_moves
 from quire.worker.judging import Judge
 from quire.worker.rows import Row, RowTable
 
@@ -312,8 +312,8 @@ class ModelRunner:
             seconds = begun.seconds + self.device.clock() - start
             self.pace.learn(len(token_rows), seconds)
             self._known_seconds, self._num_drafted = begun.start + seconds + begun.reading, 0
-        if self.table.tree is not None:
-            self._move_accepted(begun, lanes)
+        if self.table.tree is not None and (moves := path_moves(begun.rows, lanes, self.table)):
+            self.cache.move_slots(*moves, self.table.block_size)
         drafts: dict[int, list[int]] = {}
         if self.proposer is not None:
             drafts = self._propose(self.proposer, begun, lanes, hidden)
@@ -337,25 +337,6 @@ class ModelRunner:
                     lane.masks[position] = mask
                 else:
                     lane.masks = {position: mask}
-
-    def _move_accepted(self, begun: _Begun, lanes: dict[int, Lane]) -> None:
-        """Let keys and values of the accepted path of each tree lie where a chain's would."""
-        rows: list[int] = []
-        sources: list[int] = []
-        destinations: list[int] = []
-        for place, lane in lanes.items():
-            if lane.tree is not None:
-                row = begun.rows[place]
-                base = row.num_computed - lane.num_drafts
-                for depth, of_path in enumerate(lane.path[1:]):
-                    if of_path - 1 != depth:
-                        rows.append(row.index)
-                        sources.append(base + of_path - 1)
-                        destinations.append(base + depth)
-        if rows:
-            whose, slots = np.array(rows), self.table.slots
-            of, to = slots(whose, np.array(sources, np.int32)), slots(whose, np.array(destinations, np.int32))
-            self.cache.move_slots(of, to, self.table.block_size)
 
     def _rank(self, logits: Tensor, lanes: dict[int, Lane], results: list[SequenceResult]) -> None:
         """Candidates by place in the plan."""

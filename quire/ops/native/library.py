@@ -46,6 +46,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "quire_arrive": (None, [ctypes.c_void_p, ctypes.c_int32]),
     "quire_await": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32]),
     "quire_rounds": (None, [ctypes.c_void_p]),
+    "quire_step_inputs": (None, [ctypes.c_void_p]),
     "quire_pack": (None, [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "quire_unpack": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]),
     "quire_weight_format": (None, [ctypes.c_int32, ctypes.c_void_p]),

@@ -1,15 +1,17 @@
 """The nodes of trees of drafts, gathered: tokens, positions and slots against plain loops."""
 
 import random
+from operator import add
 
 import numpy as np
 import pytest
 
 from quire import SamplingParams
 from quire.config.draft_tree import DraftTree
+from quire.ops.native.library import library
 from quire.protocol.requests import NewRequest, SamplingTask
 from quire.protocol.step import NewSequence, ScheduledSequence
-from quire.worker.gather import StepArrays, gather, gather_nodes
+from quire.worker.gather import StepArrays, _in_numpy, _natively, gather, gather_nodes
 from quire.worker.rows import Row, RowTable
 
 SIZE, GROUPS = 4, 2
@@ -104,3 +106,17 @@ def test_a_step_of_trees_alone(table: RowTable) -> None:
     batch = gather(scheduled, table)
     expected = [(two, [11], [11], []), node_of(two, 12, 0), node_of(two, 12, 1)]
     check(table, batch.arrays, [*expected, (zero, [0], [0], []), (table[1], [6], [6], [])])
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled library")
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 7, 5], [1], [5], [3, 0, 1]])
+def test_the_compiled_library_gathers_what_numpy_does(table: RowTable, counts: list[int]) -> None:
+    rows = [table[number] for number in (2, 1, 0)[: len(counts)]]
+    first = [9, 0, 2][: len(counts)]
+    places, num_blocks = [row.index for row in rows], -(-max(map(add, first, counts)) // SIZE)
+    natively, in_numpy = (make(places, first, counts, num_blocks, table) for make in (_natively, _in_numpy))
+    for name in ("input_ids", "positions", "query_start_loc", "seq_lens", "block_tables", "slot_mappings"):
+        ours, twins = getattr(natively, name), getattr(in_numpy, name)
+        for one, twin in zip(*(found if isinstance(found, list) else [found] for found in (ours, twins)), strict=True):
+            assert one.dtype == twin.dtype == np.int32
+            assert one.tolist() == twin.tolist(), name
