@@ -1,8 +1,8 @@
 """The compiled sampler (csrc/sampler.h): all rows of a step in one call, with the bits of its numpy twin.
 
-Called by the sampler and by logprobs where there is a compiled library. A sequence's parameters are packed once, as C
-reads them; what changes from step to step is written into them anew. Knows the layout of csrc/sample_args.h; a row it
-can't do (a user's logits processors) it leaves to the twin.
+Called by the sampler, logprobs and the runner where there is a compiled library. A sequence's parameters are packed
+once, as C reads them; what changes from step to step is written into them anew. Knows the layout of csrc/sample_args.h;
+a row it can't do (a user's logits processors) it leaves to the twin.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.native.library import Target, loaded_library
+from quire.ops.native.library import Target, default_target, loaded_library
 from quire.ops.native.library import library as library
 from quire.ops.native.structs import c_struct
 from quire.protocol.step import TokenLogprobs
@@ -39,46 +39,50 @@ _SEEN = struct.Struct("=QqQ")
 _COMPLETING_AT, _STOP_AT, _SEEN_AT = 72 + 2 * 16, 72 + 3 * 16, 72 + 5 * 16 + 8
 
 
-class _Call:
-    """One call's arrays. All int64 that go in and out lie in one: logits_rows, positions, first_sample, errors, ids."""
+class SampleCall:
+    """One call's arrays, made before the logits: see `read`.
 
-    def __init__(
-        self,
-        logits: Tensor,
-        records: bytes,
-        rows: Sequence[int],
-        positions: Sequence[int],
-        first: list[int],
-        width: int,
-    ) -> None:
-        num_rows, num_samples, shape = len(rows), first[-1], logits.shape
-        if len(shape) != 2 or 0 in shape or not logits.is_cpu:
-            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(shape)}, {logits.device}")
-        if not (num_rows and min(rows) >= 0 and max(rows) < shape[0]):
-            raise ValueError(f"rows {list(rows)} of {shape[0]} rows of logits")
+    All int64 that go in and out lie in one: logits_rows, positions, first_sample, errors, ids.
+    """
+
+    def __init__(self, records: bytes, rows: Sequence[int], positions: Sequence[int], first: list[int]) -> None:
+        num_rows = self._num_rows = len(rows)
         if not (len(records) == num_rows * _ROW.size and len(positions) == num_rows == len(first) - 1):
             raise ValueError(f"{len(records)} bytes, {len(positions)} positions, {len(first)} samples: {num_rows} rows")
-        if logits.dtype not in _TYPES:
-            logits = logits.float()
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
-        self.logits = logits  # to outlive the call
-        self._num_rows = num_rows
-        self.numbers = array("q", [*rows, *positions, *first, *[0] * (num_rows + num_samples)])
+        self._rows, self._num_samples = rows, first[-1]
+        self.numbers = array("q", [*rows, *positions, *first, *[0] * (num_rows + first[-1])])
         at, _ = self.numbers.buffer_info()
         self.args = c_struct("SampleArgs")(
-            logits=logits.data_ptr(), type=_TYPES[logits.dtype], vocab_size=shape[1], stride=logits.stride(0),
             num_rows=num_rows, rows=records, logits_rows=at, positions=at + 8 * num_rows,
             first_sample=at + 16 * num_rows, errors=at + 24 * num_rows + 8, token_ids=at + 32 * num_rows + 8,
-            width=width,
         )  # fmt: skip
+
+    @classmethod
+    def of_each(cls, states: Sequence[SamplingState | None]) -> "SampleCall | None":
+        """A token from each row of the logits, where all of these have a `record`."""
+        records = [state.record for state in states if state is not None and state.record is not None]
+        if not records or len(records) < len(states):
+            return None
+        positions = [(own := state.tokens).num - own.num_prompt for state in states if state is not None]
+        return cls(b"".join(records), range(len(records)), positions, [*range(len(records) + 1)])
+
+    def read(self, logits: Tensor, width: int = 0) -> None:
+        """Let it draw from these, and list so many tokens for each sample."""
+        shape, rows = logits.shape, self._rows
+        if len(shape) != 2 or 0 in shape or not logits.is_cpu:
+            raise ValueError(f"logits must be [rows, vocabulary] on the CPU, not {list(shape)}, {logits.device}")
+        if not (rows and min(rows) >= 0 and max(rows) < shape[0]):
+            raise ValueError(f"rows {list(rows)} of {shape[0]} rows of logits")
+        logits = logits if logits.dtype in _TYPES else logits.float()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        self.logits, args = logits, self.args  # to outlive the call
+        args.logits, args.type = logits.data_ptr(), _TYPES[logits.dtype]
+        args.vocab_size, args.stride, args.width = shape[1], logits.stride(0), width
         if width:
-            self.listed_ids = np.empty((num_samples, width), np.int64)
-            self.logprobs = np.empty((num_samples, width), np.float32)
-            self.ranks = np.empty((num_samples, width), np.int64)
-            self.args.listed_ids = self.listed_ids.ctypes.data
-            self.args.logprobs = self.logprobs.ctypes.data
-            self.args.ranks = self.ranks.ctypes.data
+            self.listed_ids, self.ranks = np.empty((2, self._num_samples, width), np.int64)
+            self.logprobs = np.empty(self.ranks.shape, np.float32)
+            parts = self.listed_ids, self.logprobs, self.ranks
+            args.listed_ids, args.logprobs, args.ranks = [part.ctypes.data for part in parts]
 
     @property
     def token_ids(self) -> list[int]:
@@ -97,8 +101,9 @@ class _Call:
         self.masks = (ctypes.c_int64 * len(masks))(*[0 if mask is None else mask.address for mask in masks])
         self.args.masks = ctypes.addressof(self.masks)
 
-    def run(self, target: Target) -> dict[int, int]:
+    def run(self, target: Target | None) -> dict[int, int]:
         """Returns the errors, by row; token_ids and the lists are then filled in."""
+        target = target or default_target()
         loaded_library().quire_sample(target.kernels, target.num_threads, ctypes.addressof(self.args))
         codes = self.numbers[3 * self._num_rows + 1 : 4 * self._num_rows + 1]
         if not any(codes):
@@ -126,14 +131,12 @@ def sample_rows(
     records = b"".join([draw.state.record or _current(draw.state, draw.mask) for draw in draws])
     first = list(accumulate(num_samples, initial=0))
     positions = [(own := draw.state.tokens).num - own.num_prompt + draw.ahead for draw in draws]
-    call = _Call(logits, records, [draw.row for draw in draws], positions, first, width)
+    call = SampleCall(records, [draw.row for draw in draws], positions, first)
+    call.read(logits, width)
     if [draw for draw in draws if draw.mask is not None]:
         call.mask([draw.mask for draw in draws])
     errors, flat = call.run(target), call.token_ids
-    if num_samples.count(1) == len(draws):
-        token_ids = [[token_id] for token_id in flat]
-    else:
-        token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
+    token_ids = [flat[start:end] for start, end in zip(first, first[1:], strict=False)]
     for i in errors:
         token_ids[i] = []
     listed: list[list[TokenLogprobs] | None] = [None] * len(draws)
@@ -161,7 +164,8 @@ def draw_chains(target: Target, logits: Tensor, lanes: Sequence[Lane]) -> list[l
     if lanes[-1].first_row + lanes[-1].num_drafts >= logits.shape[0]:
         raise ValueError(f"drafts have more rows than the {logits.shape[0]} of the logits")
     records, rows = b"".join([fixed_record(lane.state) for lane in lanes]), [lane.first_row for lane in lanes]
-    call = _Call(logits, records, rows, [lane.state.position for lane in lanes], first, 0)
+    call = SampleCall(records, rows, [lane.state.position for lane in lanes], first)
+    call.read(logits)
     call.give(token_ids)
     if [lane for lane in lanes if lane.masks]:
         places = [(lane, place) for lane in lanes for place in range(1 + lane.num_drafts)]
@@ -176,7 +180,8 @@ def given_logprobs(target: Target, logits: Tensor, token_ids: Sequence[int], k: 
     """Of `token_ids[r]` under row r of [R, V] raw logits, with the k <= MAX_LOGPROBS most likely."""
     num_rows, width = len(token_ids), 1 + min(k, logits.shape[1])
     record = _ROW.pack(_GIVEN, 0, 0, 1, 0, 1.0, 1.0, 1.0, 0.0, 0.0, k, *[0] * 14)
-    call = _Call(logits, record * num_rows, range(num_rows), [0] * num_rows, list(range(num_rows + 1)), width)
+    call = SampleCall(record * num_rows, range(num_rows), [0] * num_rows, [*range(num_rows + 1)])
+    call.read(logits, width)
     call.give(token_ids)
     call.run(target)
     return [TokenLogprobs(*entry) for entry in call.entries()]
@@ -194,7 +199,8 @@ def _current(state: SamplingState, mask: Mask | None = None) -> bytes | bytearra
     live = state.live_record
     if live is None:
         record = _pack(state)
-        if state.counts is None and not state.bad_sequences and state.position >= state.min_tokens:
+        lasts = state.counts is None and not state.bad_sequences and state.position >= state.min_tokens
+        if lasts and state.num_logprobs is None:
             state.record = record
             return record
         live = state.live_record = bytearray(record)

@@ -61,7 +61,7 @@ def _draw_at_once(logits: Tensor, lanes: Sequence[Lane], target: Target | None) 
     chosen: list[Lane] = []
     for lane in lanes:
         state = lane.state
-        if state.record is None or lane.num_samples > 1 or lane.tree is not None or state.num_logprobs is not None:
+        if state.record is None or lane.num_samples > 1 or lane.tree is not None:
             others.append(lane)
         else:
             chosen.append(lane)

@@ -32,6 +32,7 @@ from quire.protocol.step import (
 )
 from quire.sampling import prompt_logprobs, rank
 from quire.sampling.lanes import Lane
+from quire.sampling.native import SampleCall
 from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import draw_lanes
@@ -67,6 +68,7 @@ class _Begun:
     reads: bool = False  # the proposer is to see all of it
     reading: float = 0.0  # seconds that this took
     adapters: AdapterBatch | None = None  # of the tokens
+    call: SampleCall | None = None  # draws each sequence's token, where nothing else is to be done
 
 
 @dataclass(eq=False)
@@ -136,6 +138,7 @@ class ModelRunner:
             start = self.device.clock() if timed else start
         if self.after is not None:
             step = replace(step, outgoing=self.after.room(batch.ends[-1]))
+        call = self._call_of_each(plan, batch.rows)  # while rows are in the caches
         hidden = self.model(input_ids, step)
         if self.ahead is not None and self.ahead.begin(plan, batch, hidden, adapters):
             return
@@ -143,7 +146,7 @@ class ModelRunner:
             if link is not None:
                 link.done()
         seconds = self.device.clock() - start if timed else 0.0
-        begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads, adapters=adapters)
+        begun = _Begun(plan, batch.rows, batch.ends, hidden, seconds, start, taps, resting, reads, 0.0, adapters, call)
         self._pass_on(begun)
 
     @property
@@ -181,6 +184,8 @@ class ModelRunner:
         assert self._begun is not None, "no step is begun"
         begun, self._begun = self._begun, None
         scheduled, rows = begun.plan.scheduled, begun.rows
+        if guide is None and begun.call is not None and (drawn := self._draw_each(begun, begun.call)):
+            return StepResult(step_id=begun.plan.step_id, results=[SequenceResult([token_id]) for token_id in drawn])
         results = [_NOTHING] * len(rows)
         if self.table.num_with_prompt_logprobs:
             self._prompt_logprobs(begun, results)
@@ -266,7 +271,25 @@ class ModelRunner:
         stops, words = task.stop_token_ids, task.bad_words_token_ids
         return SamplingState(params, row.tokens, stop_token_ids=stops, bad_words_token_ids=words, **numbers)
 
+    def _call_of_each(self, plan: StepPlan, rows: list[Row]) -> SampleCall | None:
+        """What draws each sequence's token, where that is all, by parameters that are fixed: of most steps by far."""
+        others = [s for s in plan.scheduled if s.sampling is not Sampling.DRAW or s.num_samples > 1 or s.num_drafts]
+        if others or self.proposer is not None or self.ahead is not None or self.table.num_with_prompt_logprobs:
+            return None
+        return SampleCall.of_each([row.state for row in rows])
+
     # ---- after it
+
+    def _draw_each(self, begun: _Begun, call: SampleCall) -> list[int]:
+        """Each sequence's token, appended; [], and nothing is done, where one can't be drawn."""
+        last = [end - 1 for end in begun.ends]
+        hidden = self.device.take_rows(begun.hidden, last)
+        call.read(self.model.compute_logits(hidden, begun.adapters and begun.adapters.of(last)).cpu())
+        drawn = [] if call.run(self.device.target) else call.token_ids
+        for row, one, token_id in zip(begun.rows, begun.plan.scheduled, drawn, strict=bool(drawn)):
+            row.num_computed += one.num_new_tokens
+            row.tokens.append(token_id)
+        return drawn
 
     def _sample(
         self, begun: _Begun, sampled: list[int], guide: SampleGuide | None, results: list[SequenceResult]

@@ -253,3 +253,32 @@ def test_ids_outside_the_logits_and_shapes_that_do_not_fit_are_refused() -> None
         native.sample_rows(compiled, torch.zeros(2, 50), [Draw(one, 0), Draw(two, 2)])
     with pytest.raises(ValueError, match="logits must be"):
         native.sample_rows(compiled, torch.zeros(100), [Draw(one, 0), Draw(two, 1)])
+
+
+def test_a_token_each_is_what_the_sampler_draws() -> None:
+    params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.8), SamplingParams(top_k=5)]
+    states = [
+        SamplingState(one, SequenceTokens.of([1], room=4), seed=i, sequence_index=0, vocab_size=90)
+        for i, one in enumerate(params)
+    ]
+    assert native.SampleCall.of_each(states) is None  # whose records nobody has made yet
+    logits = torch.randn(3, 90, generator=torch.Generator().manual_seed(3))
+    expected = sampler.sample(logits, [Draw(state, i) for i, state in enumerate(states)]).token_ids
+    call = native.SampleCall.of_each(states)
+    assert call is not None
+    call.read(logits)
+    assert call.run(None) == {}
+    assert [[token_id] for token_id in call.token_ids] == expected
+    assert native.SampleCall.of_each([*states, None]) is None
+    logits[1] = torch.nan
+    call.read(logits)
+    assert list(call.run(None)) == [1]
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 1}, {"presence_penalty": 0.5}])
+def test_who_looks_back_or_reports_has_no_fixed_record(params: dict[str, Any]) -> None:
+    state = SamplingState(
+        SamplingParams(**params), SequenceTokens.of([1], room=4), seed=1, sequence_index=0, vocab_size=90
+    )
+    sampler.sample(torch.zeros(1, 90), [Draw(state, 0)])
+    assert native.SampleCall.of_each([state]) is None
