@@ -215,6 +215,28 @@ QUIRE_INLINE __m512i two_halves(const void* low, const void* high) {
     return _mm512_mask_loadu_epi64(first, 0xf0, static_cast<const uint8_t*>(high) - 32);
 }
 
+// Codes of four bits whose scale, in f16, is all that is said of a row: 16 values by that scale, too, as expand_blocks makes them.
+constexpr bool has_half_scales(Type type) {
+    return has_nibbles(type) && type != Type::i4 && block_format(type).values == 32 && !block_format(type).has_min && !block_format(type).is_own();
+}
+template <Type kType>
+alignas(64) inline bf16 half_values[1 + 65536][16];
+
+template <Type kType>
+inline void fill_half_values() {
+    static const bool filled = [] {
+        constexpr BlockFormat f = block_format(kType);
+        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        for (int half = 0; half < 65536; half++) {
+            const __m512 scale = (__m512)halves_of(splat_int(half));
+            const __m512 shift = f.zero ? _mm512_mul_ps(scale, _mm512_set1_ps(float(-f.zero))) : _mm512_setzero_ps();
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(half_values<kType>[1 + half]), (__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(steps, scale, shift)));
+        }
+        return true;
+    }();
+    (void)filled;
+}
+
 // The 16 values each that codes of four bits stand for in rows `row` and `row` + 4.
 template <Type kType>
 QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<kType>::type& scales, int row) {
@@ -223,6 +245,11 @@ QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<
         std::memcpy(&first, tile + 2 * row, 2);
         std::memcpy(&second, tile + 2 * row + 8, 2);
         return two_halves(i4_values_of(first), i4_values_of(second));
+    } else if constexpr (has_half_scales(kType)) {
+        uint16_t first, second;
+        std::memcpy(&first, tile + block_format(kType).scales() + 2 * row, 2);
+        std::memcpy(&second, tile + block_format(kType).scales() + 2 * row + 8, 2);
+        return two_halves(half_values<kType>[1 + first], half_values<kType>[1 + second]);
     } else if constexpr (ScalesOf<kType>::type::kTables) {
         return two_halves(scales.values[row], scales.values[row + 4]);
     } else {

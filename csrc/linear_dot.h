@@ -192,7 +192,7 @@ inline void stream_block(const uint8_t* tile, int64_t num_tiles, int64_t tile_by
     typename ScalesOf<kType>::type scales;
     NearRows<kRows, !kTurns> rows(x);
     for (int64_t t = 0; t < num_tiles; t++, tile += tile_bytes, rows.skip(2 * x.step)) {
-        scales.read(tile, t);
+        if constexpr (!has_half_scales(kType)) scales.read(tile, t);
         if constexpr (kTurned) {
             for (int64_t i = 0; i < tile_bytes; i += kStep) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + i), _MM_HINT_T1);
 #pragma GCC unroll 4
@@ -456,6 +456,7 @@ inline void linear_dot_of(const LinearArgs& a, Context& context) {
     static_assert(!has_nibbles(kType) || streamed_rows(kType) >= kTurningRows, "there are more rows than that");
     if constexpr (has_nibbles(kType)) turning = {stream_block<kType, false, kTurningRows, true>, kTurningRows};
     else if constexpr (!kTurned) turning = {turn_block<kType>, 0};
+    if constexpr (has_half_scales(kType)) fill_half_values<kType>();
     const auto multiply = multiply_blocks<kType == Type::i8_turned ? kType : Type::bf16_turned, kBytes>;
     // As many tasks for each thread, and none larger than the others by more than a block.
     const int64_t num_tasks = std::min(round_up(divide_up(blocks.count, group), int64_t(context.pool.size())), blocks.count);

@@ -146,6 +146,22 @@ def test_products_are_those_of_the_values(level: str, dtype: torch.dtype, type: 
             assert torch.equal(product(x[:rows]), whole[:rows]), rows
 
 
+@pytest.mark.parametrize("type", [Type.Q4_0, Type.IQ4_NL])
+def test_any_scale_in_f16(level: str, type: Type) -> None:
+    """What is finite gives the package's values; what is not, the same in a few rows as in many."""
+    halves = np.random.default_rng(5).integers(0, 65536, (64, 8), dtype=np.uint16)
+    halves[halves & 0x7C00 == 0x7C00] ^= 0x4000
+    halves[0] = [0, 0x8000, 0x7C00, 0xFC00, 0x7E00, 1, 0x8001, 0x7BFF]
+    source = blocks_of(type, 64, 256).clone().view(64, 8, 18)
+    source[:, :, :2] = torch.from_numpy(halves[:, :, None].view(np.uint8))
+    source = source.flatten(1)
+    x, product = draw(40, 256, dtype=torch.bfloat16), Product(matrix_of(source, type, 256), torch.bfloat16)
+    whole, dense = product(x), reference(source[1:], type).bfloat16()
+    assert torch.equal(whole[:, 1:], Product(packed(dense, Type.BF16), torch.bfloat16)(x))
+    for rows in (1, 2, 4, 5, 13):
+        assert torch.equal(product(x[:rows]).nan_to_num(7), whole[:rows].nan_to_num(7)), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("type", [Type.Q4_0, Type.Q8_0, Type.Q4_K])
 def test_a_broken_scale_shows(level: str, type: Type, dtype: torch.dtype) -> None:
