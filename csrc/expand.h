@@ -139,6 +139,11 @@ QUIRE_INLINE __m512i joined(__m512i low, __m512i high, int bits) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(short((1 << bits) - 1)), low, high, 0xca);
 }
 
+// What codes of four bits count: their places, or those of the curve.
+QUIRE_INLINE __m512 numbers_of_codes(const BlockFormat& f) {
+    return f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
 // A row of a tile of blocks. Up to five bits of index are looked up among the row's own values; wider codes are converted.
 template <Type kType>
 QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>& scales, int row) {
@@ -155,7 +160,7 @@ QUIRE_INLINE __m512i expand_blocks(const uint8_t* tile, const BlockScales<kType>
         const int shared = 16 / bits;
         return shifted_words(_mm512_loadu_si512(tile + offset + row / shared * 64), row % shared * bits - at);
     };
-    const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 steps = numbers_of_codes(f);
     if constexpr (f.is_own()) {
         if constexpr (f.bits == 4) {
             __m256i values;
@@ -226,7 +231,7 @@ template <Type kType>
 inline void fill_half_values() {
     static const bool filled = [] {
         constexpr BlockFormat f = block_format(kType);
-        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 steps = numbers_of_codes(f);
         for (int half = 0; half < 65536; half++) {
             const __m512 scale = (__m512)halves_of(splat_int(half));
             const __m512 shift = f.zero ? _mm512_mul_ps(scale, _mm512_set1_ps(float(-f.zero))) : _mm512_setzero_ps();
@@ -237,24 +242,32 @@ inline void fill_half_values() {
     (void)filled;
 }
 
+// Where a tile has its rows' scales of 16 bits, and the values by one of them.
+template <Type kType>
+constexpr int scales_at() {
+    if constexpr (kType == Type::i4) return 0;
+    else return block_format(kType).scales();
+}
+template <Type kType>
+QUIRE_INLINE const bf16* values_by_scale(uint16_t scale) {
+    if constexpr (kType == Type::i4) return i4_values_of(bf16(scale));
+    else return half_values<kType>[1 + scale];
+}
+
 // The 16 values each that codes of four bits stand for in rows `row` and `row` + 4.
 template <Type kType>
 QUIRE_INLINE __m512i values_of_two(const uint8_t* tile, const typename ScalesOf<kType>::type& scales, int row) {
-    if constexpr (kType == Type::i4) {
-        bf16 first, second;
-        std::memcpy(&first, tile + 2 * row, 2);
-        std::memcpy(&second, tile + 2 * row + 8, 2);
-        return two_halves(i4_values_of(first), i4_values_of(second));
-    } else if constexpr (has_half_scales(kType)) {
+    if constexpr (kType == Type::i4 || has_half_scales(kType)) {
         uint16_t first, second;
-        std::memcpy(&first, tile + block_format(kType).scales() + 2 * row, 2);
-        std::memcpy(&second, tile + block_format(kType).scales() + 2 * row + 8, 2);
-        return two_halves(half_values<kType>[1 + first], half_values<kType>[1 + second]);
+        const uint8_t* scale = tile + scales_at<kType>() + 2 * row;
+        std::memcpy(&first, scale, 2);
+        std::memcpy(&second, scale + 8, 2);
+        return two_halves(values_by_scale<kType>(first), values_by_scale<kType>(second));
     } else if constexpr (ScalesOf<kType>::type::kTables) {
         return two_halves(scales.values[row], scales.values[row + 4]);
     } else {
         constexpr BlockFormat f = block_format(kType);
-        const __m512 steps = f.curved ? _mm512_loadu_ps(kCurve) : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 steps = numbers_of_codes(f);
         auto values = [&](int r) QUIRE_ALWAYS {
             const __m512 scale = _mm512_set1_ps(scales.scale[0][r]), shift = _mm512_set1_ps(scales.shift[0][r]);
             return f.is_own() ? _mm512_mul_ps(_mm512_sub_ps(steps, shift), scale) : _mm512_fmadd_ps(steps, scale, shift);

@@ -156,10 +156,11 @@ inline void with_rows(int64_t num_rows, const Body& body) {
 inline float hsum(vf x) {
 #if defined(__AVX512F__)  // GCC 12 makes a loop through memory of the one below
     return _mm512_reduce_add_ps((__m512)x);
-#endif
+#else
     for (int width = kLanes / 2; width; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
+#endif
 }
 inline float hmax(vf x) {
     float out = x[0];
