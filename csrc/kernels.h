@@ -103,12 +103,17 @@ struct CacheShape {
     int64_t block_bytes() const { return 2 * num_kv_heads * head_bytes(); }
 };
 
+// Where a sequence's token lies in a cache, by the sequence's blocks.
+inline int32_t slot_of(const int32_t* blocks, int64_t position, int64_t block_size) {
+    return int32_t(blocks[position / block_size] * block_size + position % block_size);
+}
+
 struct StepArgs {  // the step as one KV group sees it
     int64_t num_tokens, num_seqs;
     int64_t max_blocks;              // width of block_tables
     int64_t block_size;              // tokens
     const int32_t *ids, *positions;  // [T]
-    const int32_t* slots;            // [T], block * block_size + offset
+    const int32_t* slots;            // [T], as slot_of says
     const int32_t* query_start_loc;  // [S + 1]
     const int32_t* seq_lens;         // [S]
     const int32_t* block_tables;     // [S, max_blocks]

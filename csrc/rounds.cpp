@@ -46,9 +46,7 @@ private:
 
     void place(int64_t at, int64_t r, int64_t position, int32_t id) {
         ids_[at] = id, positions_[at] = int32_t(position);
-        for (int64_t g = 0; g < a_.num_groups; g++)
-            slots_[g * num_tokens_ + at] =
-                int32_t(table(g, r)[position / a_.block_size] * a_.block_size + position % a_.block_size);
+        for (int64_t g = 0; g < a_.num_groups; g++) slots_[g * num_tokens_ + at] = slot_of(table(g, r), position, a_.block_size);
     }
 
     // What each row has that the model has not read yet.

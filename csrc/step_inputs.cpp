@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "api.h"
+#include "kernels.h"
 
 QUIRE_API void quire_step_inputs(const quire::StepInputs* inputs) {
     const quire::StepInputs& a = *inputs;
@@ -19,11 +20,7 @@ QUIRE_API void quire_step_inputs(const quire::StepInputs* inputs) {
         for (int64_t g = 0; g < a.num_groups; g++) {
             const int32_t* blocks = a.block_tables + g * a.group_stride + row * a.table_stride;
             std::memcpy(tables + (g * a.num_rows + r) * a.max_blocks, blocks, a.max_blocks * sizeof(int32_t));
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t position = first + i;
-                slots[g * a.num_tokens + at + i] =
-                    int32_t(blocks[position / a.block_size] * a.block_size + position % a.block_size);
-            }
+            for (int64_t i = 0; i < count; i++) slots[g * a.num_tokens + at + i] = quire::slot_of(blocks, first + i, a.block_size);
         }
         at += count;
     }
