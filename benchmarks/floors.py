@@ -23,7 +23,7 @@ from more_workloads import more_workloads
 
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
-from quire.entrypoints.cli.bench_step import Limits, Work, kernels_of, measure_limits, native_model
+from quire.entrypoints.cli.bench_step import Limits, Work, kernels_of, keys_seen, measure_limits, native_model
 from quire.protocol.step import Sampling, StepPlan
 
 
@@ -56,19 +56,13 @@ class Steps:
         shared = sum(-(-end // self.block_size) for _, end in spans) - len(blocks)
 
         def seen(window: float) -> float:
-            return sum(_met(end, window) - _met(start, window) for start, end in spans)
+            return sum(keys_seen(end, window) - keys_seen(start, window) for start, end in spans)
 
         def read(window: float) -> float:
             return sum(min(window, end) for _, end in spans) - shared * self.block_size
 
         outputs = sum(one.sampling != Sampling.NONE for one in plan.scheduled)
         self.works.append(Work(1, plan.num_tokens, outputs, seen, read))
-
-
-def _met(count: int, window: float) -> float:
-    """Keys that the first `count` tokens meet, at most `window` each."""
-    inside = min(window, count)
-    return inside * (inside + 1) / 2 + (count - inside) * inside
 
 
 def chosen(peers: Path) -> Iterator[tuple[str, list[list[int]], list[int]]]:

@@ -83,7 +83,7 @@ def measure(model: str, batch_size: int, output: str) -> dict[str, float]:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     from quire.config.engine_args import EngineArgs
     from quire.engine.llm_engine import LLMEngine
-    from quire.engine.output_processor import OutputProcessor, _RequestRecord
+    from quire.engine.output_processor import OutputProcessor, RequestRecord
     from quire.models.compiled import CompiledModel
     from quire.ops.native.library import loaded_library
     from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -99,7 +99,7 @@ def measure(model: str, batch_size: int, output: str) -> dict[str, float]:
         (Worker, "finish", "finish"),
         (Scheduler, "update", "update"),
         (OutputProcessor, "process", "process"),
-        (_RequestRecord, "output", "process"),
+        (RequestRecord, "output", "process"),
         (CompiledModel, "__call__", "model"),
         (CompiledModel, "compute_logits", "model"),
         (library, "quire_program_run", "kernels"),

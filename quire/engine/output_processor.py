@@ -29,7 +29,7 @@ class ProcessedOutputs(NamedTuple):
     """What a step's news came to."""
 
     taken: list[SequenceOutput]  # the news that somebody awaits; a sequence that a stop string ended may get more
-    ready: list["_RequestRecord"]  # which have an output to hand out, each once
+    ready: list["RequestRecord"]  # which have an output to hand out, each once
     stopped: list[tuple[str, int]]  # sequences that a stop string ended: (request_id, sequence_index)
 
 
@@ -54,7 +54,7 @@ class _SequenceRecord(Struct):
         return CompletionOutput(index, text, self.token_ids[start:], total, logprobs, reason, self.stop_reason)
 
 
-class _RequestRecord:
+class RequestRecord:
     """One request's sequences and facts, from its arrival to its last output.
 
     Attributes:
@@ -195,11 +195,11 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, args: EngineArgs) -> None:
         self._tokenizer, self._args = tokenizer, args
-        self.records: dict[str, _RequestRecord] = {}
+        self.records: dict[str, RequestRecord] = {}
 
-    def add(self, processed: ProcessedInput) -> _RequestRecord:
+    def add(self, processed: ProcessedInput) -> RequestRecord:
         """Open a record."""
-        record = self.records[processed.request.request_id] = _RequestRecord(processed, self._tokenizer, self._args)
+        record = self.records[processed.request.request_id] = RequestRecord(processed, self._tokenizer, self._args)
         return record
 
     def note_scheduled(self, request_ids: list[str], now: float) -> None:
@@ -220,7 +220,7 @@ class OutputProcessor:
         `now`, in seconds of the clock of arrival times, is when the step brought them.
         """
         result = ProcessedOutputs([], [], [])
-        touched: dict[str, _RequestRecord] = {}
+        touched: dict[str, RequestRecord] = {}
         for item in news:
             record = self.records.get(item.request_id)
             if record is None or record.sequences[item.sequence_index].finish_reason is not None:

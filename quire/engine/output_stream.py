@@ -36,7 +36,7 @@ class OutputStream:
         self.listener: Callable[[], object] = bool
 
     def fail(self, error: Exception) -> None:
-        """End the stream; what came before is still fetched first."""
+        """End the stream; what is fresh is still fetched first."""
         self._error = error
         self.listener()
 

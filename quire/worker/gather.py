@@ -1,7 +1,8 @@
 """A step's input arrays, gathered from the persistent rows by the compiled library (csrc/step_inputs.cpp), or numpy.
 
 The model runner calls `gather` once a step. The arrays are made anew each time: what a device may still be reading
-is never written again. It knows the rows and the plan, and nothing of models, devices or sampling.
+is never written again. It knows the rows and the plan, and nothing of models or devices; of sampling only which path of
+a tree of drafts was accepted.
 """
 
 from array import array

@@ -135,6 +135,7 @@ def run(namespace: Namespace) -> None:
 
 
 def native_model(llm: "LLM") -> "CompiledModel":
+    """The compiled model of an engine in this process; ConfigError where there is none."""
     from quire.executor.inprocess import InProcessExecutor
     from quire.models.compiled import CompiledModel
 
@@ -147,6 +148,7 @@ def native_model(llm: "LLM") -> "CompiledModel":
 
 
 def measure_limits(model: "CompiledModel") -> Limits:
+    """What bare loops reach just now, with the model's level and threads: some 0.6 s."""
     import torch
 
     from quire.ops.native.library import loaded_library, prefault
@@ -198,11 +200,15 @@ def _steps(llm: "LLM", model: "CompiledModel", prompts: list[Any], most: int) ->
 
 
 def _prompt_keys(size: int, length: int, num_steps: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
-    def seen(window: float) -> float:
-        inside = min(window, length)
-        return size * (inside * (inside + 1) / 2 + (length - inside) * inside) / num_steps
+    each = size / num_steps
+    # Read once, at least.
+    return lambda window: each * keys_seen(length, window), lambda window: each * min(window, length)
 
-    return seen, lambda window: size * min(window, length) / num_steps  # at least: read once
+
+def keys_seen(length: int, window: float) -> float:
+    """Keys that the first `length` tokens of a sequence meet, summed over them, at most `window` each."""
+    inside = min(window, length)
+    return inside * (inside + 1) / 2 + (length - inside) * inside
 
 
 def _decoding_keys(size: int, context: float, shared: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
