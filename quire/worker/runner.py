@@ -312,9 +312,7 @@ class ModelRunner:
                 lane.num_drafts = one.num_drafts
                 if self.table.tree is not None:
                     lane.use_tree(self.table.tree.tree)
-                token_rows.extend(range(end - 1 - one.num_drafts, end))
-            else:
-                token_rows.append(end - 1)
+            token_rows.extend(range(end - 1 - one.num_drafts, end))
         if not lanes:
             return
         start = self.device.clock() if self.pace is not None else 0.0
