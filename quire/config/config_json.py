@@ -1,16 +1,21 @@
-"""Reads one config.json, by whichever names its family and its version of transformers use.
+"""Reads a model's config.json and generation_config.json, by whichever names its family, or transformers, used.
 
 `quire.config.model` asks it for the facts of a `ModelConfig`; every error names the key and the model. GGUF files say
 the same in a config.json of their own (`quire.config.gguf`). Must not know options.
 """
 
+import json
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 from quire.config.families import BY_ARCHITECTURE, BY_MODEL_TYPE, family_of
+from quire.config.gguf import gguf_config
+from quire.config.quantized import read_quantization
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS
+from quire.utils.hub import describe_unsupported_files
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +24,53 @@ _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_e
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
 _TOO_LARGE = 2**31  # no size of a model reaches it
 _KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # of rope_parameters, under a rope_scaling
+
+
+def read_config(path: Path, model: str, overrides: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the files of a model say: config.json with the overrides in it, and generation_config.json, {} without.
+
+    Of a multi-modal model's the text part; with the quantization of its weights, checked, under "quantization_config".
+
+    Raises:
+        ConfigError: the overrides lose what they don't name.
+        ModelLoadError: a file is missing, broken or contradictory.
+        NotYetSupportedError: the checkpoint is quantized in a way that is not read.
+    """
+    stated, generation = gguf_config(path, model) or (
+        read_json(path, "config.json", model),
+        read_json(path, "generation_config.json", model) if (path / "generation_config.json").is_file() else {},
+    )
+    config = _text_part(stated | overrides)
+    _refuse_lost_theta(_text_part(stated), config)
+    if "auto_map" in config:
+        logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", model)
+    if (quantization := read_quantization(config, path, model, read_json)) is not None:
+        config["quantization_config"] = quantization
+    return config, generation
+
+
+def parse_json(path: Path, owner: str) -> Any:
+    """What a JSON file of a model's or of heads' says; ModelLoadError where it is broken, FileNotFoundError without."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ModelLoadError(f"{path.name} of {owner} can't be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path.name} of {owner} is not valid JSON ({error}); fetch it again.") from error
+
+
+def read_json(path: Path, file: str, model: str) -> dict[str, Any]:
+    """Parse a JSON object from `path / file`; ModelLoadError says what is wrong with it."""
+    try:
+        value = parse_json(path / file, f"model {model!r}")
+    except FileNotFoundError:
+        hint = describe_unsupported_files(path) or "Is it a model directory in Hugging Face layout?"
+        raise ModelLoadError(f"Model {model!r} has no {file}. {hint}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file} of model {model!r} must hold a JSON object, not {type(value).__name__}.")
+    return value
 
 
 class ConfigReader:
@@ -166,7 +218,7 @@ class ConfigReader:
         )
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a multi-modal config.json, under the architecture of the whole."""
     text = config.get("text_config")
     if not isinstance(text, dict):
@@ -175,7 +227,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return whole | text | {key: whole[key] for key in ("architectures",) if whole.get(key)}
 
 
-def refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
+def _refuse_lost_theta(stated: dict[str, Any], config: dict[str, Any]) -> None:
     """Overrides that replace rope_parameters must not lose the base of its frequencies without a word."""
 
     def theta(source: dict[str, Any]) -> Any:

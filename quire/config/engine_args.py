@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.config.config_json import read_json
 from quire.config.families import drafting_method
 from quire.config.kv_events import KVEventsConfig
-from quire.config.model import ModelConfig, read_json
+from quire.config.model import ModelConfig
 from quire.config.options import check_options, option, option_of, read_options
 from quire.config.quantized import check_method
 from quire.config.scheduler import POLICY_OPTIONS, PolicyOptions, SchedulerConfig

@@ -1,8 +1,8 @@
 """What the engine knows about a model before it loads a weight: shapes, dtype, context length, end-of-sequence ids.
 
-Read from `config.json` and `generation_config.json` of a Hugging Face directory, whose names differ by family and by
-the version of transformers that wrote them. Called once by the engine's set-up; models and the runner only read it.
-Must not know torch, nor which architectures have an implementation (that is `quire.models.registry`).
+`quire.config.config_json` reads what its files say; here that is joined with what the options ask for. Called once by
+the engine's set-up; models and the runner only read it. Must not know torch, nor which architectures have an
+implementation (that is `quire.models.registry`).
 """
 
 import json
@@ -14,11 +14,9 @@ from typing import Any
 
 import msgspec
 
-from quire.config.config_json import ConfigReader, eos_token_ids, generation_defaults, refuse_lost_theta, text_part
-from quire.config.gguf import gguf_config
-from quire.config.quantized import read_quantization
-from quire.errors import ConfigError, ModelLoadError
-from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, describe_unsupported_files, resolve_model_path
+from quire.config.config_json import ConfigReader, eos_token_ids, generation_defaults, read_config
+from quire.errors import ConfigError
+from quire.utils.hub import CONFIG_PATTERNS, WEIGHT_PATTERNS, resolve_model_path
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +88,7 @@ class ModelConfig:
         name = os.fspath(model)
         patterns = CONFIG_PATTERNS if load_format == "dummy" else CONFIG_PATTERNS + WEIGHT_PATTERNS
         path = resolve_model_path(name, revision, cache_dir=download_dir, allow_patterns=patterns)
-        stated, generation = gguf_config(path, name) or (
-            read_json(path, "config.json", name),
-            read_json(path, "generation_config.json", name) if (path / "generation_config.json").is_file() else {},
-        )
-        config = text_part(stated | (hf_overrides or {}))
-        refuse_lost_theta(text_part(stated), config)
-        if "auto_map" in config:
-            logger.debug("auto_map in config.json of %s is ignored: code from a checkpoint is never run", name)
-        if (quantization := read_quantization(config, path, name, read_json)) is not None:
-            config["quantization_config"] = quantization
+        config, generation = read_config(path, name, hf_overrides or {})
         reader = ConfigReader(config, name)
         shapes = reader.shapes()
         rope, window_rope = reader.rope_parameters()
@@ -132,30 +121,6 @@ def _check_overrides(hf_overrides: dict[str, Any] | None) -> None:
         raise ConfigError(
             f"hf_overrides must hold what JSON can: texts, numbers, booleans, null, lists and objects ({error})."
         ) from error
-
-
-def parse_json(path: Path, owner: str) -> Any:
-    """What a JSON file of a model's or of heads' says; ModelLoadError where it is broken, FileNotFoundError without."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ModelLoadError(f"{path.name} of {owner} can't be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path.name} of {owner} is not valid JSON ({error}); fetch it again.") from error
-
-
-def read_json(path: Path, file: str, model: str) -> dict[str, Any]:
-    """Parse a JSON object from `path / file`; ModelLoadError says what is wrong with it."""
-    try:
-        value = parse_json(path / file, f"model {model!r}")
-    except FileNotFoundError:
-        hint = describe_unsupported_files(path) or "Is it a model directory in Hugging Face layout?"
-        raise ModelLoadError(f"Model {model!r} has no {file}. {hint}") from None
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{file} of model {model!r} must hold a JSON object, not {type(value).__name__}.")
-    return value
 
 
 def _resolve_dtype(requested: str, config: dict[str, Any]) -> str:

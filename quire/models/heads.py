@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.config.config_json import parse_json
 from quire.config.families import check_drafting_method
-from quire.config.model import parse_json
 from quire.errors import ModelLoadError
 from quire.models.dummy import DummySource
 from quire.models.pickled import SUFFIXES, PickledSource

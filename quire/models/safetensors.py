@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.config.model import parse_json
+from quire.config.config_json import parse_json
 from quire.errors import ModelLoadError
 from quire.models.quantized import split_name
 from quire.models.weights import TensorSpec

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from quire.config.model import ModelConfig, read_json
+from quire.config.config_json import read_json
+from quire.config.model import ModelConfig
 from quire.entrypoints.cli import quantize_files as files
 from quire.entrypoints.cli.flags import human_bytes
 from quire.entrypoints.cli.quantize_codes import Codes, Scheme, quantize, to_fp8

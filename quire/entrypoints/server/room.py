@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from quire.config.config_json import parse_json
 from quire.config.engine_args import EngineArgs, EngineConfig
 from quire.config.families import BY_ARCHITECTURE
 from quire.config.gguf import read_gguf, weight_files
-from quire.config.model import ModelConfig, parse_json
+from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
