@@ -400,7 +400,7 @@ class AsyncLLM:
             if reasons:
                 observer.on_finished(internal, reasons, shown.num_cached_tokens or 0, now)
             error = shown.error or (RequestFailedError(_FAILED) if "error" in reasons else None)
-            stream.is_fresh = error is None
+            stream.is_fresh |= error is None  # what came before an error is still to be taken
             self._fresh.append(stream) if error is None else stream.fail(error)
 
     def _wake_readers(self) -> None:

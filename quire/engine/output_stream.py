@@ -44,7 +44,13 @@ class OutputStream:
         """What has come since the last time, if anything. Raises what `fail` was given, when nothing else is left."""
         if self.is_fresh:
             self.is_fresh = False
-            return self.source.output()
+            output = self.source.output()
+            if self._error is not None:  # how it ends is for the error to say
+                output.finished = False
+                for part in output.outputs:
+                    if part.finish_reason == "error":
+                        part.finish_reason = part.stop_reason = None
+            return output
         if self._error is not None:
             raise self._error
         return None
