@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from quire.config.engine_args import EngineArgs
-from quire.engine.clients.process import CLOSE_SECONDS, Birth, ChildEnd
+from quire.engine.clients.process import CLOSE_SECONDS, WRITING_SECONDS, Birth, ChildEnd
 from quire.errors import QuireError
 from quire.executor.binding import cpus_of_ranks
 from quire.protocol.core import Failed, Fault
@@ -63,7 +63,7 @@ def main() -> int:
     end.close()
     if alive:
         loop.core.stop()
-    _let_finish(CLOSE_SECONDS - 1.0)
+    _let_finish(WRITING_SECONDS)
     return 0 if alive else 1
 
 

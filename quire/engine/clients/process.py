@@ -30,7 +30,9 @@ from quire.utils.child import how_it_ended, is_stopped, start_child
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 7.0  # without a beat: the engine has stopped
-CLOSE_SECONDS = 2.5  # for the child to leave by itself
+CLOSE_SECONDS = 2.5  # for the child to end its loop, and to leave by itself
+WRITING_SECONDS = 5.0  # besides, for one whose loop has ended: weights and blocks are being written
+_LEFT = "left"  # a file in the sockets' directory: the child's loop has ended
 
 logger = logging.getLogger("quire")
 
@@ -148,14 +150,19 @@ class ProcessClient:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if not self._ends_within(CLOSE_SECONDS) and os.path.exists(os.path.join(self._directory, _LEFT)):
+            logger.info("the engine still writes to the disk; it has %g s for that", WRITING_SECONDS)
+            self._ends_within(WRITING_SECONDS)
+        self._process.kill()
+        self._process.wait()
         for socket in (self._commands, self._events):
             socket.close(linger=0)
         self._remove()
+
+    def _ends_within(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
 
 
 def _tell(process: subprocess.Popen[bytes], birth: Birth) -> None:
@@ -194,8 +201,10 @@ class ChildEnd:
                 time.sleep(BEAT_SECONDS)
 
     def close(self) -> None:
-        """Say nothing more but beats; what was said is still sent."""
+        """Say nothing more but beats, and that the loop has ended; what was said is still sent."""
         self._events.close(linger=1000)
+        with contextlib.suppress(OSError), open(os.path.join(self._directory, _LEFT), "xb"):
+            pass  # which the parent sees, unless it is gone
 
     def destroy(self) -> None:
         """End all of it, once what was said is sent."""
