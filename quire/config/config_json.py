@@ -7,6 +7,7 @@ the same in a config.json of their own (`quire.config.gguf`). Must not know opti
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from quire.config.gguf import gguf_config
 from quire.config.quantized import read_quantization
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError
 from quire.sampling_params import GENERATION_KEYS
-from quire.utils.hub import describe_unsupported_files
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,14 @@ _INTEGER_SAMPLING_KEYS = ("top_k", "max_new_tokens")
 _UNSCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su")  # max_position_embeddings is the scaled length already
 _DEFAULT_MAX_MODEL_LEN = 2048  # where config.json names no length
 _TOO_LARGE = 2**31  # no size of a model reaches it
+# Names of files that are not read -> what to say of them.
+_UNREAD = {
+    r"\.gguf$": "It holds GGUF files: give one of them.",
+    r"\.(bin|pt|pth|ckpt)$": "It holds pickle files (.bin, .pt, .pth), which can run code and are refused: convert "
+    "them to safetensors, for example with transformers' save_pretrained.",
+    r"^consolidated": "It holds Mistral's consolidated layout only: use the Hugging Face layout (model*.safetensors).",
+    r"^adapter_": "It holds an adapter only: give the base model that the adapter was made for.",
+}
 _KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # of rope_parameters, under a rope_scaling
 
 
@@ -71,6 +79,12 @@ def read_json(path: Path, file: str, model: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file} of model {model!r} must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+def describe_unsupported_files(path: Path) -> str | None:
+    """One sentence on weights in `path` that Quire does not read (GGUF, pickle, Mistral's layout), or None."""
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    return next((said for form, said in _UNREAD.items() if any(re.search(form, name) for name in names)), None)
 
 
 class ConfigReader:

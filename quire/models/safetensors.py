@@ -11,11 +11,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.config.config_json import parse_json
+from quire.config.config_json import describe_unsupported_files, parse_json
 from quire.errors import ModelLoadError
 from quire.models.quantized import split_name
 from quire.models.weights import TensorSpec
-from quire.utils.hub import describe_unsupported_files
 
 _INDEX_FILE = "model.safetensors.index.json"
 _WINDOW_BYTES = 256 * 2**20  # a file is unmapped and mapped again after this much, to give its resident pages back

@@ -24,14 +24,6 @@ HEAD_PATTERNS = ("config.json", "*.safetensors", "*.pt", "*.bin")  # heads that 
 _IGNORE_PATTERNS = ("original/*", "consolidated*.safetensors", "*/*.safetensors", "*/*.json", "adapter_model*")
 _BUNDLED = {"demo": Path("demo"), "demo-draft": Path("demo", "draft"), "demo-medusa": Path("demo", "medusa")}
 _BUNDLED |= {"demo-eagle": Path("demo", "eagle"), "demo-eagle3": Path("demo", "eagle3")}
-# Names of files that are not read -> what to say of them.
-_UNREAD = {
-    r"\.gguf$": "It holds GGUF files: give one of them.",
-    r"\.(bin|pt|pth|ckpt)$": "It holds pickle files (.bin, .pt, .pth), which can run code and are refused: convert "
-    "them to safetensors, for example with transformers' save_pretrained.",
-    r"^consolidated": "It holds Mistral's consolidated layout only: use the Hugging Face layout (model*.safetensors).",
-    r"^adapter_": "It holds an adapter only: give the base model that the adapter was made for.",
-}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # A model's page, one of its folders or files, or Ollama's name for a file of it.
 _SITE = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
@@ -87,12 +79,6 @@ def _complaint(name: str, path: Path) -> str | None:
     if not _HUB_ID.fullmatch(name) or ".." in name or "--" in name:
         return f"{name!r} is neither a directory nor a hub id (owner/name)."
     return None
-
-
-def describe_unsupported_files(path: Path) -> str | None:
-    """One sentence on weights in `path` that Quire does not read (GGUF, pickle, Mistral's layout), or None."""
-    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    return next((said for form, said in _UNREAD.items() if any(re.search(form, name) for name in names)), None)
 
 
 def _bundled(name: str) -> Path:

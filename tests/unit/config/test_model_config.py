@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.config.config_json import describe_unsupported_files
 from quire.config.engine_args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, ModelLoadError, NotYetSupportedError, QuireError
@@ -482,3 +483,19 @@ def test_defaults_agree_with_transformers(tmp_path: Path, family: str) -> None:
     bare = load(tmp_path, text)
     assert (bare.layer_windows, bare.head_dim) == (config.layer_windows, config.head_dim)
     assert bare.tie_word_embeddings == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("file", "word"),
+    [
+        ("model.Q4_K_M.gguf", "GGUF"),
+        ("pytorch_model.bin", "pickle"),
+        ("consolidated.00.pth", "pickle"),
+        ("consolidated.safetensors", "consolidated"),
+        ("adapter_model.safetensors", "adapter"),
+    ],
+)
+def test_unsupported_files_are_described(tmp_path: Path, file: str, word: str) -> None:
+    assert describe_unsupported_files(tmp_path) is None
+    (tmp_path / file).touch()
+    assert word in (describe_unsupported_files(tmp_path) or "")

@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub_errors
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.utils import hub
-from quire.utils.hub import describe_unsupported_files, hub_id, resolve_model_path
+from quire.utils.hub import hub_id, resolve_model_path
 
 COMMIT = "a" * 40
 PACKAGE = Path(hub.__file__).parent.parent
@@ -242,22 +242,6 @@ def test_only_what_is_read_is_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
     assert fetched == repository[:8]
     resolve_model_path("owner/name", allow_patterns=hub.CONFIG_PATTERNS)
     assert fetched == [name for name in repository[:8] if not name.endswith(".safetensors")]
-
-
-@pytest.mark.parametrize(
-    ("file", "word"),
-    [
-        ("model.Q4_K_M.gguf", "GGUF"),
-        ("pytorch_model.bin", "pickle"),
-        ("consolidated.00.pth", "pickle"),
-        ("consolidated.safetensors", "consolidated"),
-        ("adapter_model.safetensors", "adapter"),
-    ],
-)
-def test_unsupported_files_are_described(tmp_path: Path, file: str, word: str) -> None:
-    assert describe_unsupported_files(tmp_path) is None
-    (tmp_path / file).touch()
-    assert word in (describe_unsupported_files(tmp_path) or "")
 
 
 def test_import_leaves_the_hub_client_alone() -> None:
