@@ -16,9 +16,10 @@ from quire.attention.reference import ReferenceBackend, ReferenceMetadata
 from quire.attention.step import Step
 from quire.config.worker import WorkerConfig
 from quire.ops.native.library import TORCH
-from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens
-from quire.sampling.sampler import sample
-from quire.sampling.state import Mask
+from quire.sampling.lanes import Draw
+from quire.sampling.sampler import SamplerOutput, sample
+from quire.sampling.state import Mask, SamplingState
+from quire.sampling.tokens import SequenceTokens
 from quire.worker.devices.base import RowSampler
 from quire.worker.devices.cuda import CudaDevice
 from quire.worker.devices.meter import peak_bytes

@@ -16,9 +16,10 @@ from quire.ops.native.library import Target
 from quire.ops.native.rounds import Rounds
 from quire.protocol.cache import CacheGroup, LayerCache
 from quire.protocol.step import TokenLogprobs
-from quire.sampling import Draw, rank
 from quire.sampling.accept import Probs
+from quire.sampling.lanes import Draw
 from quire.sampling.native import fixed_record
+from quire.sampling.sampler import rank
 from quire.sampling.state import SamplingState
 from quire.sampling_params import SamplingParams
 from quire.speculative.base import DraftedSequence, Proposer

@@ -30,9 +30,10 @@ from quire.protocol.step import (
     StepResult,
     TokenLogprobs,
 )
-from quire.sampling import prompt_logprobs, rank
 from quire.sampling.lanes import Lane
+from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.native import SampleCall
+from quire.sampling.sampler import rank
 from quire.sampling.state import Mask, SamplingState, masks_of
 from quire.sampling.tokens import NO_DRAFT
 from quire.sampling.waves import draw_lanes

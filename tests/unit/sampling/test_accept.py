@@ -11,9 +11,13 @@ from chi_square import ChiSquare, target
 from torch import Tensor
 
 from quire.protocol.step import FailureKind
-from quire.sampling import Draw, SamplingState, SequenceTokens, accept, prompt_logprobs, sample
+from quire.sampling import accept
 from quire.sampling.accept import Rule, draw_drafts, judge_lanes
-from quire.sampling.lanes import Lane
+from quire.sampling.lanes import Draw, Lane
+from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.sampler import sample
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 
 V = 24

@@ -20,9 +20,16 @@ if DEVICE.type == "cpu":
 triton = pytest.importorskip("triton")
 
 from quire.ops.triton import sampler as kernels  # noqa: E402
-from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, sampler  # noqa: E402
+from quire.sampling import sampler  # noqa: E402
 from quire.sampling.device import DeviceSampler  # noqa: E402
-from quire.sampling.state import Mask, masks_of  # noqa: E402
+from quire.sampling.lanes import Draw  # noqa: E402
+from quire.sampling.sampler import SamplerOutput  # noqa: E402
+from quire.sampling.state import (  # noqa: E402
+    Mask,
+    SamplingState,
+    masks_of,
+)
+from quire.sampling.tokens import SequenceTokens  # noqa: E402
 from quire.sampling_params import SamplingParams  # noqa: E402
 
 pytestmark = [

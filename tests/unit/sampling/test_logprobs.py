@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from quire.protocol.step import Failure, TokenLogprobs
-from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, rank, sampler
+from quire.sampling import native, sampler
+from quire.sampling.lanes import Draw
+from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.sampler import SamplerOutput, rank
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 
 

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from quire.ops.native.library import Target, default_target
 from quire.protocol.step import Failure, FailureKind
-from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, native, prompt_logprobs, sampler
-from quire.sampling.state import masks_of
+from quire.sampling import native, sampler
+from quire.sampling.lanes import Draw
+from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.sampler import SamplerOutput
+from quire.sampling.state import SamplingState, masks_of
+from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 
 pytestmark = [

@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.sampling import Draw, SamplerOutput, SamplingState, SequenceTokens, prompt_logprobs, sampler
+from quire.sampling import sampler
+from quire.sampling.lanes import Draw
+from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.processing import process_logits
+from quire.sampling.sampler import SamplerOutput
 from quire.sampling.select import candidates
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
 from quire.sampling_params import SamplingParams
 
 VOCAB = 60

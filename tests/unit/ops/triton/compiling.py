@@ -36,8 +36,9 @@ from quire.ops.triton.tiles import Processors
 from quire.quantization.coded import Coded
 from quire.quantization.grouped import KEPT
 from quire.quantization.unquantized import Unquantized
-from quire.sampling import SamplingState, SequenceTokens
 from quire.sampling.device import DeviceSampler
+from quire.sampling.state import SamplingState
+from quire.sampling.tokens import SequenceTokens
 
 CAPABILITY = int(sys.argv[1])
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # that a program can have
