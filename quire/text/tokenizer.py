@@ -33,7 +33,9 @@ class Tokenizer:
         is_fast: built on the `tokenizers` library (else SentencePiece).
         chat_template: the model's template, several by name, or None.
         special_tokens_map: "bos_token" etc. -> token, as far as set.
-        all_special_tokens: the named special tokens and the extra ones.
+        bos_token, eos_token: those that begin and end a text, if there are such; bos_token_id, eos_token_id: their ids.
+        all_special_tokens: the named special tokens and the extra ones; all_special_ids: their ids.
+        vocab_size: tokens of the base vocabulary; `len(tokenizer)` counts the added ones too.
         model_max_length: the tokenizer's own idea of the context length, if it has one.
     """
 
@@ -45,6 +47,11 @@ class Tokenizer:
         self.special_tokens_map = {name: token.content for name, token in config.named_tokens.items()}
         extra = (token.content for token in config.extra_special_tokens)
         self.all_special_tokens = list(dict.fromkeys((*self.special_tokens_map.values(), *extra)))
+        self.all_special_ids = [i for i in self.convert_tokens_to_ids(self.all_special_tokens) if i is not None]
+        self.bos_token, self.eos_token = map(self.special_tokens_map.get, ("bos_token", "eos_token"))
+        self.bos_token_id = None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
+        self.eos_token_id = None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=False)
         self.model_max_length: int | None = config.settings.get("model_max_length")
         # Made for WordPiece, and harmful to BPE, which keeps its own spaces.
         self._clean_up = bool(config.settings.get("clean_up_tokenization_spaces")) and backend.model_type != "BPE"
@@ -175,41 +182,11 @@ class Tokenizer:
         """token -> id, with the added tokens."""
         return self._backend.get_vocab()
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the base vocabulary; `len(tokenizer)` counts the added ones too."""
-        return self._backend.get_vocab_size(with_added_tokens=False)
-
     def __len__(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def __bool__(self) -> bool:
         return True
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        """Ids of `all_special_tokens`."""
-        return [i for i in self.convert_tokens_to_ids(self.all_special_tokens) if i is not None]
-
-    @property
-    def bos_token(self) -> str | None:
-        """The token that begins a text."""
-        return self.special_tokens_map.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        """The token that ends a text."""
-        return self.special_tokens_map.get("eos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id of `bos_token`."""
-        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of `eos_token`."""
-        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
 
 
 def load_tokenizer(path: str | Path, mode: str = "auto") -> Tokenizer:
