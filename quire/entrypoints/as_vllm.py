@@ -43,6 +43,13 @@ class EngineArgs(engine_args.EngineArgs):
         return cls(**{name: value for name, value in vars(args).items() if name in _OPTIONS})
 
 
+def _setting(engine: Any, name: str) -> Any:
+    """A part of an engine's settings; an AttributeError, with what to do instead, for names that are nowhere."""
+    if name.endswith("_config") and not name.startswith("_") and hasattr(engine.vllm_config, name):
+        return getattr(engine.vllm_config, name)
+    raise lacking(engine, name)
+
+
 class LLMEngine(llm_engine.LLMEngine):
     """The engine, with settings to read as scripts for vLLM do: `vllm_config`, `model_config`, `cache_config`, ..."""
 
@@ -51,9 +58,7 @@ class LLMEngine(llm_engine.LLMEngine):
         """All settings; changing them changes nothing."""
         return _settings(self.config, len(self.core.call("snapshot").blocks))
 
-    def __getattr__(self, name: str) -> Any:
-        """Called for names that are not there only."""
-        return _setting(self, name)
+    __getattr__ = _setting
 
 
 class AsyncLLM(async_llm.AsyncLLM):
@@ -64,9 +69,7 @@ class AsyncLLM(async_llm.AsyncLLM):
         """All settings; changing them changes nothing."""
         return _settings(self.config, self.num_blocks)
 
-    def __getattr__(self, name: str) -> Any:
-        """Called for names that are not there only."""
-        return _setting(self, name)
+    __getattr__ = _setting
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
@@ -89,13 +92,6 @@ def _settings(config: engine_args.EngineConfig, num_blocks: int) -> SimpleNamesp
         lora_config=args if args.enable_lora else None,
         device_config=current_platform,
     )
-
-
-def _setting(engine: Any, name: str) -> Any:
-    """A part of an engine's settings; an AttributeError, with what to do instead, for other names."""
-    if name.endswith("_config") and not name.startswith("_") and hasattr(engine.vllm_config, name):
-        return getattr(engine.vllm_config, name)
-    raise lacking(engine, name)
 
 
 def _with(settings: Any, **others: Any) -> Any:
