@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quire.entrypoints.cli.main import main
-from quire.entrypoints.cli.speculation.bench_spec import Figures
-from quire.entrypoints.cli.speculation.plot import render
+from quire.entrypoints.cli.speculation.plot import Figures, render
 from quire.entrypoints.cli.speculation.replay import ReplayProposer
 from quire.sampling.tokens import SequenceTokens
 from quire.speculative.base import DraftedSequence

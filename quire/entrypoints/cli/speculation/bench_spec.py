@@ -19,6 +19,7 @@ from quire.config.speculative import SpeculativeConfig
 from quire.entrypoints.cli.files import read_prompts, write_figures, write_text
 from quire.entrypoints.cli.flags import add_counts, add_engine_flags, engine_args_from, json_object, positive_int
 from quire.entrypoints.cli.session import random_prompts
+from quire.entrypoints.cli.speculation.plot import Figures, render
 from quire.errors import ConfigError, QuireError
 from quire.sampling_params import SamplingParams
 
@@ -43,24 +44,6 @@ _OF_THE_DEMO = [
     {"method": "eagle", "model": "demo-eagle"},
     {"method": "eagle3", "model": "demo-eagle3"},
 ]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One configuration's, of one text and batch; seconds are medians of the rounds, wall time."""
-
-    name: str
-    text: str
-    num_speculative_tokens: int
-    batch_size: int
-    seconds_per_token: float  # of one sequence
-    plain_seconds_per_token: float
-    speedup: float  # median of the rounds' ratios, each of two runs one after the other
-    cpu_speedup: float  # the same of CPU time, which a busy machine disturbs less
-    num_drafted: int
-    num_accepted: int
-    tokens_per_step: float  # of a sequence
-    break_even: float  # tokens that a step must yield to cost no more than plain decoding
 
 
 @dataclass(frozen=True)
@@ -133,8 +116,6 @@ def run(namespace: Namespace) -> None:
         print(row + f"{figures.num_accepted:>6} of {figures.num_drafted}", flush=True)
     write_figures(namespace.output_json, {"model": args.model, "figures": [asdict(figures) for figures in found]})
     if namespace.plot is not None:
-        from quire.entrypoints.cli.speculation.plot import render
-
         write_text(namespace.plot, "--plot", render(found, args.model))
 
 

@@ -1,16 +1,34 @@
-"""Draws what `quire bench spec` found: the speed-up over the number of drafts, a panel for each text and batch.
+"""The figures of `quire bench spec`, and how they are drawn: the speed-up over the drafts, by text and batch.
 
-Must not know how it was measured.
+Must not know how they are measured.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from quire.entrypoints.cli.speculation.bench_spec import Figures
 from quire.entrypoints.cli.svg import Box, curve, document, round_steps, text
 
 _COLOURS = ["#3a7bd5", "#e8a33d", "#3aa76d", "#d23f57", "#8e5bd0", "#20a4b8", "#9a6a3a", "#d267b5", "#7d8a2e"]
 _STYLE = ".even { stroke: CanvasText; opacity: 0.6; stroke-dasharray: 4 4 }"
 _WIDTH, _HEIGHT = 260.0, 180.0  # of a panel
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One configuration's, of one text and batch; seconds are medians of the rounds, wall time."""
+
+    name: str
+    text: str
+    num_speculative_tokens: int
+    batch_size: int
+    seconds_per_token: float  # of one sequence
+    plain_seconds_per_token: float
+    speedup: float  # median of the rounds' ratios, each of two runs one after the other
+    cpu_speedup: float  # the same of CPU time, which a busy machine disturbs less
+    num_drafted: int
+    num_accepted: int
+    tokens_per_step: float  # of a sequence
+    break_even: float  # tokens that a step must yield to cost no more than plain decoding
 
 
 def render(found: Sequence[Figures], model: str) -> str:
