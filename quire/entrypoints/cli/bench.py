@@ -9,7 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from quire.entrypoints.cli.files import read_prompts, write_figures
+from quire.entrypoints.cli.files import OutputFile, read_prompts, write_figures
 from quire.entrypoints.cli.flags import add_counts, add_engine_flags, add_option_flags, options_given, positive_int
 from quire.entrypoints.cli.load.options import LoadArgs
 from quire.entrypoints.cli.session import load, random_prompts
@@ -49,7 +49,7 @@ def add_serve_flags(parser: ArgumentParser) -> None:
 def _add_shape_flags(parser: ArgumentParser, *, input_len: int, output_len: int) -> None:
     rows = ("--input-len", input_len, "tokens of each prompt"), ("--output-len", output_len, "tokens of each output")
     add_counts(parser, *rows)
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
+    parser.add_argument("--output-json", type=OutputFile, metavar="FILE", help="write the figures to this file, too")
 
 
 def run_latency(namespace: Namespace) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, astuple, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from quire.entrypoints.cli.files import write_figures, write_text
+from quire.entrypoints.cli.files import OutputFile, write_figures, write_text
 from quire.entrypoints.cli.flags import add_counts, add_engine_flags
 from quire.entrypoints.cli.session import load, random_prompts
 from quire.entrypoints.cli.svg import axis, document, text
@@ -87,8 +87,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add_counts(parser, ("--num-steps", 32, "steps that are timed of those that decode"))
     shared = "tokens that all prompts begin with, from the prefix cache: decoding alone is shown then (default: 0)"
     parser.add_argument("--shared-len", type=int, default=0, metavar="N", help=shared)
-    parser.add_argument("--plot", metavar="FILE", help="draw the times and floors to this SVG file")
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
+    parser.add_argument("--plot", type=OutputFile, metavar="FILE", help="draw the times and floors to this SVG file")
+    parser.add_argument("--output-json", type=OutputFile, metavar="FILE", help="write the figures to this file, too")
     add_engine_flags(parser, {"enable_prefix_caching": False})
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,18 +57,25 @@ def read_prompts(path: str, flag: str, count: int | None, max_tokens: int) -> li
     return [(record.prompt, record.max_tokens or max_tokens) for record in records]
 
 
-def check_writable(path: str, flag: str) -> None:
-    """Refuse a file that `write_text` could not write, before work is done for it."""
-    existed = os.path.exists(path)  # pathlib's raises where it can't look
-    write_text(path, flag, "", "a")
-    if not existed:
-        os.unlink(path)
+class OutputFile(str):
+    """A flag's value: the path of a file that is written when the work is done; one that can't be is refused before."""
+
+    def __new__(cls, path: str) -> "OutputFile":
+        existed = os.path.exists(path)  # pathlib's raises where it can't look
+        try:
+            with open(path, "ab"):
+                pass
+        except OSError as error:
+            raise ArgumentTypeError(f"{path}: {error.strerror}") from None
+        if not existed:
+            os.unlink(path)
+        return super().__new__(cls, path)
 
 
-def write_text(path: str, flag: str, text: str, mode: str = "w") -> None:
+def write_text(path: str, flag: str, text: str) -> None:
     """Write a file; a ConfigError says why it can't be."""
     try:
-        with open(path, mode, encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}.") from None

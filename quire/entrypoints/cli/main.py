@@ -16,7 +16,6 @@ import quire
 from quire.entrypoints.cli import bench, cache, chat, collect_env, complete, generate, plan, quantize, run_batch, serve
 from quire.entrypoints.cli import bench_step as steps
 from quire.entrypoints.cli import models as at_hand
-from quire.entrypoints.cli.files import check_writable
 from quire.entrypoints.cli.parser import Parser
 from quire.entrypoints.cli.speculation import bench_spec
 from quire.errors import ConfigError, InvalidRequestError, NotYetSupportedError, QuireError
@@ -124,9 +123,6 @@ def _run(arguments: Sequence[str]) -> int:
         namespace, unknown = parser.parse_known_args(arguments)
         if unknown:
             namespace.parser.refuse(unknown)
-        for name in ("output_json", "plot"):
-            if path := getattr(namespace, name, None):
-                check_writable(path, f"--{name.replace('_', '-')}")
         namespace.run(namespace)
     except (QuireError, RuntimeError) as error:
         if not isinstance(error, QuireError) and "home directory" not in str(error):  # pathlib's words for ~

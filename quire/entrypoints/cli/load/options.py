@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.options import check_options, option
+from quire.entrypoints.cli.files import OutputFile
 from quire.errors import ConfigError
 
 _RANDOM, _TRACE, _FILE = ("random",), ("trace",), ("trace", "custom")
@@ -71,9 +72,9 @@ class LoadArgs:
 
     goodput: list[str] | None = option(None)
     """Bounds that a good request keeps, such as ttft:500 tpot:50 (or e2el)."""
-    output_json: str | None = option(None)
+    output_json: OutputFile | None = option(None)
     """Write the figures to this file."""
-    plot: str | None = option(None)
+    plot: OutputFile | None = option(None)
     """Draw the run as SVG: a timeline of the requests, and distributions."""
 
     def __post_init__(self) -> None:

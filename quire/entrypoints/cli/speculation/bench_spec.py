@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.draft_tree import DraftTree
 from quire.config.engine_args import EngineArgs
 from quire.config.speculative import SpeculativeConfig
-from quire.entrypoints.cli.files import read_prompts, write_figures, write_text
+from quire.entrypoints.cli.files import OutputFile, read_prompts, write_figures, write_text
 from quire.entrypoints.cli.flags import add_counts, add_engine_flags, engine_args_from, json_object, positive_int
 from quire.entrypoints.cli.session import random_prompts
 from quire.entrypoints.cli.speculation.plot import Figures, render
@@ -90,8 +90,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add_counts(parser, ("--rounds", 3, "timed pairs of runs"), ("--output-len", 128, "tokens of each output"))
     help_text = 'prompts instead of a text to edit and one to make up: text, one a line, or .jsonl of {"prompt": ...}'
     parser.add_argument("--dataset", metavar="FILE", help=help_text)
-    parser.add_argument("--plot", metavar="FILE", help="draw the speed-ups to this SVG file")
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures to this file, too")
+    parser.add_argument("--plot", type=OutputFile, metavar="FILE", help="draw the speed-ups to this SVG file")
+    parser.add_argument("--output-json", type=OutputFile, metavar="FILE", help="write the figures to this file, too")
     add_engine_flags(parser, {"enable_prefix_caching": False})
 
 
