@@ -1,12 +1,11 @@
 """`LLM`: offline generation, the class most people meet first.
 
-Scripts call `generate` or `chat` with all their prompts and get all results back, in order. It turns calls into
-requests and drives an `LLMEngine` to the end; it holds no scheduling or model code.
+Scripts call `generate` or `chat` with all their prompts and get all results back, in order. It turns calls into lists
+of prompts, parameters and terms, which `Batches` has an `LLMEngine` run; it holds no scheduling or model code.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +13,10 @@ from typing import Any, Literal
 
 from safetensors.torch import save_file
 from torch import Tensor, tensor
-from tqdm import tqdm
 
 from quire.config.model import ModelConfig
 from quire.entrypoints.as_vllm import LLMEngine, Metrics
+from quire.entrypoints.batches import Batches, of_prompt
 from quire.entrypoints.not_yet import engine_args
 from quire.entrypoints.vllm_names import lacking
 from quire.errors import InvalidRequestError, NotYetSupportedError, RequestFailedError
@@ -35,8 +34,8 @@ from quire.outputs import (
 )
 from quire.pooling_params import PoolingParams
 from quire.protocol.cache import PinnedPrefix
-from quire.protocol.requests import AdapterRef, Terms
-from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.protocol.requests import Terms
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.text.conversation import Conversation
 from quire.text.tokenizer import Tokenizer
 
@@ -68,7 +67,8 @@ class LLM:
             from quire.entrypoints.replicated_core import ReplicatedCore as start  # few need processes and event loops
 
         self.llm_engine = LLMEngine.from_engine_args(args, show_progress=show_progress, start=start)
-        self._request_ids = itertools.count()
+        self._batches = Batches(self.llm_engine)
+        self._pin_numbers = itertools.count()
         self._weights: TemporaryDirectory[str] | None = None  # those that came as tensors
 
     def __getattr__(self, name: str) -> Any:
@@ -122,10 +122,8 @@ class LLM:
         """
         many = _as_list(prompts)
         params = self._params_for(sampling_params, len(many))
-        priorities = _one_each(priority or 0, len(many), "priorities", "priority")
-        adapters = self._adapters_for(lora_request, len(many), prompt_adapter_request)
-        terms = [Terms(priority=p, client=client, adapter=a) for p, a in zip(priorities, adapters, strict=True)]
-        return self._run(self._add_all(many, params, terms), use_tqdm)
+        terms = self._terms_for(len(many), lora_request, prompt_adapter_request, priority, client)
+        return self._batches.run(many, params, terms, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -171,12 +169,11 @@ class LLM:
                 asked = Conversation(messages=conversation, content_format=form, **template, **turns)
                 texts.append(tokenizer.render(asked))
             except InvalidRequestError as error:
-                raise _of_prompt(error, place, len(conversations), "messages") from None
+                raise of_prompt(error, place, len(conversations), "messages") from None
         params = self._params_for(sampling_params, len(texts))
+        terms = self._terms_for(len(texts), lora_request, prompt_adapter_request)
         # A template writes its own special tokens.
-        adapters = self._adapters_for(lora_request, len(texts), prompt_adapter_request)
-        terms = [Terms(adapter=adapter) for adapter in adapters]
-        return self._run(self._add_all(texts, params, terms, add_special_tokens=False), use_tqdm)
+        return self._batches.run(texts, params, terms, use_tqdm=use_tqdm, add_special_tokens=False)
 
     def beam_search(
         self,
@@ -206,12 +203,11 @@ class LLM:
         size = len(many) if concurrency_limit is None else concurrency_limit
         if size < 1 and many:
             raise InvalidRequestError(f"concurrency_limit must be at least 1, got {size}.", "concurrency_limit")
-        one = params.sampling_params()
-        terms = [Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(many))]
+        one, terms = params.sampling_params(), self._terms_for(len(many), lora_request)
         outputs: list[RequestOutput] = []
         for start in range(0, len(many), max(1, size)):
-            part = many[start : start + size]
-            outputs += self._run(self._add_all(part, [one] * len(part), terms[start : start + size]), use_tqdm)
+            part, served = many[start : start + size], terms[start : start + size]
+            outputs += self._batches.run(part, [one] * len(part), served, use_tqdm=use_tqdm)
         return [self._beams_of(output, params) for output in outputs]
 
     def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
@@ -249,12 +245,11 @@ class LLM:
             RequestFailedError: the engine could not compute one of them.
         """
         many = _as_list(prompts)
-        each = _one_each(
-            PoolingParams() if pooling_params is None else pooling_params, len(many), "pooling params", "pooling_params"
-        )
-        terms = [Terms(adapter=adapter) for adapter in self._adapters_for(lora_request, len(many))]
+        given = PoolingParams() if pooling_params is None else pooling_params
+        each = _one_each(given, len(many), "pooling params", "pooling_params")
         asked = [one.sampling_params(self.model_config.hidden_size) for one in each]
-        outputs = self._run(self._add_all(many, asked, terms, pools=True), use_tqdm)
+        terms = self._terms_for(len(many), lora_request)
+        outputs = self._batches.run(many, asked, terms, use_tqdm=use_tqdm, pools=True)
         if any(output.pooled is None for output in outputs):
             raise RequestFailedError("the engine failed to compute a vector; the log says why.")
         return [
@@ -296,8 +291,8 @@ class LLM:
         """
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         prepared = self.llm_engine.prepare(prompt, params)
-        self._run(self._add_all([prompt], [params], [Terms()]), use_tqdm=False)
-        name = name or f"prefix-{next(self._request_ids)}"
+        self._batches.run([prompt], [params], [Terms()])
+        name = name or f"prefix-{next(self._pin_numbers)}"
         return self.llm_engine.core.call("pin_prefix", name, prepared.token_ids, prepared.cache_salt)
 
     def unpin_prefix(self, name: str) -> bool:
@@ -395,75 +390,15 @@ class LLM:
         given = self.get_default_sampling_params() if given is None else given
         return _one_each(given, num_prompts, "sampling params", "sampling_params")
 
-    def _adapters_for(self, loras: Any, num_prompts: int, virtual: PromptAdapters = None) -> list[AdapterRef | None]:
+    def _terms_for(
+        self, num_prompts: int, loras: Any, virtual: PromptAdapters = None, priority: Any = None, client: Any = None
+    ) -> list[Terms]:
+        """Those of each prompt."""
+        priorities = _one_each(priority or 0, num_prompts, "priorities", "priority")
         each = _one_each(loras, num_prompts, "lora_requests", "lora_request")
         others = _one_each(virtual, num_prompts, "prompt_adapter_requests", "prompt_adapter_request")
-        return [self.llm_engine.find_adapter(*both) for both in zip(each, others, strict=True)]
-
-    def _add_all(
-        self,
-        prompts: list[PromptType],
-        params: list[SamplingParams],
-        terms: list[Terms],
-        add_special_tokens: bool = True,
-        pools: bool = False,
-    ) -> list[str]:
-        """Queue all requests, or none: every prompt is checked before the first step."""
-        processed = []
-        for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
-            try:
-                prepared = replace(self.llm_engine.prepare(prompt, one, add_special_tokens), pools=pools)
-                prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
-                request_id = str(next(self._request_ids))
-                processed.append(self.llm_engine.process_input(request_id, prepared, terms=served))
-            except InvalidRequestError as error:
-                raise _of_prompt(error, place, len(prompts)) from None
-        ids: list[str] = []
-        for place, entry in enumerate(processed):
-            request_id = entry.request.request_id
-            try:
-                self.llm_engine.submit(entry)
-            except InvalidRequestError as error:
-                self._drop(ids)
-                raise _of_prompt(error, place, len(prompts)) from None
-            except BaseException:  # Ctrl-C, when this one is queued
-                self._drop([*ids, request_id])
-                raise
-            ids.append(request_id)
-        return ids
-
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        """Step until every one of these requests has its final output."""
-        waiting = set(ids)
-        done: dict[str, RequestOutput] = {}
-        num_input = num_output = 0
-        bar = tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
-        try:
-            while waiting:
-                for output in self.llm_engine.step():
-                    if not output.finished or output.request_id not in waiting:
-                        continue
-                    waiting.remove(output.request_id)
-                    error = output.error
-                    if error is not None and error.param is not None and not _num_tokens(output):
-                        raise _of_prompt(error, ids.index(output.request_id), len(ids))
-                    done[output.request_id] = output
-                    num_input += len(output.prompt_token_ids or ())
-                    num_output += _num_tokens(output)
-                    elapsed = max(bar.format_dict["elapsed"], 1e-6)
-                    speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
-                    bar.set_postfix_str(speeds, False)
-                    bar.update()
-        except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
-            self._drop(list(waiting))
-            raise
-        finally:
-            bar.close()
-        return [done[request_id] for request_id in ids]
-
-    def _drop(self, ids: list[str]) -> None:
-        self.llm_engine.abort_request(ids)
-        self.llm_engine.discard_outputs(ids)
+        adapters = [self.llm_engine.find_adapter(*both) for both in zip(each, others, strict=True)]
+        return [Terms(one, client, adapter=adapter) for one, adapter in zip(priorities, adapters, strict=True)]
 
 
 def _one_each(given: Any, num_prompts: int, what: str, name: str) -> list[Any]:
@@ -474,10 +409,6 @@ def _one_each(given: Any, num_prompts: int, what: str, name: str) -> list[Any]:
     return each
 
 
-def _num_tokens(output: RequestOutput) -> int:
-    return sum(len(part.token_ids) for part in output.outputs)
-
-
 def _as_list(prompts: Any) -> list[PromptType]:
     if isinstance(prompts, str | dict | bytes | bytearray | memoryview) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
@@ -486,10 +417,3 @@ def _as_list(prompts: Any) -> list[PromptType]:
         return []
     # [1, 2, 3] is one prompt of token ids; [[1, 2], [3]] and ["a", "b"] are several prompts.
     return [many] if all(hasattr(p, "__index__") for p in many) else many
-
-
-def _of_prompt(error: InvalidRequestError, place: int, num_prompts: int, name: str = "prompts") -> InvalidRequestError:
-    """The error, told of which of several prompts it is: ``prompts[1]`` is the second."""
-    if num_prompts == 1:
-        return error
-    return InvalidRequestError(f"{name}[{place}] (of {num_prompts}): {error}", error.param)

@@ -1,0 +1,109 @@
+"""Prompts of one call run to their end: all of them are queued, or none, and one that fails takes the others along.
+
+`LLM` has one of these for its engine. It knows prepared lists, of one entry a prompt, and nothing of the many forms in
+which callers give them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from quire.engine.llm_engine import LLMEngine
+from quire.errors import InvalidRequestError
+from quire.inputs import PromptType
+from quire.outputs import RequestOutput
+from quire.protocol.requests import Terms
+from quire.sampling_params import RequestOutputKind, SamplingParams
+
+
+class Batches:
+    """What runs batches on an engine, one after another."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._request_ids = itertools.count()
+
+    def run(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams],
+        terms: Sequence[Terms],
+        *,
+        use_tqdm: bool = False,
+        add_special_tokens: bool = True,
+        pools: bool = False,
+    ) -> list[RequestOutput]:
+        """The final output of each prompt, in order.
+
+        Args:
+            use_tqdm: show a progress bar with input and output tokens per second.
+            add_special_tokens: those that the tokenizer puts around a text.
+            pools: vectors are wanted, and no tokens.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters break a rule; the message says which prompt.
+        """
+        processed = []
+        for place, (prompt, one, served) in enumerate(zip(prompts, params, terms, strict=True)):
+            try:
+                prepared = replace(self._engine.prepare(prompt, one, add_special_tokens), pools=pools)
+                prepared.params.output_kind = RequestOutputKind.FINAL_ONLY  # no text is built that nobody reads
+                request_id = str(next(self._request_ids))
+                processed.append(self._engine.process_input(request_id, prepared, terms=served))
+            except InvalidRequestError as error:
+                raise of_prompt(error, place, len(prompts)) from None
+        ids: list[str] = []
+        for place, entry in enumerate(processed):
+            request_id = entry.request.request_id
+            try:
+                self._engine.submit(entry)
+            except InvalidRequestError as error:
+                self._drop(ids)
+                raise of_prompt(error, place, len(prompts)) from None
+            except BaseException:  # Ctrl-C, when this one is queued
+                self._drop([*ids, request_id])
+                raise
+            ids.append(request_id)
+        return self._finish(ids, use_tqdm)
+
+    def _finish(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        """Step until every one of these requests has its final output."""
+        waiting = set(ids)
+        done: dict[str, RequestOutput] = {}
+        num_input = num_output = 0
+        bar = tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        try:
+            while waiting:
+                for output in self._engine.step():
+                    if not output.finished or output.request_id not in waiting:
+                        continue
+                    waiting.remove(output.request_id)
+                    error, num_tokens = output.error, sum(len(part.token_ids) for part in output.outputs)
+                    if error is not None and error.param is not None and not num_tokens:
+                        raise of_prompt(error, ids.index(output.request_id), len(ids))
+                    done[output.request_id] = output
+                    num_input += len(output.prompt_token_ids or ())
+                    num_output += num_tokens
+                    elapsed = max(bar.format_dict["elapsed"], 1e-6)
+                    speeds = f"input: {num_input / elapsed:.1f} toks/s, output: {num_output / elapsed:.1f} toks/s"
+                    bar.set_postfix_str(speeds, False)
+                    bar.update()
+        except BaseException:  # Ctrl-C as well: leave nothing running behind a caller who goes on
+            self._drop(list(waiting))
+            raise
+        finally:
+            bar.close()
+        return [done[request_id] for request_id in ids]
+
+    def _drop(self, ids: list[str]) -> None:
+        self._engine.abort_request(ids)
+        self._engine.discard_outputs(ids)
+
+
+def of_prompt(error: InvalidRequestError, place: int, num_prompts: int, name: str = "prompts") -> InvalidRequestError:
+    """The error, told of which of several prompts it is: ``prompts[1]`` is the second."""
+    if num_prompts == 1:
+        return error
+    return InvalidRequestError(f"{name}[{place}] (of {num_prompts}): {error}", error.param)
