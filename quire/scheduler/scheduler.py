@@ -142,7 +142,7 @@ class Scheduler:
         return limits_of(self.config, self._most)
 
     def set_limits(self, changes: dict[str, Any]) -> Limits:
-        """Keep to other limits, or to another policy, from the next plan on: see `limits.changed`.
+        """Keep to other limits, or to another policy, from the next plan on: see `live_limits.changed`.
 
         What runs beyond a lower limit goes on until it ends; another policy orders all that wait and run anew.
         """

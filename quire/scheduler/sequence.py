@@ -114,7 +114,7 @@ class Sequence:
         proposes: whether drafts came with its last result, so that the next step waits for the next ones.
         chosen_token_id: its last token, where the row does not have it yet; -1 where it does.
         announced: whether the worker holds a row for it, or will after forks that are planned already.
-        awaits: while PREPARING, a reason of `Planner.waiting_reasons`.
+        awaits: while PREPARING, a reason of `quire.scheduler.reasons.REASONS`.
     """
 
     def __init__(self, sequence_id: int, group: SequenceGroup, index: int, table: BlockTable) -> None:

@@ -1,6 +1,6 @@
 """How a matrix becomes codes and scales: to the nearest, by GPTQ (arXiv:2210.17323), or with AWQ's scales (2306.00978).
 
-`quire.entrypoints.cli.quantize_layers` calls it for each matrix. What inputs are like is one Hessian [K, K], the mean
+`quire.entrypoints.cli.quantize_model` calls it for each matrix. What inputs are like is one Hessian [K, K], the mean
 of x xᵀ: the error of the products is then that of the weights, weighed by it. Must not know models or files.
 """
 

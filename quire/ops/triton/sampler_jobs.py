@@ -102,7 +102,7 @@ def list_parts(chosen, lists, PARTS: tl.constexpr):
 
 @triton.jit
 def reaching(most, bound, num_parts, lists, PARTS: tl.constexpr):
-    """Those whose largest logit is at least `bound`, by `_list_parts`."""
+    """Those whose largest logit is at least `bound`, by `list_parts`."""
     return list_parts((most >= bound) & (tl.arange(0, PARTS) < num_parts), lists, PARTS)
 
 
